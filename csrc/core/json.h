@@ -1,0 +1,73 @@
+/* json: a reader for small JSON documents from files that nobody vouches for.
+ *
+ * The whole document is checked before the caller sees any of it: RFC 8259 grammar,
+ * UTF-8, no duplicate keys, no lone surrogates, bounded length, depth and node count.
+ * Numbers are kept as text; the accessors convert those that fit.
+ */
+#ifndef MLS_JSON_H
+#define MLS_JSON_H
+
+#include "status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct mls_json mls_json;
+
+typedef enum mls_json_type {
+    MLS_JSON_NULL,
+    MLS_JSON_FALSE,
+    MLS_JSON_TRUE,
+    MLS_JSON_NUMBER,
+    MLS_JSON_STRING,
+    MLS_JSON_ARRAY,
+    MLS_JSON_OBJECT
+} mls_json_type;
+
+typedef struct mls_json_limits {
+    size_t depth; /* nested arrays and objects, at most */
+    size_t nodes; /* values, at most */
+} mls_json_limits;
+
+/* A value inside a document; the root is node 0. */
+typedef uint32_t mls_json_node;
+#define MLS_JSON_NONE UINT32_MAX
+
+/* Text with its length; unescaped UTF-8, may hold NUL characters, is not terminated. */
+typedef struct mls_text {
+    const char *data;
+    size_t length;
+} mls_text;
+
+/* Parse `length` bytes, which need not outlive the call.  Gives: free with mls_json_free.
+ * MLS_E_FORMAT with the byte offset (from the start of `text`) of the first fault;
+ * MLS_E_MEMORY. */
+mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
+                        mls_json **out, mls_status *st);
+
+void mls_json_free(mls_json *doc); /* accepts NULL */
+
+mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node);
+
+/* Byte offset of a value in the parsed text, for error messages. */
+size_t mls_json_offset(const mls_json *doc, mls_json_node node);
+
+/* Members of an object or array, in file order: the first one and the one after, or
+ * MLS_JSON_NONE.  Number of members. */
+mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent);
+mls_json_node mls_json_next(const mls_json *doc, mls_json_node node);
+size_t mls_json_size(const mls_json *doc, mls_json_node parent);
+
+/* Member of an object by key, or MLS_JSON_NONE (also where `object` is no object). */
+mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key);
+
+/* Key of an object's member; text of a string or number.  Shares the document's memory.
+ * Empty for any other node. */
+mls_text mls_json_key(const mls_json *doc, mls_json_node node);
+mls_text mls_json_text(const mls_json *doc, mls_json_node node);
+
+/* A number that is a non-negative integer below 2**64, written without fraction or
+ * exponent; false otherwise. */
+bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out);
+
+#endif

@@ -1,0 +1,176 @@
+#include "mem.h"
+
+#include "size.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#    define MLS_HAVE_MMAP 0
+#else
+#    define MLS_HAVE_MMAP 1
+#    include <errno.h>
+#    include <sys/mman.h>
+#    include <unistd.h>
+#endif
+
+void *mls_alloc(size_t count, size_t size)
+{
+    size_t bytes;
+    if (!mls_size_mul(count, size, &bytes)) {
+        return NULL;
+    }
+    return calloc(bytes == 0 ? 1 : bytes, 1);
+}
+
+void *mls_realloc(void *block, size_t count, size_t size)
+{
+    size_t bytes;
+    if (!mls_size_mul(count, size, &bytes)) {
+        return NULL;
+    }
+    return realloc(block, bytes == 0 ? 1 : bytes);
+}
+
+void mls_free(void *block)
+{
+    free(block);
+}
+
+/* `bytes` rounded up to whole pages, at least one page. */
+static bool whole_pages(size_t bytes, size_t *out)
+{
+    const size_t page = mls_page_bytes();
+    size_t padded;
+    if (!mls_size_add(bytes == 0 ? 1 : bytes, page - 1, &padded)) {
+        return false;
+    }
+    *out = padded / page * page;
+    return true;
+}
+
+static mls_code no_pages(mls_status *st, size_t bytes)
+{
+    return mls_fail(st, MLS_E_MEMORY, "cannot map %zu bytes of memory", bytes);
+}
+
+#if MLS_HAVE_MMAP
+
+size_t mls_page_bytes(void)
+{
+    const long page = sysconf(_SC_PAGESIZE);
+    return page > 0 ? (size_t)page : 4096;
+}
+
+mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
+{
+    size_t mapped;
+    if (!whole_pages(bytes, &mapped)) {
+        return no_pages(st, bytes);
+    }
+    void *data =
+        mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (data == MAP_FAILED) {
+        return no_pages(st, bytes);
+    }
+    *out = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
+    return MLS_OK;
+}
+
+mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
+{
+    size_t mapped;
+    if (bytes < pages->bytes || !whole_pages(bytes, &mapped)) {
+        return no_pages(st, bytes);
+    }
+    if (mapped == pages->mapped) {
+        pages->bytes = bytes;
+        return MLS_OK;
+    }
+#    if defined(__linux__)
+    void *data = mremap(pages->data, pages->mapped, mapped, MREMAP_MAYMOVE);
+    if (data == MAP_FAILED) {
+        return no_pages(st, bytes);
+    }
+    *pages = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
+#    else
+    mls_pages bigger;
+    const mls_code code = mls_pages_init(&bigger, bytes, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    memcpy(bigger.data, pages->data, pages->bytes);
+    mls_pages_fini(pages);
+    *pages = bigger;
+#    endif
+    return MLS_OK;
+}
+
+void mls_pages_fini(mls_pages *pages)
+{
+    if (pages->data != NULL) {
+        munmap(pages->data, pages->mapped);
+    }
+    *pages = (mls_pages){0};
+}
+
+void mls_advise_pages(void *data, size_t bytes, bool huge)
+{
+#    if defined(__linux__)
+    const uintptr_t page = mls_page_bytes();
+    const uintptr_t start = ((uintptr_t)data + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)data + bytes) / page * page;
+    if (end > start) {
+        const int saved = errno; /* advice that is refused is no error */
+        (void)madvise((void *)start, end - start,
+                      huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+        errno = saved;
+    }
+#    else
+    (void)data, (void)bytes, (void)huge;
+#    endif
+}
+
+#else /* no mmap: the heap serves, and growing copies */
+
+size_t mls_page_bytes(void)
+{
+    return 4096;
+}
+
+mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
+{
+    size_t mapped;
+    void *data = whole_pages(bytes, &mapped) ? calloc(mapped, 1) : NULL;
+    if (data == NULL) {
+        return no_pages(st, bytes);
+    }
+    *out = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
+    return MLS_OK;
+}
+
+mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
+{
+    mls_pages bigger;
+    const mls_code code = mls_pages_init(&bigger, bytes, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    memcpy(bigger.data, pages->data, pages->bytes);
+    mls_pages_fini(pages);
+    *pages = bigger;
+    return MLS_OK;
+}
+
+void mls_pages_fini(mls_pages *pages)
+{
+    free(pages->data);
+    *pages = (mls_pages){0};
+}
+
+void mls_advise_pages(void *data, size_t bytes, bool huge)
+{
+    (void)data, (void)bytes, (void)huge;
+}
+
+#endif

@@ -1,0 +1,78 @@
+/* status: how the core reports failure.
+ *
+ * Every fallible function returns an mls_code (MLS_OK is 0) and fills the caller's
+ * mls_status with what a person needs to mend his script: what failed, where, what was
+ * expected, what was found.  Results travel through out-parameters, which a failing
+ * function leaves untouched.  The status is plain storage: nothing to free.
+ */
+#ifndef MLS_STATUS_H
+#define MLS_STATUS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum mls_code {
+    MLS_OK = 0,
+    MLS_E_MEMORY,   /* an allocation failed */
+    MLS_E_VALUE,    /* an argument that makes no sense by itself */
+    MLS_E_SHAPE,    /* ranks or dimensions that do not go together */
+    MLS_E_DTYPE,    /* a dtype that is unknown, or a conversion that is not offered */
+    MLS_E_CAPACITY, /* a position or length that does not fit */
+    MLS_E_OVERLAP,  /* source and destination share memory */
+    MLS_E_SIZE,     /* a product or sum of sizes that exceeds the address space */
+    MLS_E_FORMAT,   /* a file that is not what it claims to be */
+    MLS_E_CHECKSUM, /* a file whose bytes changed since they were written */
+    MLS_E_IO,       /* the operating system said no: see os_error */
+    MLS_E_BUSY,     /* memory that may not move now, because a view of it is alive */
+    MLS_E_COUNT     /* number of codes; never returned */
+} mls_code;
+
+enum {
+    MLS_TEXT_BYTES = 320, /* room for the message, with its NUL */
+    MLS_NAME_BYTES = 160, /* room for a tensor's or state's name */
+    MLS_FACT_BYTES = 96   /* room for `expected` and for `got` */
+};
+
+/* All strings are NUL-terminated and cut at a UTF-8 character boundary. */
+typedef struct mls_status {
+    mls_code code;
+    int os_error;    /* errno of MLS_E_IO, else 0 */
+    bool has_offset; /* whether `offset` means something */
+    uint64_t offset; /* byte offset in the file concerned */
+    char text[MLS_TEXT_BYTES];
+    char name[MLS_NAME_BYTES];     /* tensor, state or key concerned, or "" */
+    char expected[MLS_FACT_BYTES]; /* short fact, or "" */
+    char got[MLS_FACT_BYTES];      /* short fact, or "" */
+} mls_status;
+
+#if defined(__GNUC__)
+#    define MLS_PRINTF(text, first) __attribute__((__format__(__printf__, text, first)))
+#else
+#    define MLS_PRINTF(text, first)
+#endif
+
+/* Make `st` say "nothing is wrong". */
+void mls_status_clear(mls_status *st);
+
+/* Fill `st` with `code` and a printf-style text, drop every earlier field, return `code`.
+ * Use as `return mls_fail(st, MLS_E_SHAPE, "...")`. */
+mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...) MLS_PRINTF(3, 4);
+
+/* As mls_fail with MLS_E_IO, keeping `os_error`; its strerror text is appended. */
+mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
+    MLS_PRINTF(3, 4);
+
+/* As mls_fail with MLS_E_FORMAT, keeping the byte `offset` concerned. */
+mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
+    MLS_PRINTF(3, 4);
+
+/* Add facts to a status that mls_fail filled.  Each is cut to fit. */
+void mls_status_name(mls_status *st, const char *name, size_t length);
+void mls_status_expected(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
+void mls_status_got(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
+
+/* A short constant name of a code, such as "shape"; "?" for an unknown one. */
+const char *mls_code_name(mls_code code);
+
+#endif

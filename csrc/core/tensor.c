@@ -1,0 +1,122 @@
+#include "tensor.h"
+
+#include "size.h"
+
+#include <stdint.h>
+#include <stdio.h>
+
+mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
+                         const size_t *shape, mls_status *st)
+{
+    if (rank < 0 || rank > MLS_MAX_RANK) {
+        return mls_fail(st, MLS_E_SHAPE, "%d dimensions: at most %d are supported", rank,
+                        (int)MLS_MAX_RANK);
+    }
+    mls_tensor t = {.data = data, .dtype = dtype, .rank = rank};
+    size_t stride = mls_dtype_of(dtype)->item_bytes;
+    for (int axis = rank - 1; axis >= 0; axis--) {
+        t.shape[axis] = shape[axis];
+        t.strides[axis] = (ptrdiff_t)stride;
+        /* an empty axis makes the whole view empty: its stride does not matter */
+        if (!mls_size_mul(stride, shape[axis] == 0 ? 1 : shape[axis], &stride) ||
+            stride > PTRDIFF_MAX) {
+            char text[MLS_FACT_BYTES];
+            return mls_fail(st, MLS_E_SIZE, "shape %s of %s is larger than memory",
+                            mls_shape_text(text, sizeof text, rank, shape),
+                            mls_dtype_of(dtype)->name);
+        }
+    }
+    *out = t;
+    return MLS_OK;
+}
+
+size_t mls_tensor_item_bytes(const mls_tensor *t)
+{
+    return mls_dtype_of(t->dtype)->item_bytes;
+}
+
+bool mls_tensor_count(const mls_tensor *t, size_t *out)
+{
+    size_t count = 1;
+    bool fits = true;
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            *out = 0;
+            return true;
+        }
+        fits = fits && mls_size_mul(count, t->shape[axis], &count);
+    }
+    if (fits) {
+        *out = count;
+    }
+    return fits;
+}
+
+bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
+{
+    size_t count;
+    return mls_tensor_count(t, &count) &&
+           mls_size_mul(count, mls_tensor_item_bytes(t), out);
+}
+
+bool mls_tensor_is_contiguous(const mls_tensor *t)
+{
+    ptrdiff_t expected = (ptrdiff_t)mls_tensor_item_bytes(t);
+    bool packed = true;
+    for (int axis = t->rank - 1; axis >= 0; axis--) {
+        if (t->shape[axis] == 0) {
+            return true;
+        }
+        packed = packed && (t->shape[axis] == 1 || t->strides[axis] == expected);
+        expected = (ptrdiff_t)((size_t)expected * t->shape[axis]);
+    }
+    return packed;
+}
+
+mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length)
+{
+    mls_tensor part = *t;
+    part.data += (ptrdiff_t)start * t->strides[axis];
+    part.shape[axis] = length;
+    return part;
+}
+
+/* The addresses from the lowest byte of a view up to one past its highest; false for an
+ * empty view.  The owner's memory holds them all, so the sums cannot wrap. */
+static bool address_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
+{
+    *low = (uintptr_t)t->data;
+    *high = (uintptr_t)t->data + mls_tensor_item_bytes(t);
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            return false;
+        }
+        const ptrdiff_t reach = (ptrdiff_t)(t->shape[axis] - 1) * t->strides[axis];
+        if (reach < 0) {
+            *low -= (uintptr_t)(-reach);
+        } else {
+            *high += (uintptr_t)reach;
+        }
+    }
+    return true;
+}
+
+bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
+{
+    uintptr_t low_a, high_a, low_b, high_b;
+    return address_range(a, &low_a, &high_a) && address_range(b, &low_b, &high_b) &&
+           low_a < high_b && low_b < high_a;
+}
+
+char *mls_shape_text(char *text, size_t room, int rank, const size_t *shape)
+{
+    size_t used = (size_t)snprintf(text, room, "(");
+    for (int axis = 0; axis < rank && used < room; axis++) {
+        used += (size_t)snprintf(text + used, room - used, axis == 0 ? "%zu" : ", %zu",
+                                 shape[axis]);
+    }
+    if (used < room) {
+        snprintf(text + used, room - used, rank == 1 ? ",)" : ")");
+    }
+    return text;
+}

@@ -1,0 +1,96 @@
+/* mlsp: what every binding file shares.
+ *
+ * A binding parses arguments, makes views of the arrays (convert.c), releases the GIL,
+ * calls the core, and turns a status into an exception (errors.c).  No algorithm lives
+ * here.  All state hangs off the module object; the one static is NumPy's API pointer.
+ */
+#ifndef MLSP_H
+#define MLSP_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#ifndef MLSP_IMPORT_NUMPY
+#    define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
+
+#include "copy.h"
+#include "dtype.h"
+#include "pool.h"
+#include "status.h"
+#include "tensor.h"
+
+/* Work on fewer bytes than this keeps the GIL: releasing it would cost more. */
+enum { MLSP_RELEASE_BYTES = 64 * 1024 };
+
+/* The exception classes, in the order of errors.c's table. */
+typedef enum mlsp_error {
+    MLSP_ERROR_BASE,
+    MLSP_ERROR_NOT_FOUND,
+    MLSP_ERROR_COMPATIBILITY,
+    MLSP_ERROR_FORMAT,
+    MLSP_ERROR_CHECKSUM,
+    MLSP_ERROR_CAPACITY,
+    MLSP_ERROR_STORE,
+    MLSP_ERROR_STORE_MISSING,
+    MLSP_ERROR_STORE_DENIED,
+    MLSP_ERROR_COLLECTIVE,
+    MLSP_ERROR_COUNT
+} mlsp_error;
+
+typedef struct mlsp_state {
+    PyObject *errors[MLSP_ERROR_COUNT];
+    PyTypeObject *kv_state_type;
+    PyTypeObject *kv_lease_type;
+    const mls_kernels *kernels;
+    mls_pool *pool;
+} mlsp_state;
+
+/* The state of the module object that every function gets as `self`. */
+mlsp_state *mlsp_state_of(PyObject *module);
+
+/* ---- errors.c: the one place where a status becomes an exception ---- */
+
+/* Create the exception classes and add them to the module.  -1 with an exception set. */
+int mlsp_errors_add(PyObject *module);
+
+/* Raise what `st` says; `path` (borrowed, may be NULL) becomes the exception's `path`.
+ * Returns NULL, always. */
+PyObject *mlsp_raise(const mlsp_state *state, const mls_status *st, PyObject *path);
+
+/* ---- convert.c: arrays to views ---- */
+
+/* A view of an array and what keeps its memory alive: zero it, fill it, release it. */
+typedef struct mlsp_view {
+    mls_tensor tensor;
+    bool readonly;
+    PyObject *owner; /* strong reference, or NULL */
+} mlsp_view;
+
+/* View an ndarray, or anything with __dlpack__ on the CPU (torch tensors, bf16 included).
+ * `what` names the argument in errors.  Returns -1 with TypeError or a mlstate exception
+ * set, and `*out` zeroed. */
+int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
+                 mlsp_view *out);
+
+/* As above, and refuse a read-only array with ValueError. */
+int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *what,
+                       mlsp_view *out);
+
+void mlsp_view_release(mlsp_view *view); /* accepts a zeroed view; zeroes it */
+
+/* The core's dtype of a NumPy descriptor; false where the core has none. */
+bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
+
+/* New reference to the NumPy descriptor of a dtype; ml_dtypes is imported for those that
+ * NumPy lacks.  NULL with ImportError naming the extra where it is not installed. */
+PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype);
+
+/* ---- one table of functions per file, NULL-terminated ---- */
+extern PyMethodDef mlsp_kv_methods[];
+
+/* Add the heap types of py_kvstate.c.  -1 with an exception set. */
+int mlsp_kv_state_add(PyObject *module);
+
+#endif
