@@ -1,9 +1,9 @@
 /* copy: move, convert and fill elements, the same for every instruction set.
  *
- * A kernel table serves contiguous runs; mls_copy and mls_fill walk strided views and hand
- * runs to it.  The scalar table is the oracle: every other one gives the same bits, except
- * for the payload of NaNs.  Conversions round to nearest, ties to even: float16 as NumPy
- * does, bfloat16 as torch does; what is too large becomes infinity, NaN stays NaN.
+ * A kernel table serves contiguous runs; mls_copy and mls_fill walk strided views and
+ * hand runs to it.  The scalar table is the oracle: every other one gives the same bits,
+ * except for the payload of NaNs.  Conversions round to nearest, ties to even: float16 as
+ * NumPy does, bfloat16 as torch does; what is too large becomes infinity, NaN stays NaN.
  */
 #ifndef MLS_COPY_H
 #define MLS_COPY_H
@@ -38,9 +38,10 @@ typedef struct mls_element {
 } mls_element;
 
 /* Encode `value` for a destination.  MLS_E_DTYPE where a non-zero value has no meaning
- * (bool, complex, 8-bit floats); MLS_E_VALUE where an integer type cannot hold it. */
-mls_code mls_element_encode(double value, const mls_tensor *destination,
-                            const mls_kernels *kernels, mls_element *out, mls_status *st);
+ * (complex, 8-bit floats); MLS_E_VALUE where the dtype cannot hold it: a fraction or too
+ * large a number in an integer, a finite number beyond a float's range. */
+mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
+                            mls_status *st);
 
 /* Check that `src` can be copied to `dst`: equal shapes, dtypes that convert.  `what`
  * names the operation in errors.  MLS_E_SHAPE, MLS_E_DTYPE. */

@@ -27,15 +27,13 @@ void mls_pool_free(mls_pool *pool);
 
 size_t mls_pool_threads(const mls_pool *pool);
 
-/* Change the number of threads; waits for a run that is going on.  MLS_E_VALUE as above. */
+/* Change the number of threads; waits for a run that is going on.  MLS_E_VALUE as above.
+ */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st);
 
 /* Run task(context, i) for every i < count, the calling thread taking part, and return
  * when all are done.  Never fails: where no thread can be started, or where another run
  * is going on, the calling thread does it all.  A NULL pool is a pool of one thread. */
 void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count);
-
-/* How many threads a run over `bytes` bytes of memory-bound work deserves. */
-size_t mls_pool_share(const mls_pool *pool, size_t bytes);
 
 #endif

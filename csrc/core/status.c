@@ -50,19 +50,31 @@ mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
     return code;
 }
 
-/* strerror without its shared static buffer: the XSI and GNU variants of strerror_r
- * differ in what they return, so the text is taken from whichever place holds it. */
+/* strerror without its shared static buffer.  The XSI and GNU variants of strerror_r
+ * differ in what they return: the text is taken from whichever place holds it. */
+#if defined(_WIN32)
+static const char *error_text(int os_error, char *buffer, size_t room)
+{
+    return strerror_s(buffer, room, os_error) == 0 ? buffer : "unknown error";
+}
+#else
 static const char *take_xsi(int result, const char *buffer)
 {
     return result == 0 ? buffer : "unknown error";
 }
+
 static const char *take_gnu(const char *result, const char *buffer)
 {
     (void)buffer;
     return result;
 }
-#define TAKE_STRERROR(result, buffer)                                                    \
-    _Generic((result), int: take_xsi, char *: take_gnu)((result), (buffer))
+
+static const char *error_text(int os_error, char *buffer, size_t room)
+{
+    return _Generic(strerror_r(os_error, buffer, room), int: take_xsi, char *: take_gnu)(
+        strerror_r(os_error, buffer, room), buffer);
+}
+#endif
 
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
 {
@@ -74,7 +86,7 @@ mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     print_into(st->text, sizeof st->text, format, args);
     va_end(args);
     char buffer[96] = "";
-    const char *reason = TAKE_STRERROR(strerror_r(os_error, buffer, sizeof buffer), buffer);
+    const char *reason = error_text(os_error, buffer, sizeof buffer);
     const size_t used = strlen(st->text);
     snprintf(st->text + used, sizeof st->text - used, ": %s", reason);
     cut_at_character(st->text, sizeof st->text);
@@ -121,12 +133,18 @@ void mls_status_got(mls_status *st, const char *format, ...)
 const char *mls_code_name(mls_code code)
 {
     static const char *const names[MLS_E_COUNT] = {
-        [MLS_OK] = "ok",           [MLS_E_MEMORY] = "memory",
-        [MLS_E_VALUE] = "value",   [MLS_E_SHAPE] = "shape",
-        [MLS_E_DTYPE] = "dtype",   [MLS_E_CAPACITY] = "capacity",
-        [MLS_E_OVERLAP] = "overlap", [MLS_E_SIZE] = "size",
-        [MLS_E_FORMAT] = "format", [MLS_E_CHECKSUM] = "checksum",
-        [MLS_E_IO] = "io",         [MLS_E_BUSY] = "busy",
+        [MLS_OK] = "ok",
+        [MLS_E_MEMORY] = "memory",
+        [MLS_E_VALUE] = "value",
+        [MLS_E_SHAPE] = "shape",
+        [MLS_E_DTYPE] = "dtype",
+        [MLS_E_CAPACITY] = "capacity",
+        [MLS_E_OVERLAP] = "overlap",
+        [MLS_E_SIZE] = "size",
+        [MLS_E_FORMAT] = "format",
+        [MLS_E_CHECKSUM] = "checksum",
+        [MLS_E_IO] = "io",
+        [MLS_E_BUSY] = "busy",
     };
     return (unsigned)code < MLS_E_COUNT ? names[code] : "?";
 }

@@ -5,10 +5,10 @@
 #include <errno.h>
 
 typedef struct error_spec {
-    const char *name;  /* dotted, as pickled */
-    const char *doc;   /* the class docstring */
-    mlsp_error base;   /* another class of this table; its own index for the root */
-    PyObject **mixin;  /* a builtin class that old code catches, or NULL */
+    const char *name; /* dotted, as pickled */
+    const char *doc;  /* the class docstring */
+    mlsp_error base;  /* another class of this table; its own index for the root */
+    PyObject **mixin; /* a builtin class that old code catches, or NULL */
 } error_spec;
 
 static const char *const base_doc =
@@ -52,9 +52,8 @@ static error_spec spec_of(mlsp_error which)
                             "The operating system refused a file operation.",
                             MLSP_ERROR_BASE, &PyExc_OSError};
     case MLSP_ERROR_STORE_MISSING:
-        return (error_spec){"mlstate.errors.StoreNotFoundError",
-                            "A file does not exist.", MLSP_ERROR_STORE,
-                            &PyExc_FileNotFoundError};
+        return (error_spec){"mlstate.errors.StoreNotFoundError", "A file does not exist.",
+                            MLSP_ERROR_STORE, &PyExc_FileNotFoundError};
     case MLSP_ERROR_STORE_DENIED:
         return (error_spec){"mlstate.errors.StorePermissionError",
                             "A file may not be read or written.", MLSP_ERROR_STORE,
@@ -119,8 +118,8 @@ int mlsp_errors_add(PyObject *module)
         Py_DECREF(bases);
         if (state->errors[i] == NULL ||
             (i == MLSP_ERROR_BASE && add_fields(state->errors[i]) < 0) ||
-            PyModule_AddObjectRef(module, strrchr(spec.name, '.') + 1,
-                                  state->errors[i]) < 0) {
+            PyModule_AddObjectRef(module, strrchr(spec.name, '.') + 1, state->errors[i]) <
+                0) {
             return -1;
         }
     }

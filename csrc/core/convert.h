@@ -1,0 +1,119 @@
+/* convert: one element from one float format to another, by integer arithmetic.
+ *
+ * These are the oracle that every vector kernel is held to.  All of them round to
+ * nearest, ties to even.  A NaN stays a quiet NaN with the top of its payload, as the
+ * hardware instructions do; a finite value beyond the range becomes infinity.
+ *
+ * Source of the formats: IEEE 754-2019 binary16, binary32, binary64; bfloat16 is the
+ * upper half of a binary32.
+ */
+#ifndef MLS_CONVERT_H
+#define MLS_CONVERT_H
+
+#include <stdint.h>
+#include <string.h>
+
+static inline uint32_t mls_f32_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float mls_f32_from_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint64_t mls_f64_bits(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* `value` / 2**`shift`, rounded to nearest, ties to even; 1 <= shift <= 63. */
+static inline uint64_t mls_round_shift(uint64_t value, unsigned shift)
+{
+    const uint64_t half = (uint64_t)1 << (shift - 1);
+    const uint64_t rest = value & ((half << 1) - 1);
+    const uint64_t whole = value >> shift;
+    return whole + (uint64_t)(rest > half || (rest == half && (whole & 1U) != 0));
+}
+
+static inline float mls_f32_from_f16(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half & 0x8000U) << 16;
+    const uint32_t magnitude = half & 0x7FFFU;
+    if (magnitude > 0x7C00U) { /* NaN: quiet */
+        return mls_f32_from_bits(sign | 0x7FC00000U | ((magnitude & 0x3FFU) << 13));
+    }
+    if (magnitude == 0x7C00U) {
+        return mls_f32_from_bits(sign | 0x7F800000U);
+    }
+    if (magnitude >= 0x400U) { /* normal: rebias the exponent by 127 - 15 */
+        return mls_f32_from_bits(sign | ((magnitude << 13) + 0x38000000U));
+    }
+    const float small = (float)magnitude * 0x1p-24F; /* zero or subnormal: exact */
+    return mls_f32_from_bits(sign | mls_f32_bits(small));
+}
+
+static inline uint16_t mls_f16_from_f32(float value)
+{
+    const uint32_t bits = mls_f32_bits(value);
+    const uint32_t sign = (bits >> 16) & 0x8000U;
+    const uint32_t magnitude = bits & 0x7FFFFFFFU;
+    uint32_t half;
+    if (magnitude > 0x7F800000U) { /* NaN: quiet */
+        half = 0x7E00U | ((magnitude >> 13) & 0x3FFU);
+    } else if (magnitude >= 0x477FF000U) { /* 65520 and up round to infinity */
+        half = 0x7C00U;
+    } else if (magnitude >= 0x38800000U) { /* 2**-14 and up: normal */
+        half = (uint32_t)mls_round_shift(magnitude - 0x38000000U, 13);
+    } else if (magnitude >= 0x33000000U) { /* 2**-25 and up: multiples of 2**-24 */
+        const uint32_t mantissa = (magnitude & 0x7FFFFFU) | 0x800000U;
+        half = (uint32_t)mls_round_shift(mantissa, 126U - (magnitude >> 23));
+    } else {
+        half = 0;
+    }
+    return (uint16_t)(sign | half);
+}
+
+static inline uint16_t mls_f16_from_f64(double value)
+{
+    const uint64_t bits = mls_f64_bits(value);
+    const uint64_t sign = (bits >> 48) & 0x8000U;
+    const uint64_t magnitude = bits & 0x7FFFFFFFFFFFFFFFU;
+    uint64_t half;
+    if (magnitude > 0x7FF0000000000000U) { /* NaN: quiet */
+        half = 0x7E00U | ((magnitude >> 42) & 0x3FFU);
+    } else if (magnitude >= 0x40EFFE0000000000U) { /* 65520 and up */
+        half = 0x7C00U;
+    } else if (magnitude >= 0x3F10000000000000U) { /* 2**-14 and up */
+        half = mls_round_shift(magnitude - 0x3F00000000000000U, 42);
+    } else if (magnitude >= 0x3E60000000000000U) { /* 2**-25 and up */
+        const uint64_t mantissa = (magnitude & 0xFFFFFFFFFFFFFU) | 0x10000000000000U;
+        half = mls_round_shift(mantissa, 1051U - (unsigned)(magnitude >> 52));
+    } else {
+        half = 0;
+    }
+    return (uint16_t)(sign | half);
+}
+
+static inline float mls_f32_from_bf16(uint16_t brain)
+{
+    return mls_f32_from_bits((uint32_t)brain << 16);
+}
+
+static inline uint16_t mls_bf16_from_f32(float value)
+{
+    const uint32_t bits = mls_f32_bits(value);
+    if ((bits & 0x7FFFFFFFU) > 0x7F800000U) { /* NaN: quiet */
+        return (uint16_t)((bits >> 16) | 0x40U);
+    }
+    return (uint16_t)mls_round_shift(bits, 16);
+}
+
+#endif

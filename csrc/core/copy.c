@@ -1,0 +1,423 @@
+#include "copy.h"
+
+#include "convert.h"
+#include "copy_kernels.h"
+#include "size.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    CHUNK = 256,           /* elements that pass through the stack at a time */
+    STREAM_RUN = 1024,     /* shorter runs lose more at their ends than they gain */
+    STREAM_TOTAL = 4 << 20 /* smaller results are worth keeping in the cache */
+};
+
+const mls_kernels *mls_kernels_of(mls_cpu cpu)
+{
+    switch (cpu) {
+#if defined(__x86_64__)
+    case MLS_CPU_AVX2:
+        return &mls_kernels_avx2;
+    case MLS_CPU_AVX512:
+        return &mls_kernels_avx512;
+#endif
+#if defined(__aarch64__)
+    case MLS_CPU_NEON:
+        return &mls_kernels_neon;
+#endif
+    default:
+        return &mls_kernels_scalar;
+    }
+}
+
+bool mls_should_stream(size_t bytes)
+{
+    return bytes >= STREAM_TOTAL;
+}
+
+/* Items that are swapped as one: a complex number is two of them. */
+static size_t swap_unit(mls_dtype dtype)
+{
+    return dtype == MLS_C64 ? 4 : mls_dtype_of(dtype)->item_bytes;
+}
+
+static void swap_items(unsigned char *items, size_t bytes, size_t unit)
+{
+    for (size_t start = 0; start < bytes; start += unit) {
+        for (size_t low = start, high = start + unit - 1; low < high; low++, high--) {
+            const unsigned char kept = items[low];
+            items[low] = items[high];
+            items[high] = kept;
+        }
+    }
+}
+
+/* ---- encoding one element ---- */
+
+typedef struct integer_range {
+    double low, end; /* low <= value < end; both are exact */
+} integer_range;
+
+static integer_range range_of(mls_dtype dtype)
+{
+    switch (dtype) {
+    case MLS_BOOL:
+        return (integer_range){0, 2};
+    case MLS_U8:
+    case MLS_U16:
+    case MLS_U32:
+    case MLS_U64:
+        return (integer_range){0, ldexp(1, 8 * (int)mls_dtype_of(dtype)->item_bytes)};
+    case MLS_I8:
+    case MLS_I16:
+    case MLS_I32:
+    case MLS_I64: {
+        const double end = ldexp(1, 8 * (int)mls_dtype_of(dtype)->item_bytes - 1);
+        return (integer_range){-end, end};
+    }
+    default:
+        return (integer_range){0, 0};
+    }
+}
+
+static bool is_exactly_zero(double value)
+{
+    return mls_f64_bits(value) << 1 == 0;
+}
+
+/* Two's complement of an integral value, lowest byte first. */
+static void encode_integer(double value, unsigned char *bytes)
+{
+    mls_store_le64(bytes, value < 0 ? (uint64_t)(int64_t)value : (uint64_t)value);
+}
+
+static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
+{
+    double reads_as;
+    if (dtype == MLS_F64) {
+        memcpy(bytes, &value, sizeof value);
+        return true;
+    }
+    if (dtype == MLS_F32) {
+        const float single = (float)value;
+        memcpy(bytes, &single, sizeof single);
+        reads_as = (double)single;
+    } else {
+        const uint16_t half =
+            dtype == MLS_F16 ? mls_f16_from_f64(value) : mls_bf16_from_f32((float)value);
+        memcpy(bytes, &half, sizeof half);
+        reads_as =
+            (double)(dtype == MLS_F16 ? mls_f32_from_f16(half) : mls_f32_from_bf16(half));
+    }
+    return isinf(value) || !isinf(reads_as);
+}
+
+/* The machine's own byte order, without asking the preprocessor. */
+static bool little_endian(void)
+{
+    const uint16_t one = 1;
+    unsigned char first;
+    memcpy(&first, &one, 1);
+    return first == 1;
+}
+
+mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
+                            mls_status *st)
+{
+    const mls_dtype dtype = destination->dtype;
+    mls_element element = {.size = mls_dtype_of(dtype)->item_bytes};
+    const integer_range range = range_of(dtype);
+    if ((int)dtype < MLS_CONVERTIBLE) {
+        if (!encode_float(value, dtype, element.bytes)) {
+            return mls_fail(st, MLS_E_VALUE, "%g is beyond the range of %s", value,
+                            mls_dtype_of(dtype)->name);
+        }
+    } else if (range.end > 0) {
+        if (!(value >= range.low && value < range.end) || floor(value) < value) {
+            return mls_fail(st, MLS_E_VALUE, "%g cannot be stored as %s", value,
+                            mls_dtype_of(dtype)->name);
+        }
+        encode_integer(value, element.bytes);
+        if (!little_endian()) {
+            swap_items(element.bytes, 8, 8);
+            memmove(element.bytes, element.bytes + 8 - element.size, element.size);
+        }
+    } else if (!is_exactly_zero(value)) {
+        return mls_fail(st, MLS_E_DTYPE, "%s can only be padded with 0, not %g",
+                        mls_dtype_of(dtype)->name, value);
+    }
+    if (destination->swapped) {
+        swap_items(element.bytes, element.size, swap_unit(dtype));
+    }
+    *out = element;
+    return MLS_OK;
+}
+
+/* ---- walking strided views ---- */
+
+/* The axes of a destination and, in step with it, of a source: those of length 1 dropped,
+ * ordered by the destination's stride, neighbours merged where they run on. */
+typedef struct walk {
+    int rank;
+    size_t shape[MLS_MAX_RANK];
+    ptrdiff_t dst_strides[MLS_MAX_RANK];
+    ptrdiff_t src_strides[MLS_MAX_RANK];
+    size_t index[MLS_MAX_RANK];
+} walk;
+
+static size_t magnitude(ptrdiff_t stride)
+{
+    return stride < 0 ? (size_t)0 - (size_t)stride : (size_t)stride;
+}
+
+/* Insert an axis so that the destination's strides stay in falling order. */
+static void insert_axis(walk *w, size_t length, ptrdiff_t dst_stride,
+                        ptrdiff_t src_stride)
+{
+    int place = w->rank;
+    while (place > 0 && magnitude(w->dst_strides[place - 1]) < magnitude(dst_stride)) {
+        w->shape[place] = w->shape[place - 1];
+        w->dst_strides[place] = w->dst_strides[place - 1];
+        w->src_strides[place] = w->src_strides[place - 1];
+        place--;
+    }
+    w->shape[place] = length;
+    w->dst_strides[place] = dst_stride;
+    w->src_strides[place] = src_stride;
+    w->rank++;
+}
+
+/* Merge each axis into the one inside it where one step out equals a walk along it. */
+static void merge_axes(walk *w)
+{
+    int kept = 0;
+    for (int axis = 1; axis < w->rank; axis++) {
+        const ptrdiff_t length = (ptrdiff_t)w->shape[axis];
+        if (w->dst_strides[kept] == w->dst_strides[axis] * length &&
+            w->src_strides[kept] == w->src_strides[axis] * length) {
+            w->shape[kept] *= w->shape[axis];
+        } else {
+            kept++;
+            w->shape[kept] = w->shape[axis];
+        }
+        w->dst_strides[kept] = w->dst_strides[axis];
+        w->src_strides[kept] = w->src_strides[axis];
+    }
+    w->rank = kept + 1;
+}
+
+/* `src` may be NULL.  False where there is nothing to walk. */
+static bool walk_init(walk *w, const mls_tensor *dst, const mls_tensor *src)
+{
+    w->rank = 0;
+    for (int axis = 0; axis < dst->rank; axis++) {
+        if (dst->shape[axis] == 0) {
+            return false;
+        }
+        if (dst->shape[axis] > 1) {
+            insert_axis(w, dst->shape[axis], dst->strides[axis],
+                        src == NULL ? dst->strides[axis] : src->strides[axis]);
+        }
+    }
+    if (w->rank == 0) { /* one element */
+        const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(dst);
+        insert_axis(w, 1, item,
+                    src == NULL ? item : (ptrdiff_t)mls_tensor_item_bytes(src));
+    }
+    merge_axes(w);
+    memset(w->index, 0, (size_t)w->rank * sizeof w->index[0]);
+    return true;
+}
+
+/* Step all axes but the innermost, moving both pointers; false at the end. */
+static bool walk_next(walk *w, unsigned char **dst, const unsigned char **src)
+{
+    for (int axis = w->rank - 2; axis >= 0; axis--) {
+        *dst += w->dst_strides[axis];
+        *src += w->src_strides[axis];
+        if (++w->index[axis] < w->shape[axis]) {
+            return true;
+        }
+        *dst -= w->dst_strides[axis] * (ptrdiff_t)w->shape[axis];
+        *src -= w->src_strides[axis] * (ptrdiff_t)w->shape[axis];
+        w->index[axis] = 0;
+    }
+    return false;
+}
+
+/* ---- copying ---- */
+
+mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
+                        mls_status *st)
+{
+    bool same = dst->rank == src->rank;
+    for (int axis = 0; same && axis < dst->rank; axis++) {
+        same = dst->shape[axis] == src->shape[axis];
+    }
+    char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
+    if (!same) {
+        mls_shape_text(wanted, sizeof wanted, src->rank, src->shape);
+        mls_shape_text(found, sizeof found, dst->rank, dst->shape);
+        mls_fail(st, MLS_E_SHAPE, "%s: the target has shape %s, the source %s", what,
+                 found, wanted);
+        mls_status_expected(st, "%s", wanted);
+        mls_status_got(st, "%s", found);
+        return MLS_E_SHAPE;
+    }
+    if (!mls_dtype_converts(src->dtype, dst->dtype)) {
+        mls_fail(st, MLS_E_DTYPE,
+                 "%s: %s does not convert to %s; offered are float16, bfloat16, float32 "
+                 "and float64 among each other",
+                 what, mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
+        mls_status_expected(st, "%s", mls_dtype_of(src->dtype)->name);
+        mls_status_got(st, "%s", mls_dtype_of(dst->dtype)->name);
+        return MLS_E_DTYPE;
+    }
+    return MLS_OK;
+}
+
+/* Collect `count` items that lie `stride` apart into `packed`, or spread them out again.
+ */
+static void gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
+                   size_t item, size_t count)
+{
+    for (size_t i = 0; i < count; i++, from += stride) {
+        memcpy(packed + i * item, from, item);
+    }
+}
+
+static void scatter(unsigned char *to, ptrdiff_t stride, const unsigned char *packed,
+                    size_t item, size_t count)
+{
+    for (size_t i = 0; i < count; i++, to += stride) {
+        memcpy(to, packed + i * item, item);
+    }
+}
+
+/* What one copy needs to know at each run. */
+typedef struct copier {
+    const mls_kernels *kernels;
+    mls_convert_run convert; /* NULL: same dtype */
+    mls_dtype dst_dtype, src_dtype;
+    size_t dst_item, src_item;
+    bool dst_swapped, src_swapped;
+    bool stream;
+} copier;
+
+/* `count` elements through the stack: gather, turn, convert, turn, scatter. */
+static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
+                       const unsigned char *src, ptrdiff_t src_stride, size_t count)
+{
+    unsigned char packed[CHUNK * 8];
+    unsigned char converted[CHUNK * 8];
+    unsigned char *ready = packed;
+    gather(packed, src, src_stride, c->src_item, count);
+    if (c->src_swapped) {
+        swap_items(packed, count * c->src_item, swap_unit(c->src_dtype));
+    }
+    if (c->convert != NULL) {
+        c->convert(converted, packed, count, false);
+        ready = converted;
+    }
+    if (c->dst_swapped) {
+        swap_items(ready, count * c->dst_item, swap_unit(c->dst_dtype));
+    }
+    scatter(dst, dst_stride, ready, c->dst_item, count);
+}
+
+static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
+                        const unsigned char *src, ptrdiff_t src_stride, size_t count)
+{
+    while (count > 0) {
+        const size_t part = count < CHUNK ? count : CHUNK;
+        copy_chunk(c, dst, dst_stride, src, src_stride, part);
+        dst += dst_stride * (ptrdiff_t)part;
+        src += src_stride * (ptrdiff_t)part;
+        count -= part;
+    }
+}
+
+static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
+                         const mls_tensor *src, bool stream)
+{
+    copier c = {.kernels = kernels,
+                .dst_dtype = dst->dtype,
+                .src_dtype = src->dtype,
+                .dst_item = mls_tensor_item_bytes(dst),
+                .src_item = mls_tensor_item_bytes(src),
+                .dst_swapped = dst->swapped && mls_tensor_item_bytes(dst) > 1,
+                .src_swapped = src->swapped && mls_tensor_item_bytes(src) > 1,
+                .stream = stream};
+    if (dst->dtype != src->dtype) {
+        c.convert = kernels->convert[src->dtype][dst->dtype];
+    } else if (c.dst_swapped && c.src_swapped) { /* turned alike: plain bytes */
+        c.dst_swapped = c.src_swapped = false;
+    }
+    return c;
+}
+
+void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
+              bool stream)
+{
+    walk w;
+    if (!walk_init(&w, dst, src)) {
+        return;
+    }
+    copier c = copier_for(kernels, dst, src, stream);
+    const size_t count = w.shape[w.rank - 1];
+    const ptrdiff_t dst_stride = w.dst_strides[w.rank - 1];
+    const ptrdiff_t src_stride = w.src_strides[w.rank - 1];
+    const bool run = dst_stride == (ptrdiff_t)c.dst_item &&
+                     src_stride == (ptrdiff_t)c.src_item && !c.dst_swapped &&
+                     !c.src_swapped;
+    c.stream = c.stream && count * c.dst_item >= STREAM_RUN;
+    unsigned char *to = dst->data;
+    const unsigned char *from = src->data;
+    do {
+        if (!run) {
+            copy_chunks(&c, to, dst_stride, from, src_stride, count);
+        } else if (c.convert == NULL) {
+            kernels->copy(to, from, count * c.dst_item, c.stream);
+        } else {
+            c.convert(to, from, count, c.stream);
+        }
+    } while (walk_next(&w, &to, &from));
+}
+
+/* The element repeated until it fills eight bytes. */
+static uint64_t pattern_of(mls_element element)
+{
+    unsigned char bytes[8];
+    for (size_t i = 0; i < sizeof bytes; i++) {
+        bytes[i] = element.bytes[i % element.size];
+    }
+    uint64_t pattern;
+    memcpy(&pattern, bytes, sizeof pattern);
+    return pattern;
+}
+
+void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
+              bool stream)
+{
+    walk w;
+    if (!walk_init(&w, dst, NULL)) {
+        return;
+    }
+    const size_t count = w.shape[w.rank - 1];
+    const ptrdiff_t stride = w.dst_strides[w.rank - 1];
+    const uint64_t pattern = pattern_of(element);
+    const bool streams = stream && count * element.size >= STREAM_RUN;
+    unsigned char *to = dst->data;
+    const unsigned char *unused = dst->data;
+    do {
+        if (stride == (ptrdiff_t)element.size) {
+            kernels->fill(to, pattern, count * element.size, streams);
+        } else {
+            unsigned char *item = to;
+            for (size_t i = 0; i < count; i++, item += stride) {
+                memcpy(item, element.bytes, element.size);
+            }
+        }
+    } while (walk_next(&w, &to, &unused));
+}

@@ -1,0 +1,45 @@
+/* copy_kernels: what the kernel files share; private to copy*.c.
+ */
+#ifndef MLS_COPY_KERNELS_H
+#define MLS_COPY_KERNELS_H
+
+#include "copy.h"
+
+extern const mls_kernels mls_kernels_scalar;
+#if defined(__x86_64__)
+extern const mls_kernels mls_kernels_avx2;
+extern const mls_kernels mls_kernels_avx512;
+#endif
+#if defined(__aarch64__)
+extern const mls_kernels mls_kernels_neon;
+#endif
+
+/* The oracle's runs, for the ends of vector runs and for pairs without a vector kernel.
+ * mls_run_A_B converts A to B. */
+void mls_run_f16_bf16(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f16_f32(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f16_f64(void *dst, const void *src, size_t count, bool stream);
+void mls_run_bf16_f16(void *dst, const void *src, size_t count, bool stream);
+void mls_run_bf16_f32(void *dst, const void *src, size_t count, bool stream);
+void mls_run_bf16_f64(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f32_f16(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f32_bf16(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f32_f64(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f64_f16(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f64_bf16(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f64_f32(void *dst, const void *src, size_t count, bool stream);
+
+/* The pattern as it reads `offset` bytes further on. */
+static inline uint64_t mls_pattern_at(uint64_t pattern, size_t offset)
+{
+    const unsigned bits = (unsigned)(offset % 8) * 8;
+    return bits == 0 ? pattern : (pattern >> bits) | (pattern << (64 - bits));
+}
+
+/* Bytes from `address` up to the next multiple of `alignment` (a power of two). */
+static inline size_t mls_bytes_to_align(const void *address, size_t alignment)
+{
+    return (size_t)(-(uintptr_t)address & (alignment - 1));
+}
+
+#endif

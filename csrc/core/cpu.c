@@ -1,0 +1,104 @@
+#include "cpu.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#    include <cpuid.h>
+#endif
+
+static const char *const names[MLS_CPU_COUNT] = {
+    [MLS_CPU_SCALAR] = "scalar",
+    [MLS_CPU_AVX2] = "avx2",
+    [MLS_CPU_AVX512] = "avx512",
+    [MLS_CPU_NEON] = "neon",
+};
+
+const char *mls_cpu_name(mls_cpu cpu)
+{
+    return names[cpu];
+}
+
+#if defined(__x86_64__)
+
+/* Which register sets the operating system saves on a context switch (XCR0). */
+static unsigned saved_registers(void)
+{
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    (void)high;
+    return low;
+}
+
+enum {
+    YMM_STATE = 0x6,  /* XMM and the upper halves of YMM */
+    ZMM_STATE = 0xE6, /* those, the mask registers and all of ZMM */
+    LEAF1_WANTED = bit_F16C | bit_AVX | bit_SSE4_2 | bit_PCLMUL,
+    LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
+};
+
+bool mls_cpu_offers(mls_cpu cpu)
+{
+    unsigned a, b, c, d;
+    if (cpu == MLS_CPU_SCALAR) {
+        return true;
+    }
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & bit_OSXSAVE) == 0 ||
+        (c & (unsigned)LEAF1_WANTED) != (unsigned)LEAF1_WANTED) {
+        return false;
+    }
+    const unsigned saved = saved_registers();
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & bit_AVX2) == 0) {
+        return false;
+    }
+    if (cpu == MLS_CPU_AVX2) {
+        return (saved & YMM_STATE) == YMM_STATE;
+    }
+    return cpu == MLS_CPU_AVX512 && (saved & ZMM_STATE) == ZMM_STATE &&
+           (b & (unsigned)LEAF7_AVX512) == (unsigned)LEAF7_AVX512 &&
+           (b & bit_AVX512VL) != 0;
+}
+
+#elif defined(__aarch64__)
+
+bool mls_cpu_offers(mls_cpu cpu)
+{
+    return cpu == MLS_CPU_SCALAR || cpu == MLS_CPU_NEON;
+}
+
+#else
+
+bool mls_cpu_offers(mls_cpu cpu)
+{
+    return cpu == MLS_CPU_SCALAR;
+}
+
+#endif
+
+/* "scalar, avx2": what this machine offers. */
+static void list_offered(char *text, size_t room)
+{
+    size_t used = 0;
+    for (int i = 0; i < MLS_CPU_COUNT; i++) {
+        if (mls_cpu_offers((mls_cpu)i) && used < room) {
+            used += (size_t)snprintf(text + used, room - used, "%s%s",
+                                     used == 0 ? "" : ", ", names[i]);
+        }
+    }
+}
+
+mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
+{
+    const bool any = wanted == NULL || wanted[0] == '\0';
+    for (int i = MLS_CPU_COUNT - 1; i >= 0; i--) {
+        if ((any || strcmp(wanted, names[i]) == 0) && mls_cpu_offers((mls_cpu)i)) {
+            *out = (mls_cpu)i;
+            return MLS_OK;
+        }
+    }
+    char offered[64];
+    list_offered(offered, sizeof offered);
+    return mls_fail(st, MLS_E_VALUE,
+                    "instruction set '%.32s' is not offered here; choose one of: %s",
+                    wanted, offered);
+}

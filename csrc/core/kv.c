@@ -1,0 +1,164 @@
+#include "kv.h"
+
+#include "size.h"
+
+#include <inttypes.h>
+
+/* The names of a cache's axes, as users know them. */
+static const char *const axis_names[MLS_KV_RANK] = {"layers", "heads", "sequence length",
+                                                    "head_dim"};
+
+static mls_code check_rank(const char *what, int rank, const size_t *shape,
+                           mls_status *st)
+{
+    if (rank == MLS_KV_RANK) {
+        return MLS_OK;
+    }
+    char text[MLS_FACT_BYTES];
+    mls_shape_text(text, sizeof text, rank, shape);
+    mls_fail(st, MLS_E_SHAPE,
+             "%s must have 4 dimensions (layers, heads, sequence, head_dim), got %d: "
+             "shape %s",
+             what, rank, text);
+    mls_status_expected(st, "4 dimensions");
+    mls_status_got(st, "%s", text);
+    return MLS_E_SHAPE;
+}
+
+static mls_code out_of_capacity(mls_status *st, int64_t limit, int64_t got)
+{
+    mls_status_expected(st, "0..%" PRId64, limit);
+    mls_status_got(st, "%" PRId64, got);
+    return MLS_E_CAPACITY;
+}
+
+mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
+                      mls_status *st)
+{
+    const mls_code code = check_rank("source_state", rank, shape, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const int64_t length = (int64_t)shape[MLS_KV_AXIS];
+    const int64_t target = request.target_length;
+    if (target < 0) {
+        return mls_fail(st, MLS_E_CAPACITY, "target_seq_length %" PRId64 " is negative",
+                        target);
+    }
+    if (request.kind == MLS_KV_EXPAND && target < length) {
+        mls_fail(st, MLS_E_CAPACITY,
+                 "target_seq_length %" PRId64 " is smaller than the source's %" PRId64
+                 ": use compact_kv_state to move to a shorter cache",
+                 target, length);
+        mls_status_expected(st, "at least %" PRId64, length);
+        mls_status_got(st, "%" PRId64, target);
+        return MLS_E_CAPACITY;
+    }
+    if (request.position < 0 || request.position > length) {
+        mls_fail(st, MLS_E_CAPACITY,
+                 "current_position %" PRId64 " is outside 0..%" PRId64
+                 ", the source's sequence length",
+                 request.position, length);
+        return out_of_capacity(st, length, request.position);
+    }
+    if (request.position > target) {
+        mls_fail(st, MLS_E_CAPACITY,
+                 "%" PRId64 " tokens do not fit into %" PRId64
+                 " positions: pass a target_seq_length of at least %" PRId64,
+                 request.position, target, request.position);
+        return out_of_capacity(st, target, request.position);
+    }
+    return MLS_OK;
+}
+
+mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
+                             const size_t *target, mls_kv_kind kind, mls_status *st)
+{
+    mls_code code = check_rank("the source state", source_rank, source, st);
+    if (code == MLS_OK) {
+        code = check_rank("the target state", target_rank, target, st);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+        if (axis != MLS_KV_AXIS && source[axis] != target[axis]) {
+            mls_fail(st, MLS_E_SHAPE,
+                     "%s differ: the source has %zu, the target %zu; these two states do "
+                     "not belong to the same model",
+                     axis_names[axis], source[axis], target[axis]);
+            mls_status_expected(st, "%zu", source[axis]);
+            mls_status_got(st, "%zu", target[axis]);
+            return MLS_E_SHAPE;
+        }
+    }
+    if (kind == MLS_KV_EXPAND && target[MLS_KV_AXIS] < source[MLS_KV_AXIS]) {
+        mls_fail(st, MLS_E_CAPACITY,
+                 "the target's sequence length %zu is smaller than the source's %zu: "
+                 "compact instead of expanding",
+                 target[MLS_KV_AXIS], source[MLS_KV_AXIS]);
+        mls_status_expected(st, "at least %zu", source[MLS_KV_AXIS]);
+        mls_status_got(st, "%zu", target[MLS_KV_AXIS]);
+        return MLS_E_CAPACITY;
+    }
+    return MLS_OK;
+}
+
+mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
+                             mls_kv_request request, mls_status *st)
+{
+    mls_tensor wanted = *src;
+    wanted.shape[MLS_KV_AXIS] = (size_t)request.target_length;
+    const mls_code code = mls_copy_check(dst, &wanted, "out", st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (mls_tensor_overlap(dst, src)) {
+        return mls_fail(st, MLS_E_OVERLAP,
+                        "out shares memory with source_state: pass another buffer, or "
+                        "use KVState to change a cache in place");
+    }
+    return MLS_OK;
+}
+
+/* One transition, cut by layer so that threads can take layers. */
+typedef struct job {
+    const mls_kernels *kernels;
+    mls_tensor filled;  /* the part of the target that tokens go to */
+    mls_tensor tokens;  /* where they come from */
+    mls_tensor padding; /* the rest of the target */
+    const mls_element *pad;
+    bool stream;
+} job;
+
+static void move_layer(void *context, size_t layer)
+{
+    const job *j = context;
+    const mls_tensor filled = mls_tensor_slice(&j->filled, 0, layer, 1);
+    const mls_tensor tokens = mls_tensor_slice(&j->tokens, 0, layer, 1);
+    const mls_tensor padding = mls_tensor_slice(&j->padding, 0, layer, 1);
+    for (size_t head = 0; head < filled.shape[1]; head++) {
+        const mls_tensor to = mls_tensor_slice(&filled, 1, head, 1);
+        const mls_tensor from = mls_tensor_slice(&tokens, 1, head, 1);
+        mls_copy(j->kernels, &to, &from, j->stream);
+        if (j->pad != NULL) {
+            const mls_tensor rest = mls_tensor_slice(&padding, 1, head, 1);
+            mls_fill(j->kernels, &rest, *j->pad, j->stream);
+        }
+    }
+}
+
+void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
+                 const mls_tensor *src, size_t position, const mls_element *pad)
+{
+    const size_t length = dst->shape[MLS_KV_AXIS];
+    size_t bytes = 0;
+    (void)mls_tensor_bytes(dst, &bytes);
+    job j = {.kernels = kernels,
+             .filled = mls_tensor_slice(dst, MLS_KV_AXIS, 0, position),
+             .tokens = mls_tensor_slice(src, MLS_KV_AXIS, 0, position),
+             .padding = mls_tensor_slice(dst, MLS_KV_AXIS, position, length - position),
+             .pad = pad,
+             .stream = mls_should_stream(bytes)};
+    mls_pool_run(j.stream ? pool : NULL, move_layer, &j, dst->shape[0]);
+}

@@ -1,0 +1,154 @@
+#include "kv_buffer.h"
+
+#include "kv.h"
+#include "size.h"
+
+#include <string.h>
+
+/* Bytes of one position, of one row of `capacity` positions, and of all rows. */
+typedef struct extent {
+    size_t step, row, rows, total;
+} extent;
+
+static bool extent_of(const mls_kv_buffer *b, size_t capacity, extent *out)
+{
+    extent e;
+    if (!mls_size_mul(b->head_dim, mls_dtype_of(b->dtype)->item_bytes, &e.step) ||
+        !mls_size_mul(e.step, capacity, &e.row) ||
+        !mls_size_mul(b->layers, b->heads, &e.rows) ||
+        !mls_size_mul(e.row, e.rows, &e.total) || e.total > PTRDIFF_MAX) {
+        return false;
+    }
+    *out = e;
+    return true;
+}
+
+static mls_code too_large(const mls_kv_buffer *b, size_t capacity, mls_status *st)
+{
+    return mls_fail(st, MLS_E_SIZE, "(%zu, %zu, %zu, %zu) of %s is larger than memory",
+                    b->layers, b->heads, capacity, b->head_dim,
+                    mls_dtype_of(b->dtype)->name);
+}
+
+static mls_code beyond(mls_status *st, const char *what, size_t got, const char *limit,
+                       size_t most)
+{
+    mls_fail(st, MLS_E_CAPACITY, "%s %zu is beyond %s %zu", what, got, limit, most);
+    mls_status_expected(st, "at most %zu", most);
+    mls_status_got(st, "%zu", got);
+    return MLS_E_CAPACITY;
+}
+
+mls_code mls_kv_buffer_init(mls_kv_buffer *out, const size_t *shape, size_t capacity,
+                            mls_dtype dtype, mls_status *st)
+{
+    mls_kv_buffer b = {.dtype = dtype,
+                       .layers = shape[0],
+                       .heads = shape[1],
+                       .length = shape[MLS_KV_AXIS],
+                       .head_dim = shape[3],
+                       .capacity = capacity};
+    if (b.length > capacity) {
+        return beyond(st, "sequence length", b.length, "the capacity", capacity);
+    }
+    extent e;
+    if (!extent_of(&b, capacity, &e)) {
+        return too_large(&b, capacity, st);
+    }
+    const mls_code code = mls_pages_init(&b.pages, e.total, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    /* capacity that is never used shall cost no memory: no huge pages */
+    mls_advise_pages(b.pages.data, b.pages.mapped, false);
+    *out = b;
+    return MLS_OK;
+}
+
+void mls_kv_buffer_fini(mls_kv_buffer *buffer)
+{
+    mls_pages_fini(&buffer->pages);
+    *buffer = (mls_kv_buffer){0};
+}
+
+/* Positions start .. start+length-1 of every row. */
+static mls_tensor positions(const mls_kv_buffer *b, size_t start, size_t length)
+{
+    extent e = {0};
+    (void)extent_of(b, b->capacity, &e); /* it fitted when the buffer was made */
+    mls_tensor t = {.data = b->pages.data + e.step * start,
+                    .dtype = b->dtype,
+                    .rank = MLS_KV_RANK,
+                    .shape = {b->layers, b->heads, length, b->head_dim},
+                    .strides = {(ptrdiff_t)(e.row * b->heads), (ptrdiff_t)e.row,
+                                (ptrdiff_t)e.step,
+                                (ptrdiff_t)mls_dtype_of(b->dtype)->item_bytes}};
+    return t;
+}
+
+mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
+{
+    return positions(buffer, 0, buffer->length);
+}
+
+mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
+                              size_t length, size_t position, mls_status *st)
+{
+    if (length > buffer->capacity) {
+        return beyond(st, "sequence length", length, "the reserved capacity",
+                      buffer->capacity);
+    }
+    const size_t shorter = length < buffer->length ? length : buffer->length;
+    if (position > shorter) {
+        return beyond(st, "current_position", position, "the sequence length", shorter);
+    }
+    if (position < buffer->length) {
+        const mls_tensor dropped = positions(buffer, position, buffer->length - position);
+        const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
+        mls_fill(kernels, &dropped, zero, false);
+    }
+    buffer->length = length;
+    return MLS_OK;
+}
+
+/* Move rows from `old` to `now` bytes apart, and zero what they leave behind. */
+static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t old,
+                        size_t now)
+{
+    const size_t old_total = rows * old;
+    for (size_t row = rows; row-- > 0;) {
+        const size_t end = row * now + used;
+        const size_t next = (row + 1) * now;
+        const size_t stale = next < old_total ? next : old_total;
+        memmove(data + row * now, data + row * old, used);
+        if (stale > end) {
+            memset(data + end, 0, stale - end);
+        }
+    }
+}
+
+mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_status *st)
+{
+    extent old, now;
+    if (capacity < buffer->capacity) {
+        mls_fail(st, MLS_E_CAPACITY,
+                 "capacity %zu is below the present %zu, which cannot be given back",
+                 capacity, buffer->capacity);
+        mls_status_expected(st, "at least %zu", buffer->capacity);
+        mls_status_got(st, "%zu", capacity);
+        return MLS_E_CAPACITY;
+    }
+    if (!extent_of(buffer, buffer->capacity, &old) ||
+        !extent_of(buffer, capacity, &now)) {
+        return too_large(buffer, capacity, st);
+    }
+    const mls_code code = mls_pages_grow(&buffer->pages, now.total, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
+    spread_rows(buffer->pages.data, now.rows, buffer->length * old.step, old.row,
+                now.row);
+    buffer->capacity = capacity;
+    return MLS_OK;
+}

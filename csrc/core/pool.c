@@ -1,0 +1,241 @@
+#include "pool.h"
+
+#include "mem.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+/* What one process's threads share.  A forked child leaves its parent's crew alone (its
+ * locks may be held by threads that do not exist here) and makes its own. */
+typedef struct crew {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;     /* a new round, or the end */
+    pthread_cond_t finished; /* the last helper left the round */
+    uint64_t round;          /* counts runs; a helper joins each round once */
+    bool closing;
+    size_t inside; /* helpers that joined the round and have not left it */
+    size_t wanted; /* helpers that may still join the round */
+    mls_task task;
+    void *context;
+    size_t count;
+    atomic_size_t next; /* the next index that nobody has taken */
+    size_t started;
+    pthread_t helpers[MLS_POOL_MAX_THREADS];
+} crew;
+
+struct mls_pool {
+    pthread_mutex_t busy; /* held for the length of a run or a resize */
+    atomic_size_t threads;
+    _Atomic(pid_t) owner; /* the process that `crew` and `busy` belong to; negative while
+                             that process takes over from its parent */
+    crew *crew;           /* NULL until a run wants helpers */
+};
+
+static void take_indices(crew *c)
+{
+    for (;;) {
+        const size_t i = atomic_fetch_add_explicit(&c->next, 1, memory_order_relaxed);
+        if (i >= c->count) {
+            return;
+        }
+        c->task(c->context, i);
+    }
+}
+
+static void *helper_main(void *argument)
+{
+    crew *c = argument;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&c->lock);
+    while (!c->closing) {
+        if (c->round == seen || c->wanted == 0) {
+            pthread_cond_wait(&c->wake, &c->lock);
+            continue;
+        }
+        seen = c->round;
+        c->wanted--;
+        c->inside++;
+        pthread_mutex_unlock(&c->lock);
+        take_indices(c);
+        pthread_mutex_lock(&c->lock);
+        c->inside--;
+        if (c->inside == 0) {
+            pthread_cond_signal(&c->finished);
+        }
+    }
+    pthread_mutex_unlock(&c->lock);
+    return NULL;
+}
+
+static crew *crew_new(void)
+{
+    crew *c = mls_alloc(1, sizeof *c);
+    if (c == NULL) {
+        return NULL;
+    }
+    pthread_mutex_init(&c->lock, NULL);
+    pthread_cond_init(&c->wake, NULL);
+    pthread_cond_init(&c->finished, NULL);
+    return c;
+}
+
+static void crew_free(crew *c)
+{
+    if (c == NULL) {
+        return;
+    }
+    pthread_mutex_lock(&c->lock);
+    c->closing = true;
+    pthread_cond_broadcast(&c->wake);
+    pthread_mutex_unlock(&c->lock);
+    for (size_t i = 0; i < c->started; i++) {
+        pthread_join(c->helpers[i], NULL);
+    }
+    pthread_cond_destroy(&c->finished);
+    pthread_cond_destroy(&c->wake);
+    pthread_mutex_destroy(&c->lock);
+    mls_free(c);
+}
+
+/* Start helpers up to `wanted`; fewer where the system refuses. */
+static void crew_staff(crew *c, size_t wanted)
+{
+    while (c->started < wanted &&
+           pthread_create(&c->helpers[c->started], NULL, helper_main, c) == 0) {
+        c->started++;
+    }
+}
+
+static void crew_run(crew *c, mls_task task, void *context, size_t count, size_t helpers)
+{
+    pthread_mutex_lock(&c->lock);
+    c->task = task;
+    c->context = context;
+    c->count = count;
+    atomic_store_explicit(&c->next, 0, memory_order_relaxed);
+    c->wanted = helpers;
+    c->round++;
+    pthread_cond_broadcast(&c->wake);
+    pthread_mutex_unlock(&c->lock);
+
+    take_indices(c);
+
+    pthread_mutex_lock(&c->lock);
+    c->wanted = 0; /* who has not joined by now would find nothing to do */
+    while (c->inside > 0) {
+        pthread_cond_wait(&c->finished, &c->lock);
+    }
+    pthread_mutex_unlock(&c->lock);
+}
+
+static bool threads_valid(size_t threads)
+{
+    return threads >= 1 && threads <= MLS_POOL_MAX_THREADS;
+}
+
+static mls_code bad_threads(size_t threads, mls_status *st)
+{
+    return mls_fail(st, MLS_E_VALUE, "%zu threads: choose 1 to %d", threads,
+                    (int)MLS_POOL_MAX_THREADS);
+}
+
+mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
+{
+    if (!threads_valid(threads)) {
+        return bad_threads(threads, st);
+    }
+    mls_pool *pool = mls_alloc(1, sizeof *pool);
+    if (pool == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a thread pool");
+    }
+    pthread_mutex_init(&pool->busy, NULL);
+    atomic_store(&pool->threads, threads);
+    atomic_store(&pool->owner, getpid());
+    *out = pool;
+    return MLS_OK;
+}
+
+/* In a forked child: forget the parent's crew and start over with a fresh lock.  One
+ * thread does it; others of the same child wait for it. */
+static void adopt_after_fork(mls_pool *pool)
+{
+    const pid_t me = getpid();
+    pid_t owner = atomic_load(&pool->owner);
+    while (owner != me) {
+        if (owner != -me && atomic_compare_exchange_weak(&pool->owner, &owner, -me)) {
+            pthread_mutex_init(&pool->busy, NULL);
+            pool->crew = NULL;
+            atomic_store(&pool->owner, me);
+        }
+        owner = atomic_load(&pool->owner);
+    }
+}
+
+void mls_pool_free(mls_pool *pool)
+{
+    if (pool == NULL) {
+        return;
+    }
+    adopt_after_fork(pool);
+    crew_free(pool->crew);
+    pthread_mutex_destroy(&pool->busy);
+    mls_free(pool);
+}
+
+size_t mls_pool_threads(const mls_pool *pool)
+{
+    return atomic_load(&pool->threads);
+}
+
+mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
+{
+    if (!threads_valid(threads)) {
+        return bad_threads(threads, st);
+    }
+    adopt_after_fork(pool);
+    pthread_mutex_lock(&pool->busy);
+    if (threads - 1 < (pool->crew == NULL ? 0 : pool->crew->started)) {
+        crew_free(pool->crew);
+        pool->crew = NULL;
+    }
+    atomic_store(&pool->threads, threads);
+    pthread_mutex_unlock(&pool->busy);
+    return MLS_OK;
+}
+
+/* Try to run with helpers, `busy` being held; false where there are none. */
+static bool run_with_helpers(mls_pool *pool, mls_task task, void *context, size_t count)
+{
+    const size_t threads = atomic_load(&pool->threads);
+    const size_t helpers = (threads < count ? threads : count) - 1;
+    if (pool->crew == NULL) {
+        pool->crew = crew_new();
+    }
+    if (pool->crew == NULL) {
+        return false;
+    }
+    crew_staff(pool->crew, helpers);
+    if (pool->crew->started == 0) {
+        return false;
+    }
+    crew_run(pool->crew, task, context, count, helpers);
+    return true;
+}
+
+void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count)
+{
+    if (pool != NULL && count > 1 && atomic_load(&pool->threads) > 1) {
+        adopt_after_fork(pool);
+        if (pthread_mutex_trylock(&pool->busy) == 0) {
+            const bool done = run_with_helpers(pool, task, context, count);
+            pthread_mutex_unlock(&pool->busy);
+            if (done) {
+                return;
+            }
+        }
+    }
+    for (size_t i = 0; i < count; i++) {
+        task(context, i);
+    }
+}
