@@ -7,6 +7,7 @@ Environment variables, all unset in a release build:
 
 import os
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
@@ -25,6 +26,8 @@ SANITIZERS = {
 def flags():
     """Compiler and linker flags for the variant that the environment asks for."""
     compile_args = ["-std=c11", "-ffp-contract=off", "-fvisibility=hidden", *WARNINGS]
+    for foreign in (numpy.get_include(), sysconfig.get_path("include")):
+        compile_args += ["-isystem", foreign]  # their headers are not ours to warn about
     link_args = []
     if os.environ.get("MLSTATE_WERROR"):
         compile_args.append("-Werror")
@@ -67,7 +70,7 @@ setup(
             "mlstate._core",
             sources=sorted(glob("csrc/core/*.c") + glob("csrc/python/*.c")),
             depends=sorted(glob("csrc/core/*.h") + glob("csrc/python/*.h")),
-            include_dirs=["csrc/core", numpy.get_include()],
+            include_dirs=["csrc/core"],
             define_macros=[
                 ("_GNU_SOURCE", None),
                 ("_DARWIN_C_SOURCE", None),

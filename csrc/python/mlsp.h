@@ -41,7 +41,7 @@ typedef enum mlsp_error {
 
 typedef struct mlsp_state {
     PyObject *errors[MLSP_ERROR_COUNT];
-    PyTypeObject *kv_state_type;
+    PyTypeObject *kv_buffer_type;
     PyTypeObject *kv_lease_type;
     const mls_kernels *kernels;
     mls_pool *pool;
@@ -49,6 +49,10 @@ typedef struct mlsp_state {
 
 /* The state of the module object that every function gets as `self`. */
 mlsp_state *mlsp_state_of(PyObject *module);
+
+/* The module that defined a heap type of ours or a subclass of it (borrowed); NULL with
+ * TypeError set. */
+PyObject *mlsp_module_of(PyTypeObject *type);
 
 /* ---- errors.c: the one place where a status becomes an exception ---- */
 
@@ -87,10 +91,15 @@ bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
  * NumPy lacks.  NULL with ImportError naming the extra where it is not installed. */
 PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype);
 
+/* New reference to the descriptor that a user's dtype argument means: whatever NumPy
+ * accepts, or the name of any dtype of the core.  NULL with an exception set. */
+PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
+                                    mls_dtype *out);
+
 /* ---- one table of functions per file, NULL-terminated ---- */
 extern PyMethodDef mlsp_kv_methods[];
 
-/* Add the heap types of py_kvstate.c.  -1 with an exception set. */
-int mlsp_kv_state_add(PyObject *module);
+/* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */
+int mlsp_kv_buffer_add(PyObject *module);
 
 #endif

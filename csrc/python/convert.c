@@ -1,0 +1,341 @@
+/* convert: NumPy arrays and DLPack exporters to views, dtypes both ways. */
+#include "mlsp.h"
+
+#include "dlpack.h"
+#include "size.h"
+
+/* ---- dtypes ---- */
+
+/* A builtin integer of either kind by its size; long and long long differ only in name.
+ */
+static bool integer_of(bool is_signed, npy_intp bytes, mls_dtype *out)
+{
+    switch (bytes) {
+    case 1:
+        *out = is_signed ? MLS_I8 : MLS_U8;
+        return true;
+    case 2:
+        *out = is_signed ? MLS_I16 : MLS_U16;
+        return true;
+    case 4:
+        *out = is_signed ? MLS_I32 : MLS_U32;
+        return true;
+    case 8:
+        *out = is_signed ? MLS_I64 : MLS_U64;
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* A type that another package registered, by the name of its scalar type. */
+static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
+{
+    const char *name = descr->typeobj->tp_name;
+    const char *dot = strrchr(name, '.');
+    name = dot == NULL ? name : dot + 1;
+    return mls_dtype_from_name(name, strlen(name), out) &&
+           mls_dtype_of(*out)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
+}
+
+bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
+{
+    const int number = descr->type_num;
+    if (number >= NPY_USERDEF || number < 0) {
+        return registered_of(descr, out);
+    }
+    if (PyTypeNum_ISINTEGER(number)) {
+        return integer_of(PyTypeNum_ISSIGNED(number) != 0, PyDataType_ELSIZE(descr), out);
+    }
+    switch (number) {
+    case NPY_BOOL:
+        *out = MLS_BOOL;
+        return true;
+    case NPY_HALF:
+        *out = MLS_F16;
+        return true;
+    case NPY_FLOAT:
+        *out = MLS_F32;
+        return true;
+    case NPY_DOUBLE:
+        *out = MLS_F64;
+        return true;
+    case NPY_CFLOAT:
+        *out = MLS_C64;
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* NumPy's type number, or NPY_NOTYPE where ml_dtypes has the type. */
+static int type_number(mls_dtype dtype)
+{
+    static const int numbers[] = {
+        [MLS_F16] = NPY_HALF,   [MLS_BF16] = NPY_NOTYPE, [MLS_F32] = NPY_FLOAT,
+        [MLS_F64] = NPY_DOUBLE, [MLS_I8] = NPY_INT8,     [MLS_I16] = NPY_INT16,
+        [MLS_I32] = NPY_INT32,  [MLS_I64] = NPY_INT64,   [MLS_U8] = NPY_UINT8,
+        [MLS_U16] = NPY_UINT16, [MLS_U32] = NPY_UINT32,  [MLS_U64] = NPY_UINT64,
+        [MLS_BOOL] = NPY_BOOL,  [MLS_C64] = NPY_CFLOAT,
+    };
+    return (size_t)dtype < sizeof numbers / sizeof numbers[0] ? numbers[dtype]
+                                                              : NPY_NOTYPE;
+}
+
+/* New reference to a dtype that ml_dtypes registers. */
+static PyArray_Descr *registered_descr(const char *name)
+{
+    PyObject *package = PyImport_ImportModule("ml_dtypes");
+    if (package == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_ImportError)) {
+            PyErr_Format(PyExc_ImportError,
+                         "NumPy has no %s of its own: pip install 'mlstate[dtypes]' for "
+                         "the package ml_dtypes, which adds it",
+                         name);
+        }
+        return NULL;
+    }
+    PyObject *scalar = PyObject_GetAttrString(package, name);
+    Py_DECREF(package);
+    PyArray_Descr *descr = NULL;
+    if (scalar != NULL && PyArray_DescrConverter(scalar, &descr) != NPY_SUCCEED) {
+        descr = NULL;
+    }
+    Py_XDECREF(scalar);
+    return descr;
+}
+
+PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype)
+{
+    const int number = type_number(dtype);
+    return number == NPY_NOTYPE ? registered_descr(mls_dtype_of(dtype)->name)
+                                : PyArray_DescrFromType(number);
+}
+
+PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
+                                    mls_dtype *out)
+{
+    PyArray_Descr *descr = NULL;
+    mls_dtype named;
+    Py_ssize_t length = 0;
+    const char *name =
+        PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
+    if (name != NULL && mls_dtype_from_name(name, (size_t)length, &named)) {
+        descr = mlsp_descr_of_dtype(named);
+    } else if (PyErr_Occurred() ||
+               PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
+        return NULL;
+    }
+    if (descr != NULL && !mlsp_dtype_of_descr(descr, out)) {
+        mls_status st;
+        mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported",
+                 descr->typeobj->tp_name);
+        Py_CLEAR(descr);
+        mlsp_raise(state, &st, NULL);
+    }
+    return descr;
+}
+
+/* ---- ndarrays ---- */
+
+static int view_of_ndarray(const mlsp_state *state, PyArrayObject *array,
+                           const char *what, mlsp_view *out)
+{
+    mls_dtype dtype;
+    PyArray_Descr *descr = PyArray_DESCR(array);
+    if (!mlsp_dtype_of_descr(descr, &dtype)) {
+        mls_status st;
+        mls_fail(&st, MLS_E_DTYPE, "%s: dtype %.60s is not supported", what,
+                 descr->typeobj->tp_name);
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    mls_tensor t = {.data = PyArray_DATA(array),
+                    .dtype = dtype,
+                    .swapped = PyArray_ISBYTESWAPPED(array),
+                    .rank = PyArray_NDIM(array)};
+    for (int axis = 0; axis < t.rank; axis++) {
+        t.shape[axis] = (size_t)PyArray_DIM(array, axis);
+        t.strides[axis] = PyArray_STRIDE(array, axis);
+    }
+    *out = (mlsp_view){.tensor = t,
+                       .readonly = !PyArray_ISWRITEABLE(array),
+                       .owner = Py_NewRef((PyObject *)array)};
+    return 0;
+}
+
+/* ---- DLPack ---- */
+
+static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
+{
+    if (kind.lanes != 1) {
+        return false;
+    }
+    switch (kind.code * 256 + kind.bits) {
+    case DLPACK_FLOAT * 256 + 16:
+        *out = MLS_F16;
+        return true;
+    case DLPACK_FLOAT * 256 + 32:
+        *out = MLS_F32;
+        return true;
+    case DLPACK_FLOAT * 256 + 64:
+        *out = MLS_F64;
+        return true;
+    case DLPACK_BFLOAT * 256 + 16:
+        *out = MLS_BF16;
+        return true;
+    case DLPACK_COMPLEX * 256 + 64:
+        *out = MLS_C64;
+        return true;
+    case DLPACK_BOOL * 256 + 8:
+        *out = MLS_BOOL;
+        return true;
+    case DLPACK_F8_E4M3FN * 256 + 8:
+        *out = MLS_F8_E4M3;
+        return true;
+    case DLPACK_F8_E4M3FNUZ * 256 + 8:
+        *out = MLS_F8_E4M3FNUZ;
+        return true;
+    case DLPACK_F8_E5M2 * 256 + 8:
+        *out = MLS_F8_E5M2;
+        return true;
+    case DLPACK_F8_E5M2FNUZ * 256 + 8:
+        *out = MLS_F8_E5M2FNUZ;
+        return true;
+    case DLPACK_F8_E8M0FNU * 256 + 8:
+        *out = MLS_F8_E8M0;
+        return true;
+    default:
+        return (kind.code == DLPACK_INT || kind.code == DLPACK_UINT) &&
+               integer_of(kind.code == DLPACK_INT, kind.bits / 8, out);
+    }
+}
+
+/* New reference to the capsule that `array` exports.  Read-only memory is only declared
+ * by the versioned form, which older exporters do not know. */
+static PyObject *export_capsule(PyObject *array)
+{
+    PyObject *method = PyObject_GetAttrString(array, "__dlpack__");
+    PyObject *options = Py_BuildValue("{s(ii)}", "max_version", 1, 1);
+    PyObject *nothing = PyTuple_New(0);
+    PyObject *capsule = NULL;
+    if (method != NULL && options != NULL && nothing != NULL) {
+        capsule = PyObject_Call(method, nothing, options);
+        if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            capsule = PyObject_CallNoArgs(method);
+        }
+    }
+    Py_XDECREF(nothing);
+    Py_XDECREF(options);
+    Py_XDECREF(method);
+    return capsule;
+}
+
+/* The tensor inside a capsule (borrowed), or NULL with TypeError set. */
+static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
+{
+    *readonly = false;
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        const dlpack_managed_versioned *m =
+            PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        if (m->major == 1) {
+            *readonly = (m->flags & DLPACK_READ_ONLY) != 0;
+            return &m->tensor;
+        }
+    } else if (PyCapsule_IsValid(capsule, "dltensor")) {
+        const dlpack_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
+        return &m->tensor;
+    }
+    PyErr_SetString(PyExc_TypeError, "__dlpack__ gave a capsule of unknown version");
+    return NULL;
+}
+
+/* Fill the shape and strides of `t`; false where they do not fit. */
+static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
+{
+    size_t packed = mls_tensor_item_bytes(t);
+    const ptrdiff_t item = (ptrdiff_t)packed;
+    if (from->rank < 0 || from->rank > MLS_MAX_RANK) {
+        return false;
+    }
+    t->rank = from->rank;
+    for (int axis = t->rank - 1; axis >= 0; axis--) {
+        t->shape[axis] = (size_t)from->shape[axis];
+        t->strides[axis] = from->strides == NULL ? (ptrdiff_t)packed
+                                                 : (ptrdiff_t)from->strides[axis] * item;
+        if (from->shape[axis] < 0 ||
+            !mls_size_mul(packed, t->shape[axis] == 0 ? 1 : t->shape[axis], &packed)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *what,
+                          mlsp_view *out)
+{
+    mls_status st;
+    bool readonly;
+    PyObject *capsule = export_capsule(array);
+    const dlpack_tensor *from =
+        capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);
+    if (from == NULL) {
+        Py_XDECREF(capsule);
+        return -1;
+    }
+    mls_tensor t = {.data = (unsigned char *)from->data + from->byte_offset};
+    if (from->device_type != DLPACK_CPU && from->device_type != DLPACK_CUDA_HOST) {
+        mls_fail(&st, MLS_E_VALUE, "%s is not in this machine's main memory", what);
+    } else if (!dlpack_dtype_of(from->dtype, &t.dtype)) {
+        mls_fail(&st, MLS_E_DTYPE,
+                 "%s: DLPack type code %d with %d bits is not supported", what,
+                 from->dtype.code, from->dtype.bits);
+    } else if (!take_dlpack_shape(from, &t)) {
+        mls_fail(&st, MLS_E_SHAPE, "%s: DLPack gives an impossible shape", what);
+    } else { /* an unconsumed capsule frees its tensor when it dies: it is the owner */
+        *out = (mlsp_view){.tensor = t, .readonly = readonly, .owner = capsule};
+        return 0;
+    }
+    Py_DECREF(capsule);
+    mlsp_raise(state, &st, NULL);
+    return -1;
+}
+
+/* ---- views ---- */
+
+int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
+                 mlsp_view *out)
+{
+    *out = (mlsp_view){0};
+    if (PyArray_Check(array)) {
+        return view_of_ndarray(state, (PyArrayObject *)array, what, out);
+    }
+    if (PyObject_HasAttrString(array, "__dlpack__")) {
+        return view_of_dlpack(state, array, what, out);
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "%s must be a NumPy array or a torch tensor, got %.100s", what,
+                 Py_TYPE(array)->tp_name);
+    return -1;
+}
+
+int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *what,
+                       mlsp_view *out)
+{
+    if (mlsp_view_of(state, array, what, out) < 0) {
+        return -1;
+    }
+    if (out->readonly) {
+        mlsp_view_release(out);
+        PyErr_Format(PyExc_ValueError, "%s is read-only: pass a writable array", what);
+        return -1;
+    }
+    return 0;
+}
+
+void mlsp_view_release(mlsp_view *view)
+{
+    Py_CLEAR(view->owner);
+    *view = (mlsp_view){0};
+}

@@ -1,0 +1,62 @@
+/* dlpack: the structures of the DLPack exchange protocol, as its specification lays them
+ * out (version 1.1, https://dmlc.github.io/dlpack/latest/c_api.html).
+ */
+#ifndef MLSP_DLPACK_H
+#define MLSP_DLPACK_H
+
+#include <stdint.h>
+
+enum { DLPACK_CPU = 1, DLPACK_CUDA_HOST = 3 }; /* device types whose memory we can read */
+
+/* Element kinds that the core knows; the kinds from 8 on are 8-bit floats. */
+enum {
+    DLPACK_INT = 0,
+    DLPACK_UINT = 1,
+    DLPACK_FLOAT = 2,
+    DLPACK_BFLOAT = 4,
+    DLPACK_COMPLEX = 5,
+    DLPACK_BOOL = 6,
+    DLPACK_F8_E4M3FN = 10,
+    DLPACK_F8_E4M3FNUZ = 11,
+    DLPACK_F8_E5M2 = 12,
+    DLPACK_F8_E5M2FNUZ = 13,
+    DLPACK_F8_E8M0FNU = 14
+};
+
+enum { DLPACK_READ_ONLY = 1 }; /* bit of dlpack_managed_versioned.flags */
+
+typedef struct dlpack_dtype {
+    uint8_t code; /* element kind */
+    uint8_t bits;
+    uint16_t lanes;
+} dlpack_dtype;
+
+typedef struct dlpack_tensor {
+    void *data;
+    int32_t device_type;
+    int32_t device_id;
+    int32_t rank;
+    dlpack_dtype dtype;
+    int64_t *shape;
+    int64_t *strides; /* in elements; NULL means C order */
+    uint64_t byte_offset;
+} dlpack_tensor;
+
+/* What a capsule named "dltensor" points to. */
+typedef struct dlpack_managed {
+    dlpack_tensor tensor;
+    void *context;
+    void (*deleter)(struct dlpack_managed *self);
+} dlpack_managed;
+
+/* What a capsule named "dltensor_versioned" points to. */
+typedef struct dlpack_managed_versioned {
+    uint32_t major;
+    uint32_t minor;
+    void *context;
+    void (*deleter)(struct dlpack_managed_versioned *self);
+    uint64_t flags;
+    dlpack_tensor tensor;
+} dlpack_managed_versioned;
+
+#endif

@@ -1,0 +1,175 @@
+/* module: the extension module's state, its life, and the table of its functions. */
+#define MLSP_IMPORT_NUMPY
+#include "mlsp.h"
+
+static struct PyModuleDef core_module;
+
+mlsp_state *mlsp_state_of(PyObject *module)
+{
+    return PyModule_GetState(module);
+}
+
+PyObject *mlsp_module_of(PyTypeObject *type)
+{
+    return PyType_GetModuleByDef(type, &core_module);
+}
+
+static PyObject *set_num_threads(PyObject *module, PyObject *number)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    const size_t threads = PyLong_AsSize_t(number);
+    if (threads == (size_t)-1 && PyErr_Occurred()) {
+        if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Format(PyExc_ValueError, "%S threads: choose 1 to %d", number,
+                         (int)MLS_POOL_MAX_THREADS);
+        }
+        return NULL;
+    }
+    mls_status st;
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS code = mls_pool_resize(state->pool, threads, &st);
+    Py_END_ALLOW_THREADS if (code != MLS_OK)
+    {
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *get_num_threads(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(mls_pool_threads(mlsp_state_of(module)->pool));
+}
+
+static PyObject *cpu_name(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(mls_cpu_name(mlsp_state_of(module)->kernels->cpu));
+}
+
+static PyMethodDef module_methods[] = {
+    {"set_num_threads", set_num_threads, METH_O, NULL},
+    {"get_num_threads", get_num_threads, METH_NOARGS, NULL},
+    {"cpu_name", cpu_name, METH_NOARGS,
+     "Name of the instruction set in use: scalar, avx2, avx512 or neon."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ---- life of the module ---- */
+
+/* Refuse a sub-interpreter, and a second copy of the module in this one: its types would
+ * be other types than those of the objects that exist already. */
+static int refuse_second(void)
+{
+    PyInterpreterState *interpreter = PyInterpreterState_Get();
+    if (interpreter != PyInterpreterState_Main()) {
+        PyErr_SetString(PyExc_ImportError,
+                        "mlstate does not support sub-interpreters, because NumPy does "
+                        "not");
+        return -1;
+    }
+    PyObject *registry = PyInterpreterState_GetDict(interpreter); /* borrowed */
+    if (registry == NULL) {
+        PyErr_SetString(PyExc_ImportError, "mlstate: the interpreter is shutting down");
+        return -1;
+    }
+    PyObject *earlier = PyDict_GetItemString(registry, "mlstate._core"); /* borrowed */
+    if (earlier != NULL) {
+        PyErr_SetString(PyExc_ImportError,
+                        "mlstate._core was loaded before in this process and cannot be "
+                        "loaded again: restart Python");
+        return -1;
+    }
+    return PyDict_SetItemString(registry, "mlstate._core", Py_True);
+}
+
+static int start_core(mlsp_state *state)
+{
+    mls_status st;
+    mls_cpu cpu;
+    if (mls_cpu_choose(getenv("MLSTATE_CPU"), &cpu, &st) != MLS_OK) {
+        PyErr_Format(PyExc_ImportError, "MLSTATE_CPU: %s", st.text);
+        return -1;
+    }
+    state->kernels = mls_kernels_of(cpu);
+    if (mls_pool_new(1, &state->pool, &st) != MLS_OK) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+static int core_exec(PyObject *module)
+{
+    static PyMethodDef *const tables[] = {module_methods, mlsp_kv_methods};
+    if (PyArray_ImportNumPyAPI() < 0 || refuse_second() < 0 ||
+        start_core(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
+        mlsp_kv_buffer_add(module) < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
+        if (PyModule_AddFunctions(module, tables[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int core_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    mlsp_state *state = mlsp_state_of(module);
+    for (int i = 0; i < MLSP_ERROR_COUNT; i++) {
+        Py_VISIT(state->errors[i]);
+    }
+    Py_VISIT(state->kv_buffer_type);
+    Py_VISIT(state->kv_lease_type);
+    return 0;
+}
+
+static int core_clear(PyObject *module)
+{
+    mlsp_state *state = mlsp_state_of(module);
+    for (int i = 0; i < MLSP_ERROR_COUNT; i++) {
+        Py_CLEAR(state->errors[i]);
+    }
+    Py_CLEAR(state->kv_buffer_type);
+    Py_CLEAR(state->kv_lease_type);
+    return 0;
+}
+
+static void core_free(void *module)
+{
+    mlsp_state *state = mlsp_state_of(module);
+    (void)core_clear(module);
+    mls_pool_free(state->pool);
+    state->pool = NULL;
+}
+
+static PyModuleDef_Slot core_slots[] = {
+    {Py_mod_exec, core_exec},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030D0000
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef core_module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "mlstate._core",
+    .m_doc = "The C core of mlstate, as Python sees it.  Private.",
+    .m_size = sizeof(mlsp_state),
+    .m_slots = core_slots,
+    .m_traverse = core_traverse,
+    .m_clear = core_clear,
+    .m_free = core_free,
+};
+
+PyMODINIT_FUNC PyInit__core(void);
+
+PyMODINIT_FUNC PyInit__core(void)
+{
+    return PyModuleDef_Init(&core_module);
+}

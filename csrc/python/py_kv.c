@@ -1,0 +1,407 @@
+/* py_kv: KV-cache transitions and masks.  The public names and their docstrings are in
+ * mlstate/kv.py; these take positional arguments only. */
+#include "mlsp.h"
+
+#include "kv.h"
+#include "mask.h"
+#include "mem.h"
+
+/* Fresh zeroed memory of this size comes as untouched pages of its own, so padding with
+ * zeros is a matter of not touching them; below, the allocator may have to clear it. */
+enum { UNTOUCHED_BYTES = 32 << 20 };
+
+static int wrong_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
+{
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+    return -1;
+}
+
+/* An int, or anything with __index__; NumPy integers too.  -1 with an exception set. */
+static int take_int64(PyObject *object, const char *what, int64_t *out)
+{
+    PyObject *number = PyNumber_Index(object);
+    if (number == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", what,
+                         Py_TYPE(object)->tp_name);
+        }
+        return -1;
+    }
+    int overflow;
+    const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    Py_DECREF(number);
+    if (overflow != 0) {
+        PyErr_Format(PyExc_ValueError, "%s is too large", what);
+        return -1;
+    }
+    if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    *out = value;
+    return 0;
+}
+
+/* ---- transitions ---- */
+
+/* Everything one transition needs; released by transition_fini. */
+typedef struct transition {
+    mls_kv_request request;
+    mlsp_view source, target;
+    double pad_value;
+    bool low_memory;
+    bool is_zeroed; /* the target reads as zeros already */
+    PyObject *result;
+} transition;
+
+static void transition_fini(transition *t)
+{
+    mlsp_view_release(&t->source);
+    mlsp_view_release(&t->target);
+    Py_CLEAR(t->result);
+}
+
+/* View the source, take the numbers, check both. */
+static int take_request(const mlsp_state *state, PyObject *const *args, transition *t)
+{
+    mls_status st;
+    if (mlsp_view_of(state, args[0], "source_state", &t->source) < 0 ||
+        take_int64(args[1], "target_seq_length", &t->request.target_length) < 0) {
+        return -1;
+    }
+    const mls_tensor *source = &t->source.tensor;
+    if (args[2] != Py_None) {
+        if (take_int64(args[2], "current_position", &t->request.position) < 0) {
+            return -1;
+        }
+    } else if (source->rank == MLS_KV_RANK) {
+        t->request.position = (int64_t)source->shape[MLS_KV_AXIS];
+    }
+    if (mls_kv_check(source->rank, source->shape, t->request, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    t->pad_value = PyFloat_AsDouble(args[3]);
+    return t->pad_value == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* A new ndarray of the target's shape.  Zeroed ones above UNTOUCHED_BYTES stay untouched
+ * where nothing is written. */
+static int allocate_target(const mlsp_state *state, PyArray_Descr *descr, transition *t)
+{
+    npy_intp shape[MLS_KV_RANK];
+    size_t bytes = (size_t)PyDataType_ELSIZE(descr);
+    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+        shape[axis] = (npy_intp)t->source.tensor.shape[axis];
+    }
+    shape[MLS_KV_AXIS] = (npy_intp)t->request.target_length;
+    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+        if (__builtin_mul_overflow(bytes, (size_t)shape[axis], &bytes)) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    t->is_zeroed =
+        t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
+    Py_INCREF(descr); /* both calls steal it */
+    t->result = t->is_zeroed ? PyArray_Zeros(MLS_KV_RANK, shape, descr, 0)
+                             : PyArray_Empty(MLS_KV_RANK, shape, descr, 0);
+    if (t->result == NULL) {
+        return -1;
+    }
+    if (t->is_zeroed && t->low_memory) {
+        mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes, false);
+    }
+    return mlsp_view_writable(state, t->result, "the new state", &t->target);
+}
+
+/* New reference to the descriptor of the result: `dtype`, or the source's own. */
+static PyArray_Descr *result_descr(const mlsp_state *state, PyObject *source,
+                                   PyObject *dtype, const transition *t)
+{
+    mls_dtype wanted = t->source.tensor.dtype;
+    PyArray_Descr *descr;
+    if (dtype != Py_None) {
+        descr = mlsp_descr_of_object(state, dtype, &wanted);
+    } else if (PyArray_Check(source)) {
+        descr = PyArray_DESCR((PyArrayObject *)source);
+        Py_INCREF(descr);
+    } else {
+        descr = mlsp_descr_of_dtype(wanted);
+    }
+    mls_status st;
+    if (descr != NULL && !mls_dtype_converts(t->source.tensor.dtype, wanted)) {
+        mls_tensor target = t->source.tensor;
+        target.dtype = wanted;
+        (void)mls_copy_check(&target, &t->source.tensor, "dtype", &st);
+        Py_CLEAR(descr);
+        mlsp_raise(state, &st, NULL);
+    }
+    return descr;
+}
+
+/* Point the transition at the caller's `out`, or at a new array. */
+static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtype,
+                       PyObject *out, transition *t)
+{
+    if (out == Py_None) {
+        PyArray_Descr *descr = result_descr(state, source, dtype, t);
+        const int failed = descr == NULL ? -1 : allocate_target(state, descr, t);
+        Py_XDECREF(descr);
+        return failed;
+    }
+    if (mlsp_view_writable(state, out, "out", &t->target) < 0) {
+        return -1;
+    }
+    t->result = Py_NewRef(out);
+    mls_status st;
+    mls_dtype wanted = t->target.tensor.dtype;
+    PyArray_Descr *descr =
+        dtype == Py_None ? NULL : mlsp_descr_of_object(state, dtype, &wanted);
+    if (descr == NULL && dtype != Py_None) {
+        return -1;
+    }
+    Py_XDECREF(descr);
+    if (wanted != t->target.tensor.dtype) {
+        mls_fail(&st, MLS_E_DTYPE, "out is %s, but dtype asks for %s: pass one of them",
+                 mls_dtype_of(t->target.tensor.dtype)->name, mls_dtype_of(wanted)->name);
+    } else if (mls_kv_check_target(&t->target.tensor, &t->source.tensor, t->request,
+                                   &st) == MLS_OK) {
+        return 0;
+    }
+    mlsp_raise(state, &st, NULL);
+    return -1;
+}
+
+static int run_transition(const mlsp_state *state, transition *t)
+{
+    mls_status st;
+    mls_element pad;
+    size_t bytes = 0;
+    if (mls_element_encode(t->pad_value, &t->target.tensor, &pad, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    (void)mls_tensor_bytes(&t->target.tensor, &bytes);
+    PyThreadState *released = bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
+    mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
+                (size_t)t->request.position, t->is_zeroed ? NULL : &pad);
+    if (released != NULL) {
+        PyEval_RestoreThread(released);
+    }
+    return 0;
+}
+
+/* Nothing to do: same length, every position in use, nothing else asked for. */
+static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
+{
+    const int64_t length = (int64_t)t->source.tensor.shape[MLS_KV_AXIS];
+    return t->request.kind == MLS_KV_EXPAND && dtype == Py_None && out == Py_None &&
+           t->request.target_length == length && t->request.position == length;
+}
+
+/* kv_move(source, target_length, position | None, pad_value, dtype | None, out | None,
+ *         low_memory, compact) -> ndarray, `out`, or the source itself */
+static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    if (count != 8) {
+        wrong_count("kv_move", 8, count);
+        return NULL;
+    }
+    PyObject *dtype = args[4], *out = args[5];
+    transition t = {.low_memory = PyObject_IsTrue(args[6]) == 1,
+                    .request.kind =
+                        PyObject_IsTrue(args[7]) == 1 ? MLS_KV_COMPACT : MLS_KV_EXPAND};
+    PyObject *result = NULL;
+    if (take_request(state, args, &t) == 0) {
+        if (is_identity(&t, dtype, out)) {
+            result = Py_NewRef(args[0]);
+        } else if (take_target(state, args[0], dtype, out, &t) == 0 &&
+                   run_transition(state, &t) == 0) {
+            result = Py_NewRef(t.result);
+        }
+    }
+    transition_fini(&t);
+    return result;
+}
+
+/* The dimensions in a tuple of non-negative integers.  -1 with an exception set. */
+static int take_shape(PyObject *object, const char *what, int *rank, size_t *shape)
+{
+    PyObject *items = PySequence_Fast(object, "a shape must be a tuple of integers");
+    if (items == NULL) {
+        return -1;
+    }
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
+    int failed = count > MLS_MAX_RANK ? -1 : 0;
+    if (failed) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd dimensions", what, count);
+    }
+    for (Py_ssize_t i = 0; i < count && !failed; i++) {
+        int64_t length = 0;
+        failed = take_int64(PySequence_Fast_GET_ITEM(items, i), what, &length);
+        if (!failed && length < 0) {
+            PyErr_Format(PyExc_ValueError, "%s has the negative dimension %lld", what,
+                         (long long)length);
+            failed = -1;
+        }
+        shape[i] = (size_t)length;
+    }
+    Py_DECREF(items);
+    *rank = (int)count;
+    return failed;
+}
+
+/* kv_check(shape, target_length, position, compact) -> None, or the error of kv_move */
+static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_kv_request request = {0};
+    mls_status st;
+    int rank;
+    size_t shape[MLS_MAX_RANK];
+    if (count != 4) {
+        wrong_count("kv_check", 4, count);
+        return NULL;
+    }
+    request.kind = PyObject_IsTrue(args[3]) == 1 ? MLS_KV_COMPACT : MLS_KV_EXPAND;
+    if (take_shape(args[0], "the state's shape", &rank, shape) < 0 ||
+        take_int64(args[1], "target_seq_length", &request.target_length) < 0 ||
+        take_int64(args[2], "current_position", &request.position) < 0) {
+        return NULL;
+    }
+    if (mls_kv_check(rank, shape, request, &st) != MLS_OK) {
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* kv_check_shapes(source_shape, target_shape, compact) -> None */
+static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
+                                 Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_status st;
+    int source_rank, target_rank;
+    size_t source[MLS_MAX_RANK], target[MLS_MAX_RANK];
+    if (count != 3) {
+        wrong_count("kv_check_shapes", 3, count);
+        return NULL;
+    }
+    if (take_shape(args[0], "the source state's shape", &source_rank, source) < 0 ||
+        take_shape(args[1], "the target state's shape", &target_rank, target) < 0) {
+        return NULL;
+    }
+    const mls_kv_kind kind =
+        PyObject_IsTrue(args[2]) == 1 ? MLS_KV_COMPACT : MLS_KV_EXPAND;
+    if (mls_kv_check_shapes(source_rank, source, target_rank, target, kind, &st) !=
+        MLS_OK) {
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- masks ---- */
+
+/* What a mask call asks for. */
+typedef struct mask_request {
+    int64_t seq_length, attention_size, position;
+    size_t rows, first_row;
+    double fill;
+} mask_request;
+
+static int take_mask(const mlsp_state *state, PyObject *const *args, mask_request *m)
+{
+    mls_status st;
+    const int decode = PyObject_IsTrue(args[6]);
+    if (decode < 0 || take_int64(args[0], "seq_length", &m->seq_length) < 0 ||
+        take_int64(args[1], "attention_size", &m->attention_size) < 0 ||
+        take_int64(args[2], "current_position", &m->position) < 0) {
+        return -1;
+    }
+    if (mls_mask_check(m->seq_length, m->attention_size, m->position, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    m->rows = decode ? 1 : (size_t)m->seq_length;
+    m->first_row = decode ? (size_t)m->position : 0;
+    m->fill = PyFloat_AsDouble(args[4]);
+    return m->fill == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* New reference to the mask to write: `out` once it is known to fit, or a new array. */
+static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject *out,
+                             const mask_request *m, mlsp_view *view)
+{
+    npy_intp shape[4] = {1, 1, (npy_intp)m->rows, (npy_intp)m->seq_length};
+    PyObject *result;
+    if (out == Py_None) {
+        mls_dtype wanted;
+        PyArray_Descr *descr = mlsp_descr_of_object(state, dtype, &wanted);
+        result = descr == NULL ? NULL : PyArray_Empty(4, shape, descr, 0);
+    } else {
+        result = Py_NewRef(out);
+    }
+    if (result == NULL || mlsp_view_writable(state, result, "out", view) < 0) {
+        Py_XDECREF(result);
+        return NULL;
+    }
+    mls_status st;
+    mls_tensor wanted = view->tensor;
+    wanted.rank = 4;
+    for (int axis = 0; axis < 4; axis++) {
+        wanted.shape[axis] = (size_t)shape[axis];
+    }
+    mls_code code = mls_copy_check(&view->tensor, &wanted, "out", &st);
+    if (code == MLS_OK && (int)view->tensor.dtype >= MLS_CONVERTIBLE) {
+        code = mls_fail(&st, MLS_E_DTYPE, "a mask is made of floats, not %s",
+                        mls_dtype_of(view->tensor.dtype)->name);
+    }
+    if (code != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        mlsp_view_release(view);
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* kv_mask(seq_length, attention_size, position, dtype, fill, out | None, decode) */
+static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mask_request m = {0};
+    mlsp_view view = {0};
+    mls_element fill;
+    mls_status st;
+    if (count != 7) {
+        wrong_count("kv_mask", 7, count);
+        return NULL;
+    }
+    if (take_mask(state, args, &m) < 0) {
+        return NULL;
+    }
+    PyObject *result = mask_target(state, args[3], args[5], &m, &view);
+    if (result == NULL) {
+        return NULL;
+    }
+    if (mls_element_encode(m.fill, &view.tensor, &fill, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        Py_CLEAR(result);
+    } else {
+        Py_BEGIN_ALLOW_THREADS mls_mask_rows(state->kernels, &view.tensor, m.first_row,
+                                             (size_t)m.attention_size, fill);
+        Py_END_ALLOW_THREADS
+    }
+    mlsp_view_release(&view);
+    return result;
+}
+
+#define FAST(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
+
+PyMethodDef mlsp_kv_methods[] = {
+    {"kv_move", FAST(kv_move), NULL},
+    {"kv_check", FAST(kv_check), NULL},
+    {"kv_check_shapes", FAST(kv_check_shapes), NULL},
+    {"kv_mask", FAST(kv_mask), NULL},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,286 @@
+/* py_kv_buffer: the memory behind mlstate.kv.KVState.
+ *
+ * A view is an ndarray whose base is a lease: the lease holds the buffer alive and
+ * counts, so that memory never moves under an array that somebody still has.
+ */
+#include "mlsp.h"
+
+#include "kv.h"
+#include "kv_buffer.h"
+
+#include <pthread.h>
+
+typedef struct buffer_object {
+    PyObject_HEAD pthread_mutex_t
+        lock; /* guards `buffer` and `leases`; taken without the GIL */
+    mls_kv_buffer buffer;
+    PyArray_Descr *descr;
+    size_t leases;
+} buffer_object;
+
+typedef struct lease_object {
+    PyObject_HEAD buffer_object *owner;
+} lease_object;
+
+/* Take the lock with the GIL released: its holder may be at work for a while. */
+static void lock_buffer(buffer_object *self)
+{
+    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->lock);
+    Py_END_ALLOW_THREADS
+}
+
+static void unlock_buffer(buffer_object *self)
+{
+    pthread_mutex_unlock(&self->lock);
+}
+
+static const mlsp_state *state_of_type(PyTypeObject *type)
+{
+    PyObject *module = mlsp_module_of(type);
+    return module == NULL ? NULL : mlsp_state_of(module);
+}
+
+/* KVBuffer(layers, heads, length, head_dim, capacity, dtype) */
+static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    const mlsp_state *state = state_of_type(type);
+    size_t shape[MLS_KV_RANK], capacity;
+    PyObject *dtype;
+    mls_dtype wanted;
+    mls_status st;
+    Py_ssize_t dims[5];
+    if (state == NULL ||
+        (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0 &&
+         (PyErr_SetString(PyExc_TypeError, "KVBuffer takes no keywords"), true)) ||
+        !PyArg_ParseTuple(args, "nnnnnO", &dims[0], &dims[1], &dims[2], &dims[3],
+                          &dims[4], &dtype)) {
+        return NULL;
+    }
+    for (int i = 0; i < 5; i++) {
+        if (dims[i] < 0) {
+            PyErr_Format(PyExc_ValueError, "shape and capacity must not be negative: %zd",
+                         dims[i]);
+            return NULL;
+        }
+    }
+    for (int i = 0; i < MLS_KV_RANK; i++) {
+        shape[i] = (size_t)dims[i];
+    }
+    capacity = (size_t)dims[4];
+    PyArray_Descr *descr = mlsp_descr_of_object(state, dtype, &wanted);
+    if (descr == NULL) {
+        return NULL;
+    }
+    buffer_object *self = (buffer_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        Py_DECREF(descr);
+        return NULL;
+    }
+    pthread_mutex_init(&self->lock, NULL);
+    self->descr = descr;
+    if (mls_kv_buffer_init(&self->buffer, shape, capacity, wanted, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void buffer_dealloc(buffer_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    mls_kv_buffer_fini(&self->buffer);
+    pthread_mutex_destroy(&self->lock);
+    Py_XDECREF(self->descr);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static void lease_dealloc(lease_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    if (self->owner != NULL) {
+        lock_buffer(self->owner);
+        self->owner->leases--;
+        unlock_buffer(self->owner);
+        Py_DECREF(self->owner);
+    }
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* New reference to a lease on `self`, counted; `*now` is what it holds still. */
+static PyObject *take_lease(const mlsp_state *state, buffer_object *self, mls_tensor *now)
+{
+    lease_object *lease =
+        (lease_object *)state->kv_lease_type->tp_alloc(state->kv_lease_type, 0);
+    if (lease == NULL) {
+        return NULL;
+    }
+    lock_buffer(self);
+    self->leases++;
+    *now = mls_kv_buffer_view(&self->buffer);
+    unlock_buffer(self);
+    lease->owner = (buffer_object *)Py_NewRef((PyObject *)self);
+    return (PyObject *)lease;
+}
+
+static PyObject *buffer_view(buffer_object *self, PyObject *unused)
+{
+    (void)unused;
+    const mlsp_state *state = state_of_type(Py_TYPE(self));
+    mls_tensor now;
+    PyObject *lease = state == NULL ? NULL : take_lease(state, self, &now);
+    if (lease == NULL) {
+        return NULL;
+    }
+    npy_intp shape[MLS_KV_RANK], strides[MLS_KV_RANK];
+    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+        shape[axis] = (npy_intp)now.shape[axis];
+        strides[axis] = (npy_intp)now.strides[axis];
+    }
+    Py_INCREF(self->descr); /* stolen */
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, self->descr, MLS_KV_RANK, shape,
+                                           strides, now.data, NPY_ARRAY_WRITEABLE, NULL);
+    if (array == NULL) {
+        Py_DECREF(lease);
+        return NULL;
+    }
+    if (PyArray_SetBaseObject((PyArrayObject *)array, lease) < 0) { /* steals the lease */
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+/* resize(length, position): keep `position` positions, zero the rest */
+static PyObject *buffer_resize(buffer_object *self, PyObject *args)
+{
+    const mlsp_state *state = state_of_type(Py_TYPE(self));
+    Py_ssize_t length, position;
+    mls_status st;
+    mls_code code;
+    if (state == NULL || !PyArg_ParseTuple(args, "nn", &length, &position)) {
+        return NULL;
+    }
+    if (length < 0 || position < 0) {
+        mls_fail(&st, MLS_E_CAPACITY, "%s %zd is negative",
+                 length < 0 ? "sequence length" : "current_position",
+                 length < 0 ? length : position);
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->lock);
+    code = mls_kv_buffer_resize(&self->buffer, state->kernels, (size_t)length,
+                                (size_t)position, &st);
+    pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS if (code != MLS_OK)
+    {
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* reserve(capacity): the rows move apart; refused while a view is alive */
+static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
+{
+    const mlsp_state *state = state_of_type(Py_TYPE(self));
+    Py_ssize_t capacity;
+    mls_status st;
+    mls_code code;
+    if (state == NULL || !PyArg_ParseTuple(args, "n", &capacity)) {
+        return NULL;
+    }
+    if (capacity < 0) {
+        mls_fail(&st, MLS_E_CAPACITY, "capacity %zd is negative", capacity);
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->lock);
+    if (self->leases > 0) {
+        code = mls_fail(&st, MLS_E_BUSY,
+                        "%zu arrays still view this cache, and its memory is about to "
+                        "move: delete them first",
+                        self->leases);
+    } else {
+        code = mls_kv_buffer_reserve(&self->buffer, (size_t)capacity, &st);
+    }
+    pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS if (code != MLS_OK)
+    {
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* (layers, heads, length, head_dim, capacity), all of one moment */
+static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
+{
+    (void)unused;
+    lock_buffer(self);
+    const mls_kv_buffer now = self->buffer;
+    unlock_buffer(self);
+    return Py_BuildValue("nnnnn", (Py_ssize_t)now.layers, (Py_ssize_t)now.heads,
+                         (Py_ssize_t)now.length, (Py_ssize_t)now.head_dim,
+                         (Py_ssize_t)now.capacity);
+}
+
+static PyObject *buffer_dtype(buffer_object *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef((PyObject *)self->descr);
+}
+
+static PyMethodDef buffer_methods[] = {
+    {"view", (PyCFunction)(void (*)(void))buffer_view, METH_NOARGS, NULL},
+    {"resize", (PyCFunction)(void (*)(void))buffer_resize, METH_VARARGS, NULL},
+    {"reserve", (PyCFunction)(void (*)(void))buffer_reserve, METH_VARARGS, NULL},
+    {"extent", (PyCFunction)(void (*)(void))buffer_extent, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef buffer_properties[] = {
+    {"dtype", (getter)(void (*)(void))buffer_dtype, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot buffer_slots[] = {
+    {Py_tp_new, (void *)buffer_new},
+    {Py_tp_dealloc, (void *)buffer_dealloc},
+    {Py_tp_methods, buffer_methods},
+    {Py_tp_getset, buffer_properties},
+    {Py_tp_doc,
+     (void *)"KVBuffer(layers, heads, length, head_dim, capacity, dtype)\n--\n\n"
+             "The memory behind a KVState."},
+    {0, NULL},
+};
+
+static PyType_Spec buffer_spec = {
+    .name = "mlstate._core.KVBuffer",
+    .basicsize = sizeof(buffer_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = buffer_slots,
+};
+
+static PyType_Slot lease_slots[] = {
+    {Py_tp_dealloc, (void *)lease_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec lease_spec = {
+    .name = "mlstate._core.KVLease",
+    .basicsize = sizeof(lease_object),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = lease_slots,
+};
+
+int mlsp_kv_buffer_add(PyObject *module)
+{
+    mlsp_state *state = mlsp_state_of(module);
+    state->kv_buffer_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &buffer_spec, NULL);
+    state->kv_lease_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &lease_spec, NULL);
+    if (state->kv_buffer_type == NULL || state->kv_lease_type == NULL) {
+        return -1;
+    }
+    return PyModule_AddType(module, state->kv_buffer_type);
+}
