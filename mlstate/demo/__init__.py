@@ -1,0 +1,1 @@
+"""A small character model, its Core ML packages, and the story that ``mlstate demo`` tells."""

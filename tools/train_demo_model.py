@@ -1,0 +1,204 @@
+"""Train the demo's character model and write ``mlstate/demo/data/model.safetensors``.
+
+Run it once, from the root of a checkout: ``python tools/train_demo_model.py``. Needs torch and
+safetensors, about ten minutes on one thread. The text is Python's own library, as installed next
+to the interpreter that runs this; docstrings and comments are dropped, so that the few weights
+there are go into code. One seed fixes the starting weights and the order of the text, so the
+same torch, Python and processor give the same file; the version of both is written into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import math
+import platform
+import sysconfig
+import time
+import tokenize
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from demo_torch_model import VOCABULARY, CharTransformer, Config
+
+SEED = 20
+TOKENS_PER_STEP = 4096
+#: (share of the steps, length of a sequence): short ones first, they teach more per second.
+SCHEDULE = ((0.45, 128), (0.25, 256), (0.30, 512))
+MUON_RATE = 0.02
+ADAM_RATE = 0.006
+WARMUP_STEPS = 60
+SOURCES = (
+    "argparse.py", "base64.py", "bisect.py", "calendar.py", "cmd.py", "code.py", "codecs.py",
+    "collections/__init__.py", "configparser.py", "contextlib.py", "copy.py", "csv.py",
+    "dataclasses.py", "difflib.py", "fnmatch.py", "fractions.py", "functools.py", "glob.py",
+    "gzip.py", "heapq.py", "json/decoder.py", "json/encoder.py", "logging/__init__.py",
+    "pathlib.py", "pprint.py", "queue.py", "random.py", "sched.py", "shelve.py", "shlex.py",
+    "shutil.py", "statistics.py", "string.py", "subprocess.py", "tarfile.py", "tempfile.py",
+    "textwrap.py", "threading.py", "timeit.py", "tokenize.py", "traceback.py", "weakref.py",
+    "zipfile.py",
+)  # fmt: skip
+
+
+def docstring_lines(source: str) -> set[int]:
+    """Return the numbers of all lines that belong to a docstring."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, owners) and ast.get_docstring(node) is not None:
+            text = node.body[0]
+            lines.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
+    return lines
+
+
+def code_only(source: str) -> str:
+    """Return ``source`` without docstrings and comments, at most one blank line in a row."""
+    cut = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            cut[token.start[0]] = token.start[1]
+    dropped = docstring_lines(source)
+    kept: list[str] = []
+    for number, line in enumerate(source.splitlines(), start=1):
+        text = line[: cut[number]] if number in cut else line
+        text = text.rstrip().expandtabs(4)
+        foreign = not all(character in VOCABULARY for character in text)
+        if number in dropped or foreign or (number in cut and not text):
+            continue
+        if text or (kept and kept[-1]):
+            kept.append(text)
+    return "\n".join(kept) + "\n"
+
+
+def load_text() -> tuple[str, list[str]]:
+    """Return the training text and the names of the library files that were there."""
+    library = Path(sysconfig.get_path("stdlib"))
+    names = [name for name in SOURCES if (library / name).is_file()]
+    if len(names) < len(SOURCES) // 2:
+        raise SystemExit(f"found only {len(names)} of {len(SOURCES)} library sources; is the "
+                         "standard library of this Python installed as plain .py files?")
+    text = "".join(code_only((library / name).read_text(encoding="utf-8")) for name in names)
+    return text, names
+
+
+def rate(step: int, steps: int) -> float:
+    """Return the share of the top learning rate: rise, stay, fall in a line."""
+    left = (steps - step) / steps
+    return min(1.0, (step + 1) / WARMUP_STEPS, max(left / 0.6, 0.02))
+
+
+def sequence_length(step: int, steps: int) -> int:
+    """Return the length of a training sequence at ``step``."""
+    done = 0.0
+    for share, length in SCHEDULE:
+        done += share
+        if step < done * steps:
+            return length
+    return SCHEDULE[-1][1]
+
+
+def make_optimizers(model: CharTransformer) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the layers, Adam for embedding and gains."""
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    inside = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in inside]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0, momentum=0.95),
+        torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def train(
+    model: CharTransformer, data: torch.Tensor, steps: int, *, budget_seconds: float = math.inf
+) -> float:
+    """Train for ``steps`` steps; return the mean loss, in nats a character, of the last 100."""
+    generator = torch.Generator().manual_seed(SEED)
+    optimizers = make_optimizers(model)
+    top = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    losses: list[float] = []
+    start = time.perf_counter()
+    for step in range(steps):
+        length = sequence_length(step, steps)
+        rows = TOKENS_PER_STEP // length
+        begin = torch.randint(len(data) - length - 1, (rows,), generator=generator)
+        batch = data[begin[:, None] + torch.arange(length + 1)]
+        logits = model(batch[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, lr in zip(optimizers, top, strict=True):
+            optimizer.param_groups[0]["lr"] = lr * rate(step, steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if step % 50 == 49:
+            seconds = time.perf_counter() - start
+            print(f"step {step + 1:5d}/{steps}  length {length}  "
+                  f"loss {sum(losses[-50:]) / 50:.3f}  {seconds:.0f} s", flush=True)
+            if seconds > budget_seconds:
+                raise SystemExit(f"stopped: {seconds:.0f} s is over --budget-seconds")
+    tail = losses[-100:]
+    return sum(tail) / len(tail)
+
+
+def save(model: CharTransformer, path: Path, *, loss: float, steps: int, names: list[str]) -> None:
+    """Write the weights as float16, with all that is needed to run them as metadata."""
+    tensors = {name: value.detach().to(torch.float16).contiguous()
+               for name, value in model.state_dict().items()}
+    metadata = {
+        "format": "mlstate-demo-1",
+        "config": json.dumps(model.config.to_dict()),
+        "vocabulary": json.dumps(VOCABULARY),
+        "python_version": platform.python_version(),
+        "torch_version": torch.__version__,
+        "training_text": "code of the Python standard library, PSF License: " + " ".join(names),
+        "training_steps": str(steps),
+        "training_loss": f"{loss:.4f}",
+        "seed": str(SEED),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata=metadata)
+
+
+@torch.no_grad()
+def sample(model: CharTransformer, prompt: str, count: int) -> str:
+    """Return ``count`` characters after ``prompt``, drawn at temperature 0.5."""
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = [VOCABULARY.index(character) for character in prompt]
+    for _ in range(count):
+        logits = model(torch.tensor([tokens[-model.config.max_context :]]))[0, -1]
+        chances = torch.softmax(logits / 0.5, dim=-1)
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return "".join(VOCABULARY[token] for token in tokens)
+
+
+def main() -> None:
+    """Read the arguments, train, write the file, show a sample."""
+    root = Path(__file__).resolve().parent.parent
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--budget-seconds", type=float, default=math.inf,
+                        help="stop with an error, writing nothing, after this long")
+    parser.add_argument("--output", type=Path, default=root / "mlstate/demo/data/model.safetensors")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(SEED)
+    text, names = load_text()
+    data = torch.tensor([VOCABULARY.index(character) for character in text])
+    model = CharTransformer(Config())
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{len(names)} files, {len(text)} characters, {size} parameters")
+    loss = train(model, data, arguments.steps, budget_seconds=arguments.budget_seconds)
+    save(model, arguments.output, loss=loss, steps=arguments.steps, names=names)
+    print(f"loss {loss:.4f}; wrote {arguments.output.stat().st_size} bytes")
+    print(sample(model, "def load_config(path):\n", 400))
+
+
+if __name__ == "__main__":
+    main()
