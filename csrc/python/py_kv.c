@@ -114,29 +114,60 @@ static int allocate_target(const mlsp_state *state, PyArray_Descr *descr, transi
     return mlsp_view_writable(state, t->result, "the new state", &t->target);
 }
 
-/* New reference to the descriptor of the result: `dtype`, or the source's own. */
-static PyArray_Descr *result_descr(const mlsp_state *state, PyObject *source,
-                                   PyObject *dtype, const transition *t)
+/* What the result of a transition shall be: its dtype in the core, and the descriptor to
+ * allocate it with.  The result for a foreign source, which NumPy may have no dtype for,
+ * is unsigned integers that hold its bits; the integration gives them their name. */
+typedef struct result_kind {
+    mls_dtype dtype;
+    PyArray_Descr *descr; /* strong reference */
+} result_kind;
+
+static int foreign_kind(const mlsp_state *state, PyObject *dtype, result_kind *out)
 {
-    mls_dtype wanted = t->source.tensor.dtype;
-    PyArray_Descr *descr;
-    if (dtype != Py_None) {
-        descr = mlsp_descr_of_object(state, dtype, &wanted);
-    } else if (PyArray_Check(source)) {
-        descr = PyArray_DESCR((PyArrayObject *)source);
-        Py_INCREF(descr);
-    } else {
-        descr = mlsp_descr_of_dtype(wanted);
+    static const int unsigned_of[] = {
+        [1] = NPY_UINT8, [2] = NPY_UINT16, [4] = NPY_UINT32, [8] = NPY_UINT64};
+    Py_ssize_t length = 0;
+    const char *name = dtype == Py_None ? NULL : PyUnicode_AsUTF8AndSize(dtype, &length);
+    if (name == NULL && dtype != Py_None) {
+        return -1;
     }
-    mls_status st;
-    if (descr != NULL && !mls_dtype_converts(t->source.tensor.dtype, wanted)) {
-        mls_tensor target = t->source.tensor;
-        target.dtype = wanted;
-        (void)mls_copy_check(&target, &t->source.tensor, "dtype", &st);
-        Py_CLEAR(descr);
+    if (name != NULL && !mls_dtype_from_name(name, (size_t)length, &out->dtype)) {
+        mls_status st;
+        mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported", name);
         mlsp_raise(state, &st, NULL);
+        return -1;
     }
-    return descr;
+    out->descr = PyArray_DescrFromType(unsigned_of[mls_dtype_of(out->dtype)->item_bytes]);
+    return out->descr == NULL ? -1 : 0;
+}
+
+/* Decide `out`, whose dtype is the source's to begin with, from the caller's `dtype`. */
+static int take_kind(const mlsp_state *state, PyObject *source, PyObject *dtype,
+                     const transition *t, result_kind *out)
+{
+    mls_status st;
+    *out = (result_kind){.dtype = t->source.tensor.dtype};
+    if (!PyArray_Check(source)) {
+        if (foreign_kind(state, dtype, out) < 0) {
+            return -1;
+        }
+    } else if (dtype == Py_None) {
+        out->descr = PyArray_DESCR((PyArrayObject *)source);
+        Py_INCREF(out->descr);
+    } else {
+        out->descr = mlsp_descr_of_object(state, dtype, &out->dtype);
+        if (out->descr == NULL) {
+            return -1;
+        }
+    }
+    mls_tensor target = t->source.tensor;
+    target.dtype = out->dtype;
+    if (mls_copy_check(&target, &t->source.tensor, "dtype", &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        Py_CLEAR(out->descr);
+        return -1;
+    }
+    return 0;
 }
 
 /* Point the transition at the caller's `out`, or at a new array. */
@@ -144,9 +175,13 @@ static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtyp
                        PyObject *out, transition *t)
 {
     if (out == Py_None) {
-        PyArray_Descr *descr = result_descr(state, source, dtype, t);
-        const int failed = descr == NULL ? -1 : allocate_target(state, descr, t);
-        Py_XDECREF(descr);
+        result_kind kind;
+        if (take_kind(state, source, dtype, t, &kind) < 0) {
+            return -1;
+        }
+        const int failed = allocate_target(state, kind.descr, t);
+        Py_DECREF(kind.descr);
+        t->target.tensor.dtype = kind.dtype;
         return failed;
     }
     if (mlsp_view_writable(state, out, "out", &t->target) < 0) {
@@ -200,7 +235,8 @@ static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
 }
 
 /* kv_move(source, target_length, position | None, pad_value, dtype | None, out | None,
- *         low_memory, compact) -> ndarray, `out`, or the source itself */
+ *         low_memory, compact) -> ndarray, `out`, or the source itself; for a source that
+ * is no ndarray, `dtype` is a name and the result unsigned integers */
 static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);

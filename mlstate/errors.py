@@ -1,0 +1,42 @@
+"""The exceptions of mlstate.
+
+All derive from `MLStateError` and from the builtin class that old code catches, and carry
+fields that say what was concerned: ``name``, ``expected``, ``got``, ``path``, ``offset``,
+``rank`` (None where a field does not apply).
+
+Examples
+--------
+>>> import numpy as np, mlstate
+>>> cache = np.zeros((2, 1, 512, 4), np.float16)
+>>> try:
+...     mlstate.compact_kv_state(cache, 256, 300)
+... except mlstate.CapacityError as error:
+...     print(error.expected, "|", error.got)
+0..256 | 300
+"""
+
+from ._core import (
+    CapacityError,
+    ChecksumError,
+    CollectiveError,
+    CompatibilityError,
+    FormatError,
+    MLStateError,
+    StoreError,
+    StoreNotFoundError,
+    StorePermissionError,
+    TensorNotFoundError,
+)
+
+__all__ = [
+    "CapacityError",
+    "ChecksumError",
+    "CollectiveError",
+    "CompatibilityError",
+    "FormatError",
+    "MLStateError",
+    "StoreError",
+    "StoreNotFoundError",
+    "StorePermissionError",
+    "TensorNotFoundError",
+]

@@ -1,0 +1,1 @@
+"""Frameworks that mlstate works with; each module imports its own inside itself."""
