@@ -81,7 +81,7 @@ def package_tool():
     return import_tool("make_demo_packages")
 
 
-# -- the NumPy model against torch ------------------------------------------------------------
+# -- the NumPy model against torch ---------------------------------------------------
 
 
 @pytest.mark.torch
@@ -132,7 +132,7 @@ def test_prefill_agrees_with_single_steps(model, prompt):
     assert not whole[:, :, len(tokens) :].any()
 
 
-# -- bits ---------------------------------------------------------------------------------------
+# -- bits ----------------------------------------------------------------------------
 
 
 def layouts(cache: np.ndarray):
@@ -201,7 +201,7 @@ def test_a_step_touches_its_own_position_only(model):
     assert not (cache[:, :, 20] == 3.25).all()
 
 
-# -- text ---------------------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------
 
 
 def test_the_prompt_fits_the_story(model, prompt):
@@ -240,7 +240,7 @@ def test_sampling_follows_the_chances(model):
     assert 0.70 < drawn.count(90) / 2000 < 0.80
 
 
-# -- bad input ------------------------------------------------------------------------------------
+# -- bad input -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_wrong_weights_file_is_refused(change, text):
         CharModel(arrays, metadata)
 
 
-# -- the fixtures -----------------------------------------------------------------------------------
+# -- the fixtures --------------------------------------------------------------------
 
 
 def test_fixtures_are_small():

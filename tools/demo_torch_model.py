@@ -86,7 +86,7 @@ class Block(nn.Module):
         self.down = nn.Linear(config.hidden_dim, config.model_dim, bias=False)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query, key and value of (batch, length, dim), each (batch, heads, length, head_dim)."""
+        """Return query, key and value, each (batch, heads, length, head_dim)."""
         batch, length = int(x.shape[0]), int(x.shape[1])
         query, key, value = self.qkv(self.attn_norm(x)).chunk(3, dim=-1)
         shape = (batch, length, self.heads, self.head_dim)

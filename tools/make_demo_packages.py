@@ -153,9 +153,7 @@ def make_packages(model: CharTransformer, folder: Path) -> list[Path]:
         package = convert(model, context, length)
         package.short_description = f"Character model of the demo, context {context}"
         package.save(str(path))
-        parts.add_function(
-            str(path), src_function_name="main", target_function_name=function
-        )
+        parts.add_function(str(path), src_function_name="main", target_function_name=function)
         paths.append(path)
     parts.default_function_name = next(iter(FUNCTIONS))
     path = folder / MULTI_NAME

@@ -21,10 +21,9 @@ import tokenize
 from pathlib import Path
 
 import torch
+from demo_torch_model import VOCABULARY, CharTransformer, Config
 from safetensors.torch import save_file
 from torch.nn import functional
-
-from demo_torch_model import VOCABULARY, CharTransformer, Config
 
 SEED = 20
 TOKENS_PER_STEP = 4096
@@ -80,8 +79,10 @@ def load_text() -> tuple[str, list[str]]:
     library = Path(sysconfig.get_path("stdlib"))
     names = [name for name in SOURCES if (library / name).is_file()]
     if len(names) < len(SOURCES) // 2:
-        raise SystemExit(f"found only {len(names)} of {len(SOURCES)} library sources; is the "
-                         "standard library of this Python installed as plain .py files?")
+        raise SystemExit(
+            f"found only {len(names)} of {len(SOURCES)} library sources; is the "
+            "standard library of this Python installed as plain .py files?"
+        )
     text = "".join(code_only((library / name).read_text(encoding="utf-8")) for name in names)
     return text, names
 
@@ -138,8 +139,11 @@ def train(
         losses.append(loss.item())
         if step % 50 == 49:
             seconds = time.perf_counter() - start
-            print(f"step {step + 1:5d}/{steps}  length {length}  "
-                  f"loss {sum(losses[-50:]) / 50:.3f}  {seconds:.0f} s", flush=True)
+            print(
+                f"step {step + 1:5d}/{steps}  length {length}  "
+                f"loss {sum(losses[-50:]) / 50:.3f}  {seconds:.0f} s",
+                flush=True,
+            )
             if seconds > budget_seconds:
                 raise SystemExit(f"stopped: {seconds:.0f} s is over --budget-seconds")
     tail = losses[-100:]
@@ -148,8 +152,10 @@ def train(
 
 def save(model: CharTransformer, path: Path, *, loss: float, steps: int, names: list[str]) -> None:
     """Write the weights as float16, with all that is needed to run them as metadata."""
-    tensors = {name: value.detach().to(torch.float16).contiguous()
-               for name, value in model.state_dict().items()}
+    tensors = {
+        name: value.detach().to(torch.float16).contiguous()
+        for name, value in model.state_dict().items()
+    }
     metadata = {
         "format": "mlstate-demo-1",
         "config": json.dumps(model.config.to_dict()),
@@ -182,8 +188,12 @@ def main() -> None:
     root = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3600)
-    parser.add_argument("--budget-seconds", type=float, default=math.inf,
-                        help="stop with an error, writing nothing, after this long")
+    parser.add_argument(
+        "--budget-seconds",
+        type=float,
+        default=math.inf,
+        help="stop with an error, writing nothing, after this long",
+    )
     parser.add_argument("--output", type=Path, default=root / "mlstate/demo/data/model.safetensors")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

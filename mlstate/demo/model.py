@@ -22,11 +22,20 @@ import numpy as np
 __all__ = ["CharModel"]
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+Reals: TypeAlias = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Halves: TypeAlias = np.ndarray[Any, np.dtype[np.float16]]
 Tokens: TypeAlias = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 _ALIGNMENT_BYTES = 64
-_SIZES = ("vocabulary_size", "model_dim", "layers", "heads", "head_dim", "hidden_dim", "max_context")
+_SIZES = (
+    "vocabulary_size",
+    "model_dim",
+    "layers",
+    "heads",
+    "head_dim",
+    "hidden_dim",
+    "max_context",
+)
 _FACTORS = ("rope_base", "norm_epsilon")
 
 
@@ -42,9 +51,9 @@ def _contiguous(values: np.ndarray[Any, Any]) -> Floats:
     return copy
 
 
-def _softmax(scores: Floats) -> Floats:
+def _softmax(scores: Reals) -> Reals:
     """Return the softmax over the last axis."""
-    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    powers: Reals = np.exp(scores - scores.max(axis=-1, keepdims=True))
     powers /= powers.sum(axis=-1, keepdims=True)
     return powers
 
@@ -223,7 +232,8 @@ class CharModel:
         end = position + len(places)
         ahead = np.arange(end) > np.arange(position, end)[:, None]
         mask = np.where(ahead, np.float32(-np.inf), np.float32(0.0))
-        return self._forward(places, position, cache, mask)[-1]
+        logits: Floats = self._forward(places, position, cache, mask)[-1]
+        return logits
 
     def step(self, token: int, position: int, cache: Halves) -> Floats:
         """Run one token and return the logits of the character after it.
@@ -253,7 +263,8 @@ class CharModel:
         """
         places = self._check_tokens([token])
         self._check_cache(cache, position, 1)
-        return self._forward(places, position, cache, None)[0]
+        logits: Floats = self._forward(places, position, cache, None)[0]
+        return logits
 
     def sample(
         self, logits: Floats, generator: np.random.Generator, *, temperature: float = 0.5
@@ -290,7 +301,7 @@ class CharModel:
     def _forward(
         self, tokens: np.ndarray[Any, Any], position: int, cache: Halves, mask: Floats | None
     ) -> Floats:
-        """Write keys and values of ``tokens`` into ``cache``; return (length, vocabulary)."""
+        """Write keys and values of ``tokens``; return the last logits, (1, vocabulary)."""
         length, end = len(tokens), position + len(tokens)
         weights, layers = self._weights, self._layers
         cosine, sine = self._cosine[position:end], self._sine[position:end]
