@@ -3,3 +3,37 @@
 Arrays are used where they lie, files commit atomically or not at all, and every fast path
 is judged by a clear slow one.
 """
+
+from . import coreml, errors, kv
+from ._version import __version__
+from .errors import (
+    CapacityError,
+    ChecksumError,
+    CollectiveError,
+    CompatibilityError,
+    FormatError,
+    MLStateError,
+    StoreError,
+    TensorNotFoundError,
+)
+from .kv import compact_kv_state, transition_kv_state
+from .threads import get_num_threads, set_num_threads
+
+__all__ = [
+    "CapacityError",
+    "ChecksumError",
+    "CollectiveError",
+    "CompatibilityError",
+    "FormatError",
+    "MLStateError",
+    "StoreError",
+    "TensorNotFoundError",
+    "__version__",
+    "compact_kv_state",
+    "coreml",
+    "errors",
+    "get_num_threads",
+    "kv",
+    "set_num_threads",
+    "transition_kv_state",
+]
