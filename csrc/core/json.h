@@ -9,6 +9,7 @@
 
 #include "status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -39,9 +40,23 @@ typedef struct mls_text {
     size_t length;
 } mls_text;
 
+/* Bytes of the UTF-8 character that `bytes` starts with (1 to 4), or 0 where it is none:
+ * cut off by `room`, overlong, a surrogate, beyond U+10FFFF. */
+size_t mls_utf8_length(const unsigned char *bytes, size_t room);
+
+/* Whether all of `text` is UTF-8. */
+bool mls_utf8_valid(const char *text, size_t length);
+
+/* Whether `text` is exactly the C string `expected`. */
+bool mls_text_is(mls_text text, const char *expected);
+
 /* Parse `length` bytes, which need not outlive the call.  Gives: free with mls_json_free.
- * MLS_E_FORMAT with the byte offset (from the start of `text`) of the first fault;
- * MLS_E_MEMORY. */
+ * Costs a copy of the text and 20 to 30 bytes a value, and time that grows as n log n at
+ * worst, whatever the text.
+ * MLS_E_FORMAT with the byte offset, from the start of `text`, of a fault (the message
+ * does not repeat the offset: callers put the text's own place in the file before it):
+ * not JSON, a duplicate key, a limit passed, more than 512 MiB.  MLS_E_MEMORY.
+ * `*out` is untouched on failure. */
 mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                         mls_json **out, mls_status *st);
 
@@ -58,7 +73,8 @@ mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent);
 mls_json_node mls_json_next(const mls_json *doc, mls_json_node node);
 size_t mls_json_size(const mls_json *doc, mls_json_node parent);
 
-/* Member of an object by key, or MLS_JSON_NONE (also where `object` is no object). */
+/* Member of an object by key, or MLS_JSON_NONE (also where `object` is no object).  Looks
+ * at one member after the other: for objects of many members, walk them instead. */
 mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key);
 
 /* Key of an object's member; text of a string or number.  Shares the document's memory.

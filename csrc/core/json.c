@@ -1,0 +1,707 @@
+/* The document is copied once, strings are unescaped inside that copy, and a node takes
+ * 20 bytes.  Nodes lie in file order, so the first member of a container is the node
+ * right after it.  While a container is open its `next` holds its parent: that is the
+ * whole stack, so depth costs no memory.
+ */
+#include "json.h"
+
+#include "mem.h"
+#include "size.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+typedef struct json_node {
+    uint32_t type : 3;
+    uint32_t length : 29; /* bytes of text, or number of members */
+    uint32_t at;          /* offset of the value's first byte */
+    uint32_t key;         /* offset of the key's text, unescaped */
+    uint32_t key_length;
+    mls_json_node next; /* the next member; the parent while a container is open */
+} json_node;
+
+/* What the 29 bits of a length can hold. */
+#define MAX_TEXT ((size_t)0x1FFFFFFF)
+
+struct mls_json {
+    char *text;
+    json_node *nodes;
+    size_t count, room;
+};
+
+typedef struct json_parser {
+    mls_json *doc;
+    const mls_json_limits *limits;
+    mls_status *st;
+    size_t at, end;
+    size_t depth;
+    mls_json_node open; /* innermost open container, or MLS_JSON_NONE */
+    mls_json_node last; /* its last member so far, or MLS_JSON_NONE */
+    mls_text key;       /* of the member to come */
+    uint32_t *scratch;  /* room to sort members in */
+    size_t scratch_room;
+} json_parser;
+
+typedef enum json_state {
+    JSON_WANTS_VALUE,
+    JSON_WANTS_MEMBER, /* right after an opening bracket */
+    JSON_HAS_VALUE
+} json_state;
+
+/* ---- characters ---- */
+
+static void skip_space(json_parser *p)
+{
+    while (p->at < p->end) {
+        const char c = p->doc->text[p->at];
+        if (c != ' ' && c != '\n' && c != '\t' && c != '\r') {
+            return;
+        }
+        p->at++;
+    }
+}
+
+/* The byte at `at`, or -1 at the end. */
+static int byte_at(const json_parser *p, size_t at)
+{
+    return at < p->end ? (unsigned char)p->doc->text[at] : -1;
+}
+
+static mls_code unexpected(json_parser *p, const char *expected)
+{
+    const int c = byte_at(p, p->at);
+    if (c < 0) {
+        mls_fail_at(p->st, p->at, "JSON ends where %s is expected", expected);
+        mls_status_got(p->st, "end of text");
+    } else if (c > ' ' && c < 0x7F) {
+        mls_fail_at(p->st, p->at, "JSON has '%c' where %s is expected", c, expected);
+        mls_status_got(p->st, "%c", c);
+    } else {
+        mls_fail_at(p->st, p->at, "JSON has byte 0x%02x where %s is expected",
+                    (unsigned)c, expected);
+        mls_status_got(p->st, "0x%02x", (unsigned)c);
+    }
+    mls_status_expected(p->st, "%s", expected);
+    return MLS_E_FORMAT;
+}
+
+size_t mls_utf8_length(const unsigned char *bytes, size_t room)
+{
+    if (room == 0) {
+        return 0;
+    }
+    const unsigned lead = bytes[0];
+    if (lead < 0x80U) {
+        return 1;
+    }
+    const size_t length = lead >= 0xF0U ? 4 : lead >= 0xE0U ? 3 : 2;
+    if (lead < 0xC2U || lead > 0xF4U || length > room) {
+        return 0;
+    }
+    for (size_t i = 1; i < length; i++) {
+        if ((bytes[i] & 0xC0U) != 0x80U) {
+            return 0;
+        }
+    }
+    /* overlong forms, surrogates, beyond U+10FFFF */
+    const bool bad =
+        (lead == 0xE0U && bytes[1] < 0xA0U) || (lead == 0xEDU && bytes[1] >= 0xA0U) ||
+        (lead == 0xF0U && bytes[1] < 0x90U) || (lead == 0xF4U && bytes[1] >= 0x90U);
+    return bad ? 0 : length;
+}
+
+bool mls_utf8_valid(const char *text, size_t length)
+{
+    size_t at = 0;
+    while (at < length) {
+        const size_t step =
+            mls_utf8_length((const unsigned char *)text + at, length - at);
+        if (step == 0) {
+            return false;
+        }
+        at += step;
+    }
+    return true;
+}
+
+static size_t put_utf8(char *out, unsigned long code)
+{
+    if (code < 0x80) {
+        out[0] = (char)code;
+        return 1;
+    }
+    if (code < 0x800) {
+        out[0] = (char)(0xC0 | (code >> 6));
+        out[1] = (char)(0x80 | (code & 0x3F));
+        return 2;
+    }
+    if (code < 0x10000) {
+        out[0] = (char)(0xE0 | (code >> 12));
+        out[1] = (char)(0x80 | ((code >> 6) & 0x3F));
+        out[2] = (char)(0x80 | (code & 0x3F));
+        return 3;
+    }
+    out[0] = (char)(0xF0 | (code >> 18));
+    out[1] = (char)(0x80 | ((code >> 12) & 0x3F));
+    out[2] = (char)(0x80 | ((code >> 6) & 0x3F));
+    out[3] = (char)(0x80 | (code & 0x3F));
+    return 4;
+}
+
+/* ---- strings ---- */
+
+/* The four hexadecimal digits at p->at; steps over them. */
+static mls_code read_hex4(json_parser *p, unsigned long *out)
+{
+    unsigned long value = 0;
+    for (int i = 0; i < 4; i++, p->at++) {
+        const int c = byte_at(p, p->at);
+        int digit = -1;
+        if (c >= '0' && c <= '9') {
+            digit = c - '0';
+        } else if (c >= 'a' && c <= 'f') {
+            digit = c - 'a' + 10;
+        } else if (c >= 'A' && c <= 'F') {
+            digit = c - 'A' + 10;
+        }
+        if (digit < 0) {
+            return unexpected(p, "a hexadecimal digit");
+        }
+        value = value * 16 + (unsigned long)digit;
+    }
+    *out = value;
+    return MLS_OK;
+}
+
+/* A \u escape, p->at being after the 'u'.  A high surrogate takes its low half along. */
+static mls_code read_unicode(json_parser *p, unsigned long *out)
+{
+    const size_t start = p->at - 2;
+    unsigned long code = 0, low = 0;
+    if (read_hex4(p, &code) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    if (code >= 0xD800 && code < 0xDC00 && byte_at(p, p->at) == '\\' &&
+        byte_at(p, p->at + 1) == 'u') {
+        p->at += 2;
+        if (read_hex4(p, &low) != MLS_OK) {
+            return MLS_E_FORMAT;
+        }
+        if (low >= 0xDC00 && low < 0xE000) {
+            *out = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
+            return MLS_OK;
+        }
+    }
+    if (code >= 0xD800 && code < 0xE000) {
+        return mls_fail_at(p->st, start,
+                           "JSON string has half of a surrogate pair (\\u%04lx)", code);
+    }
+    *out = code;
+    return MLS_OK;
+}
+
+/* An escape, p->at being on the backslash.  Writes its character over text that was
+ * read already: no escape is shorter than what it stands for. */
+static mls_code read_escape(json_parser *p, size_t *write)
+{
+    static const char letters[] = "\"\\/bfnrt";
+    static const char meanings[] = "\"\\/\b\f\n\r\t";
+    p->at++;
+    const int c = byte_at(p, p->at);
+    const char *letter = c > 0 ? strchr(letters, c) : NULL;
+    if (letter != NULL) {
+        p->doc->text[(*write)++] = meanings[letter - letters];
+        p->at++;
+        return MLS_OK;
+    }
+    if (c != 'u') {
+        return unexpected(p, "an escape (one of \"\\/bfnrtu)");
+    }
+    p->at++;
+    unsigned long code = 0;
+    if (read_unicode(p, &code) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    *write += put_utf8(p->doc->text + *write, code);
+    return MLS_OK;
+}
+
+/* A string, p->at being on the opening quote; unescapes it in place. */
+static mls_code read_string(json_parser *p, mls_text *out)
+{
+    char *text = p->doc->text;
+    const size_t start = ++p->at;
+    size_t write = start;
+    for (;;) {
+        const int c = byte_at(p, p->at);
+        if (c == '"') {
+            p->at++;
+            *out = (mls_text){.data = text + start, .length = write - start};
+            return MLS_OK;
+        }
+        if (c < ' ') {
+            return unexpected(p, c < 0 ? "'\"'" : "a string without control characters");
+        }
+        if (c == '\\') {
+            if (read_escape(p, &write) != MLS_OK) {
+                return MLS_E_FORMAT;
+            }
+            continue;
+        }
+        const size_t step =
+            mls_utf8_length((const unsigned char *)text + p->at, p->end - p->at);
+        if (step == 0) {
+            return unexpected(p, "UTF-8");
+        }
+        for (size_t i = 0; i < step; i++) {
+            text[write++] = text[p->at++];
+        }
+    }
+}
+
+/* ---- nodes ---- */
+
+static mls_code no_memory(json_parser *p)
+{
+    return mls_fail(p->st, MLS_E_MEMORY, "no memory for %zu JSON values", p->doc->count);
+}
+
+/* Add a value at offset `at` to the open container. */
+static mls_code add_node(json_parser *p, mls_json_type type, size_t at)
+{
+    mls_json *doc = p->doc;
+    if (doc->count >= p->limits->nodes) {
+        mls_fail_at(p->st, at, "JSON has more than %zu values", p->limits->nodes);
+        return MLS_E_FORMAT;
+    }
+    if (doc->count == doc->room) {
+        /* by half: what is held in vain stays below half of what is used */
+        const size_t room = doc->room + doc->room / 2 + 16;
+        json_node *nodes = mls_realloc(doc->nodes, room, sizeof *nodes);
+        if (nodes == NULL) {
+            return no_memory(p);
+        }
+        doc->nodes = nodes;
+        doc->room = room;
+    }
+    const mls_json_node added = (mls_json_node)doc->count++;
+    json_node *node = &doc->nodes[added];
+    *node = (json_node){.type = (uint32_t)type & 7U,
+                        .at = (uint32_t)at,
+                        .key_length = (uint32_t)p->key.length,
+                        .next = MLS_JSON_NONE};
+    if (p->key.data != NULL) {
+        node->key = (uint32_t)(p->key.data - doc->text);
+    }
+    if (p->last != MLS_JSON_NONE) {
+        doc->nodes[p->last].next = added;
+    }
+    if (p->open != MLS_JSON_NONE) {
+        json_node *parent = &doc->nodes[p->open];
+        parent->length = (parent->length + 1U) & (uint32_t)MAX_TEXT;
+    }
+    p->last = added;
+    p->key = (mls_text){0};
+    return MLS_OK;
+}
+
+static mls_code open_container(json_parser *p, mls_json_type type)
+{
+    if (p->depth >= p->limits->depth) {
+        return mls_fail_at(p->st, p->at, "JSON is nested more than %zu levels deep",
+                           p->limits->depth);
+    }
+    const mls_code code = add_node(p, type, p->at);
+    if (code != MLS_OK) {
+        return code;
+    }
+    p->doc->nodes[p->last].next = p->open;
+    p->open = p->last;
+    p->last = MLS_JSON_NONE;
+    p->depth++;
+    p->at++;
+    return MLS_OK;
+}
+
+/* ---- duplicate keys: members sorted by key, so that a hostile file cannot make the
+ * search quadratic ---- */
+
+static int compare_keys(const mls_json *doc, uint32_t a, uint32_t b)
+{
+    const json_node *x = &doc->nodes[a], *y = &doc->nodes[b];
+    if (x->key_length != y->key_length) {
+        return x->key_length < y->key_length ? -1 : 1;
+    }
+    return memcmp(doc->text + x->key, doc->text + y->key, x->key_length);
+}
+
+/* Merge two sorted runs [0, half) and [half, count) of `from` into `to`, stable. */
+static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
+                       size_t count, uint32_t *to)
+{
+    size_t left = 0, right = half;
+    for (size_t i = 0; i < count; i++) {
+        const bool take_left =
+            left < half &&
+            (right >= count || compare_keys(doc, from[left], from[right]) <= 0);
+        to[i] = take_left ? from[left++] : from[right++];
+    }
+}
+
+/* Sort `count` members; `spare` is as long.  Returns whichever holds the result. */
+static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *spare,
+                              size_t count)
+{
+    for (size_t width = 1; width < count; width *= 2) {
+        for (size_t start = 0; start < count; start += 2 * width) {
+            const size_t left = count - start;
+            const size_t both = left < 2 * width ? left : 2 * width;
+            merge_runs(doc, members + start, width < both ? width : both, both,
+                       spare + start);
+        }
+        uint32_t *swap = members;
+        members = spare;
+        spare = swap;
+    }
+    return members;
+}
+
+static mls_code check_duplicates(json_parser *p, mls_json_node object)
+{
+    const mls_json *doc = p->doc;
+    const size_t count = doc->nodes[object].length;
+    if (count < 2) {
+        return MLS_OK;
+    }
+    if (p->scratch_room < 2 * count) {
+        uint32_t *scratch = mls_realloc(p->scratch, 2 * count, sizeof *scratch);
+        if (scratch == NULL) {
+            return no_memory(p);
+        }
+        p->scratch = scratch;
+        p->scratch_room = 2 * count;
+    }
+    size_t filled = 0;
+    for (mls_json_node m = object + 1; m != MLS_JSON_NONE; m = doc->nodes[m].next) {
+        p->scratch[filled++] = m;
+    }
+    const uint32_t *sorted = sort_members(doc, p->scratch, p->scratch + count, count);
+    mls_json_node found = MLS_JSON_NONE; /* the earliest in the file */
+    for (size_t i = 1; i < count; i++) {
+        if (sorted[i] < found && compare_keys(doc, sorted[i - 1], sorted[i]) == 0) {
+            found = sorted[i];
+        }
+    }
+    if (found == MLS_JSON_NONE) {
+        return MLS_OK;
+    }
+    const mls_text key = mls_json_key(doc, found);
+    const int shown = (int)(key.length < 80 ? key.length : 80);
+    mls_fail_at(p->st, doc->nodes[found].key - 1U,
+                "JSON has the key '%.*s' twice in one object", shown, key.data);
+    mls_status_name(p->st, key.data, key.length);
+    return MLS_E_FORMAT;
+}
+
+/* Close the open container, p->at being on its closing bracket. */
+static mls_code close_container(json_parser *p)
+{
+    const mls_json_node closed = p->open;
+    json_node *node = &p->doc->nodes[closed];
+    const mls_json_node parent = node->next;
+    node->next = MLS_JSON_NONE;
+    if (node->type == MLS_JSON_OBJECT) {
+        const mls_code code = check_duplicates(p, closed);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    p->open = parent;
+    p->last = closed;
+    p->depth--;
+    p->at++;
+    return MLS_OK;
+}
+
+/* ---- values ---- */
+
+/* Step over digits, at least one. */
+static mls_code read_digits(json_parser *p)
+{
+    const size_t start = p->at;
+    while (byte_at(p, p->at) >= '0' && byte_at(p, p->at) <= '9') {
+        p->at++;
+    }
+    return p->at > start ? MLS_OK : unexpected(p, "a digit");
+}
+
+static mls_code read_number(json_parser *p)
+{
+    const size_t start = p->at;
+    if (byte_at(p, p->at) == '-') {
+        p->at++;
+    }
+    if (byte_at(p, p->at) == '0') {
+        p->at++;
+    } else if (read_digits(p) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    if (byte_at(p, p->at) == '.') {
+        p->at++;
+        if (read_digits(p) != MLS_OK) {
+            return MLS_E_FORMAT;
+        }
+    }
+    if (byte_at(p, p->at) == 'e' || byte_at(p, p->at) == 'E') {
+        p->at++;
+        if (byte_at(p, p->at) == '+' || byte_at(p, p->at) == '-') {
+            p->at++;
+        }
+        if (read_digits(p) != MLS_OK) {
+            return MLS_E_FORMAT;
+        }
+    }
+    const mls_code code = add_node(p, MLS_JSON_NUMBER, start);
+    if (code == MLS_OK) {
+        p->doc->nodes[p->last].length = (uint32_t)(p->at - start) & (uint32_t)MAX_TEXT;
+    }
+    return code;
+}
+
+static mls_code read_literal(json_parser *p, const char *word, mls_json_type type)
+{
+    const size_t start = p->at;
+    for (size_t i = 0; word[i] != '\0'; i++, p->at++) {
+        if (byte_at(p, p->at) != word[i]) {
+            return unexpected(p, word);
+        }
+    }
+    return add_node(p, type, start);
+}
+
+static mls_code read_text_value(json_parser *p)
+{
+    const size_t start = p->at;
+    mls_text text;
+    if (read_string(p, &text) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    const mls_code code = add_node(p, MLS_JSON_STRING, start);
+    if (code == MLS_OK) {
+        p->doc->nodes[p->last].length = (uint32_t)text.length & (uint32_t)MAX_TEXT;
+    }
+    return code;
+}
+
+static mls_code read_value(json_parser *p, json_state *state)
+{
+    const int c = byte_at(p, p->at);
+    *state = c == '{' || c == '[' ? JSON_WANTS_MEMBER : JSON_HAS_VALUE;
+    switch (c) {
+    case '{':
+        return open_container(p, MLS_JSON_OBJECT);
+    case '[':
+        return open_container(p, MLS_JSON_ARRAY);
+    case '"':
+        return read_text_value(p);
+    case 't':
+        return read_literal(p, "true", MLS_JSON_TRUE);
+    case 'f':
+        return read_literal(p, "false", MLS_JSON_FALSE);
+    case 'n':
+        return read_literal(p, "null", MLS_JSON_NULL);
+    default:
+        return c == '-' || (c >= '0' && c <= '9') ? read_number(p)
+                                                  : unexpected(p, "a value");
+    }
+}
+
+static bool in_object(const json_parser *p)
+{
+    return p->open != MLS_JSON_NONE && p->doc->nodes[p->open].type == MLS_JSON_OBJECT;
+}
+
+/* The key of an object's next member and its colon; nothing inside an array. */
+static mls_code read_key(json_parser *p)
+{
+    if (!in_object(p)) {
+        return MLS_OK;
+    }
+    if (byte_at(p, p->at) != '"') {
+        return unexpected(p, "a key in quotes");
+    }
+    if (read_string(p, &p->key) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    skip_space(p);
+    if (byte_at(p, p->at) != ':') {
+        return unexpected(p, "':'");
+    }
+    p->at++;
+    return MLS_OK;
+}
+
+/* What may follow a value, or an opening bracket where `first`. */
+static mls_code read_between(json_parser *p, bool first, json_state *state)
+{
+    const int closer = in_object(p) ? '}' : ']';
+    const int c = byte_at(p, p->at);
+    if (c == closer) {
+        *state = JSON_HAS_VALUE;
+        return close_container(p);
+    }
+    if (!first) {
+        if (c != ',') {
+            return unexpected(p, in_object(p) ? "',' or '}'" : "',' or ']'");
+        }
+        p->at++;
+        skip_space(p);
+    }
+    *state = JSON_WANTS_VALUE;
+    return read_key(p);
+}
+
+static mls_code parse_document(json_parser *p)
+{
+    json_state state = JSON_WANTS_VALUE;
+    for (;;) {
+        mls_code code;
+        skip_space(p);
+        if (state == JSON_WANTS_VALUE) {
+            code = read_value(p, &state);
+        } else if (p->open == MLS_JSON_NONE) {
+            return p->at == p->end ? MLS_OK : unexpected(p, "the end of the text");
+        } else {
+            code = read_between(p, state == JSON_WANTS_MEMBER, &state);
+        }
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+}
+
+mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
+                        mls_json **out, mls_status *st)
+{
+    if (length > MAX_TEXT) {
+        return mls_fail_at(st, MAX_TEXT, "JSON is %zu bytes long: at most %zu are read",
+                           length, MAX_TEXT);
+    }
+    json_parser p = {.limits = &limits,
+                     .st = st,
+                     .end = length,
+                     .open = MLS_JSON_NONE,
+                     .last = MLS_JSON_NONE};
+    mls_code code = MLS_E_MEMORY;
+    mls_json *doc = mls_alloc(1, sizeof *doc);
+    if (doc == NULL || (doc->text = mls_alloc(length, 1)) == NULL) {
+        mls_fail(st, MLS_E_MEMORY, "no memory for %zu bytes of JSON", length);
+        goto done;
+    }
+    if (length > 0) {
+        memcpy(doc->text, text, length);
+    }
+    p.doc = doc;
+    code = parse_document(&p);
+done:
+    mls_free(p.scratch);
+    if (code == MLS_OK) {
+        *out = doc;
+    } else {
+        mls_json_free(doc);
+    }
+    return code;
+}
+
+void mls_json_free(mls_json *doc)
+{
+    if (doc != NULL) {
+        mls_free(doc->text);
+        mls_free(doc->nodes);
+        mls_free(doc);
+    }
+}
+
+/* ---- access ---- */
+
+mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node)
+{
+    return (mls_json_type)doc->nodes[node].type;
+}
+
+static bool is_container(const json_node *node)
+{
+    return node->type == MLS_JSON_OBJECT || node->type == MLS_JSON_ARRAY;
+}
+
+size_t mls_json_offset(const mls_json *doc, mls_json_node node)
+{
+    return doc->nodes[node].at;
+}
+
+mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent)
+{
+    return mls_json_size(doc, parent) > 0 ? parent + 1 : MLS_JSON_NONE;
+}
+
+mls_json_node mls_json_next(const mls_json *doc, mls_json_node node)
+{
+    return doc->nodes[node].next;
+}
+
+size_t mls_json_size(const mls_json *doc, mls_json_node parent)
+{
+    const json_node *node = &doc->nodes[parent];
+    return is_container(node) ? node->length : 0;
+}
+
+bool mls_text_is(mls_text text, const char *expected)
+{
+    return strlen(expected) == text.length &&
+           memcmp(expected, text.data, text.length) == 0;
+}
+
+mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key)
+{
+    if (mls_json_type_of(doc, object) != MLS_JSON_OBJECT) {
+        return MLS_JSON_NONE;
+    }
+    mls_json_node member = mls_json_first(doc, object);
+    while (member != MLS_JSON_NONE && !mls_text_is(mls_json_key(doc, member), key)) {
+        member = mls_json_next(doc, member);
+    }
+    return member;
+}
+
+mls_text mls_json_key(const mls_json *doc, mls_json_node node)
+{
+    const json_node *n = &doc->nodes[node];
+    return (mls_text){.data = doc->text + n->key, .length = n->key_length};
+}
+
+mls_text mls_json_text(const mls_json *doc, mls_json_node node)
+{
+    const json_node *n = &doc->nodes[node];
+    if (n->type == MLS_JSON_STRING) {
+        return (mls_text){.data = doc->text + n->at + 1, .length = n->length};
+    }
+    const bool number = n->type == MLS_JSON_NUMBER;
+    return (mls_text){.data = doc->text + n->at, .length = number ? n->length : 0};
+}
+
+bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
+{
+    const mls_text text = mls_json_text(doc, node);
+    if (mls_json_type_of(doc, node) != MLS_JSON_NUMBER) {
+        return false;
+    }
+    uint64_t value = 0;
+    for (size_t i = 0; i < text.length; i++) {
+        if (text.data[i] < '0' || text.data[i] > '9' || !mls_u64_mul(value, 10, &value) ||
+            !mls_u64_add(value, (uint64_t)(text.data[i] - '0'), &value)) {
+            return false;
+        }
+    }
+    *out = value;
+    return true;
+}
