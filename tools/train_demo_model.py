@@ -150,6 +150,17 @@ def train(
     return sum(tail) / len(tail)
 
 
+def sort_metadata(path: Path) -> None:
+    """Put the metadata in order of its keys: the safetensors package orders it at random."""
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[begin:])
+
+
 def save(model: CharTransformer, path: Path, *, loss: float, steps: int, names: list[str]) -> None:
     """Write the weights as float16, with all that is needed to run them as metadata."""
     tensors = {
@@ -169,6 +180,7 @@ def save(model: CharTransformer, path: Path, *, loss: float, steps: int, names: 
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata=metadata)
+    sort_metadata(path)
 
 
 @torch.no_grad()
