@@ -1,0 +1,336 @@
+"""Core ML packages that lie, end early, point elsewhere or never end.
+
+Each must be refused with an exception of mlstate, at once and within little memory, or be
+read as something that the format allows.
+"""
+
+import json
+import os
+import resource
+import time
+import warnings
+
+import pytest
+from mlpackage_writer import KV, field, number, spec_bytes, state, write_package
+
+from mlstate.coreml import StateShapeWarning, StateSpecs, state_specs
+from mlstate.errors import FormatError, MLStateError, StoreError
+
+SMALL = spec_bytes(
+    functions=[("a", [state("kv", (2, 1, 64, 32))]), ("b", [state("kv", (2, 1, 96, 32))])],
+    default="a",
+)
+
+
+def read(source):
+    """Read it, or give the exception, which must be one of ours."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StateShapeWarning)
+            specs = state_specs(source)
+    except MLStateError as error:
+        assert str(error)
+        return error
+    assert isinstance(specs, StateSpecs)
+    for spec in specs.values():
+        assert all(length > 0 for length in spec.shape)
+        assert spec.nbytes < 1 << 63
+    return specs
+
+
+def refused(source, text=""):
+    error = read(source)
+    assert isinstance(error, FormatError), error
+    assert text in str(error)
+    return error
+
+
+def test_truncated_at_every_byte(tmp_path):
+    whole = len(SMALL) - len(field(502, b"the program"))  # the program may be missing
+    for length in range(len(SMALL)):
+        if length == whole:
+            assert isinstance(read(SMALL[:length]), StateSpecs)
+        else:
+            assert refused(SMALL[:length]).offset <= length
+    package = write_package(tmp_path / "m", SMALL[:-1])
+    assert refused(package, "model.mlmodel: byte ").path == str(package)
+
+
+def test_every_byte_of_a_file_cut_off(tmp_path):
+    file = tmp_path / "m.mlmodel"
+    for length in range(0, len(SMALL), 3):
+        file.write_bytes(SMALL[:length])
+        from_file, from_bytes = read(file), read(SMALL[:length])
+        assert type(from_file) is type(from_bytes)
+        if isinstance(from_file, FormatError):
+            assert from_file.offset == from_bytes.offset
+
+
+def test_every_bit_flipped():
+    for at in range(len(SMALL)):
+        for bit in range(8):
+            flipped = bytearray(SMALL)
+            flipped[at] ^= 1 << bit
+            read(flipped)
+
+
+def test_every_byte_set_to_the_extremes():
+    for at in range(len(SMALL)):
+        for value in (0x00, 0x7F, 0x80, 0xFF):
+            changed = bytearray(SMALL)
+            changed[at] = value
+            read(changed)
+
+
+@pytest.mark.parametrize("length", [1 << 7, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("tag", [2, 5, 502])
+def test_lying_lengths_at_the_top(length, tag):
+    refused(number(tag << 3 | 2) + number(length) + b"short", "claims")
+
+
+@pytest.mark.parametrize("length", [1 << 7, 1 << 31, 1 << 63, (1 << 64) - 1])
+def test_lying_lengths_inside(length):
+    lie = number(13 << 3 | 2) + number(length) + b"short"
+    refused(field(2, lie), "claims")
+    lie = field(1, "kv") + number(3 << 3 | 2) + number(length)
+    refused(field(2, field(13, lie)), "claims")
+    lie = number(1 << 3 | 2) + number(length)
+    refused(field(2, field(13, field(1, "kv") + field(3, field(8, field(1, lie))))), "claims")
+
+
+def test_a_number_that_never_ends():
+    refused(b"\xff" * 10_000, "more than 64 bits")
+    endless = field(1, b"\xff" * 10_000)
+    feature = field(1, "kv") + field(3, field(8, field(1, endless)))
+    refused(field(2, field(13, feature)), "more than 64 bits")
+
+
+@pytest.mark.parametrize("wire", [3, 4, 6, 7])
+def test_groups_and_unknown_wire_types(wire):
+    refused(number(9 << 3 | wire) + SMALL, "wire type")
+    refused(field(2, number(9 << 3 | wire)), "wire type")
+
+
+@pytest.mark.parametrize("wire", [2, 3])
+def test_deep_nesting_costs_nothing(wire):
+    if wire == 3:  # groups nest without lengths
+        refused(number(13 << 3 | 3) * 1_000_000, "wire type 3")
+        return
+    deep = b""
+    for _ in range(2_000):
+        deep = field(13, deep)
+    error = refused(field(2, deep), "the name of a state is missing")
+    assert error.offset < 40
+
+
+SHAPES = [
+    ((2, 1, 0, 32), "dimension 2 is 0"),
+    ((2, 1, -1, 32), "dimension 2 is -1"),
+    ((-(1 << 63), 1, 1, 1), "dimension 0 is -9223372036854775808"),
+    ((1 << 62, 1, 1, 1), "address space"),
+    ((1 << 32, 1 << 31, 1, 1), "address space"),
+    ((1 << 32, 1 << 32, 1 << 32, 1), "address space"),
+    ((1,) * 17, "more than 16 dimensions"),
+    ((1,) * 100_000, "more than 16 dimensions"),
+    ((), "no shape"),
+]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("shape", "text"), SHAPES)
+def test_shapes_that_cannot_be(shape, text, packed):
+    assert refused(spec_bytes(state("kv", shape, packed=packed)), text).name == "kv"
+
+
+@pytest.mark.parametrize("dtype", [0, 1, 65553, 131072, (1 << 64) - 1])
+def test_data_types_that_are_none(dtype):
+    refused(spec_bytes(state("kv", KV, dtype)), f"data type {dtype}")
+
+
+def test_duplicate_names_and_fields():
+    refused(spec_bytes(state("kv", KV), state("kv", KV)), "two states are called kv")
+    twice = [("a", []), ("a", [])]
+    refused(spec_bytes(functions=twice), "two functions are called a")
+    refused(spec_bytes() + field(2, b""), "description appears twice")
+    refused(field(2, field(13, field(1, "a") + state("kv", KV))), "name of a state appears twice")
+
+
+@pytest.mark.parametrize("name", [b"", b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"a\0b", b"x" * 1025])
+def test_names_that_are_none(name):
+    feature = field(1, name) + state("kv", KV)[4:]
+    refused(field(2, field(13, feature)), "name of a state")
+    refused(field(2, field(20, field(1, name))), "name of a function")
+
+
+def test_states_outside_functions():
+    mixed = field(13, state("kv", KV)) + field(20, field(1, "a"))
+    refused(field(2, mixed), "belongs to no function")
+    refused(spec_bytes(functions=[("a", [])], default="b"), "default function is none of")
+
+
+def within(seconds, megabytes, source, text):
+    """Refused in little time and memory, however much the file claims."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    refused(source, text)
+    assert time.perf_counter() - start < seconds
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < megabytes * 1024
+
+
+def test_huge_counts_cost_little():
+    many = b"".join(field(13, state(f"s{i}", (1, 1, 32, 32))) for i in range(50_000))
+    within(5, 100, field(2, many), "more than 2048 states")
+    many = b"".join(field(20, field(1, f"f{i}")) for i in range(50_000))
+    within(5, 100, field(2, many), "more than 1024 functions")
+    within(5, 100, field(1, 9) * 500_000, "more than 4096 fields")
+
+
+def test_a_huge_description_is_not_fetched(tmp_path):
+    file = tmp_path / "m.mlmodel"
+    with file.open("wb") as out:
+        out.write(number(2 << 3 | 2) + number(1 << 36))
+        out.truncate(out.tell() + (1 << 36))  # sparse: takes no room
+    within(5, 100, file, "68719476736 bytes")
+
+
+def test_a_huge_program_is_stepped_over(tmp_path):
+    file = tmp_path / "m.mlmodel"
+    description = spec_bytes(state("kv", KV))[: -len(field(502, b"the program"))]
+    with file.open("wb") as out:
+        out.write(description + number(502 << 3 | 2) + number(1 << 36))
+        out.truncate(out.tell() + (1 << 36))
+    start = time.perf_counter()
+    assert isinstance(read(file), StateSpecs)
+    assert time.perf_counter() - start < 1
+
+
+# ---- the folder ----
+
+
+def with_manifest(folder, manifest):
+    package = write_package(folder, SMALL)
+    text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
+    (package / "Manifest.json").write_bytes(text)
+    return package
+
+
+def manifest_of(path):
+    return {"itemInfoEntries": {"R": {"path": path}}, "rootModelIdentifier": "R"}
+
+
+PATHS = [
+    "/etc/passwd",
+    "../secret",
+    "a/../../secret",
+    "com.apple.CoreML/../../../secret",
+    "..",
+    ".",
+    "./model",
+    "a//b",
+    "a/",
+    "",
+    "a\\..\\b",
+    "..\\secret",
+    "a\0b",
+    "x" * 5000,
+    "a/" * 600 + "b",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_manifest_may_not_lead_out_of_the_package(tmp_path, path):
+    (tmp_path / "secret").write_bytes(spec_bytes(state("secret", KV)))
+    error = refused(with_manifest(tmp_path / "m", manifest_of(path)), "Manifest.json: byte ")
+    assert "not inside the package" in str(error)
+    assert error.expected == "a relative path without . or .."
+
+
+MANIFESTS = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"\xff\xfe{\0}\0",
+    b'{"rootModelIdentifier": "R", "rootModelIdentifier": "R", "itemInfoEntries": {}}',
+    b"[" * 100_000,
+    b'{"a":' * 1000,
+    b"0," * 10,
+    {},
+    {"rootModelIdentifier": "R"},
+    {"rootModelIdentifier": 3, "itemInfoEntries": {}},
+    {"rootModelIdentifier": "R", "itemInfoEntries": []},
+    {"rootModelIdentifier": "R", "itemInfoEntries": {"S": {"path": "m"}}},
+    {"rootModelIdentifier": "R", "itemInfoEntries": {"R": "m"}},
+    {"rootModelIdentifier": "R", "itemInfoEntries": {"R": {}}},
+    {"rootModelIdentifier": "R", "itemInfoEntries": {"R": {"path": ["m"]}}},
+]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=range(len(MANIFESTS)))
+def test_manifests_that_say_nothing(tmp_path, manifest):
+    refused(with_manifest(tmp_path / "m", manifest), "Manifest.json: ")
+
+
+def test_a_huge_manifest_is_not_read(tmp_path):
+    package = write_package(tmp_path / "m", SMALL)
+    os.truncate(package / "Manifest.json", 1 << 33)
+    within(5, 50, package, "Manifest.json: ")
+
+
+def test_every_byte_of_a_manifest_flipped(tmp_path):
+    package = write_package(tmp_path / "m", SMALL)
+    text = (package / "Manifest.json").read_bytes()
+    for at in range(len(text)):
+        changed = bytearray(text)
+        changed[at] ^= 0x81
+        (package / "Manifest.json").write_bytes(changed)
+        read(package)
+        (package / "Manifest.json").write_bytes(text[:at])
+        refused(package, "Manifest.json: ")
+
+
+@pytest.mark.parametrize("which", ["Manifest.json", "Data/com.apple.CoreML/model.mlmodel"])
+def test_a_fifo_does_not_block(tmp_path, which):
+    package = write_package(tmp_path / "m", SMALL)
+    (package / which).unlink()
+    os.mkfifo(package / which)
+    refused(package, "regular file")
+    (package / which).unlink()
+    (package / which).symlink_to("/dev/zero")
+    refused(package, "regular file")
+
+
+def test_a_bare_fifo_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "m.mlmodel")
+    refused(tmp_path / "m.mlmodel", "regular file")
+
+
+@pytest.mark.parametrize("which", ["Manifest.json", "Data/com.apple.CoreML/model.mlmodel"])
+def test_a_folder_or_a_loop_in_place_of_a_file(tmp_path, which):
+    package = write_package(tmp_path / "m", SMALL)
+    (package / which).unlink()
+    (package / which).mkdir()
+    assert isinstance(read(package), StoreError)
+    (package / which).rmdir()
+    (package / which).symlink_to(package / which)
+    assert isinstance(read(package), StoreError)
+
+
+def test_a_folder_that_is_no_package_says_so(tmp_path):
+    (tmp_path / "m.mlmodelc").mkdir()
+    refused(tmp_path / "m.mlmodelc", "compiled .mlmodelc cannot be read")
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"", b"\0" * 100, b"PK\x03\x04" + b"\0" * 60, b"{}", b"\x89PNG\r\n\x1a\n", b"\x80\x02}q\0."],
+)
+def test_files_of_other_kinds(tmp_path, junk):
+    (tmp_path / "m.mlmodel").write_bytes(junk)
+    refused(tmp_path / "m.mlmodel", "m.mlmodel: byte ")
+
+
+def test_a_path_with_a_nul_is_a_value_error():
+    with pytest.raises(ValueError, match="null"):
+        state_specs("a\0b")
