@@ -1,0 +1,42 @@
+/* crc32c: the Castagnoli checksum, of one run or of many put together.
+ *
+ * A checksum is carried as the finished 32-bit value; that of no bytes is 0, so a running
+ * checksum starts at 0 and `update` goes on from any earlier result.  The scalar table is
+ * the oracle: every other one gives the same values.
+ */
+#ifndef MLS_CRC32C_H
+#define MLS_CRC32C_H
+
+#include "cpu.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct mls_crc_kernels {
+    /* Checksum of the bytes that gave `crc`, followed by `bytes` bytes at `data`. */
+    uint32_t (*update)(uint32_t crc, const void *data, size_t bytes);
+    /* The same, while copying them to `dst`, which must not overlap; any alignment. */
+    uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t bytes);
+} mls_crc_kernels;
+
+/* The table for a set that mls_cpu_offers: CRC instructions wherever the machine has
+ * them, else the scalar one.  Never NULL; constant. */
+const mls_crc_kernels *mls_crc_of(mls_cpu cpu);
+
+/* Checksum of two runs put together, from that of each and the length of the second. */
+uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes);
+
+/* The tables behind mls_crc_of. */
+extern const mls_crc_kernels mls_crc_scalar;
+#if defined(__x86_64__)
+extern const mls_crc_kernels mls_crc_x86; /* SSE4.2 and PCLMULQDQ, which AVX2 implies */
+#elif defined(__aarch64__)
+extern const mls_crc_kernels mls_crc_arm; /* the CRC extension, see mls_crc_arm_offered */
+bool mls_crc_arm_offered(void);
+#endif
+
+/* a * b in the field of the checksum: bit 31 is x**0.  For crc32c_*.c. */
+uint32_t mls_crc_multiply(uint32_t a, uint32_t b);
+
+#endif
