@@ -1,0 +1,114 @@
+# Everything that one does in this repository.  `make help` lists the targets.
+#
+# The environment is .venv, and mlstate is installed there in editable form: the folder
+# mlstate/ in this root would shadow an installed copy in every command that starts here,
+# so there is one package, with its compiled module inside, and Python files need no
+# reinstall.  `make wheel-test` is what tests the package as users install it.
+#
+# Recipes are short; the work is in tools/.  Works with GNU make 3.81 (macOS) and later.
+
+PYTHON ?= python3
+FUZZ_SECONDS ?= 60
+PYTEST_ARGS ?=
+export CC FUZZ_SECONDS
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.SUFFIXES:
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install -qq
+# A stamp carries the folder's checksum: in a copied or moved checkout all is made again.
+HERE := $(shell pwd | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.stamp-$(HERE)
+# Folders are listed too: their time changes when a file is added or deleted.
+C_SOURCES := csrc csrc/core csrc/python $(wildcard csrc/*/*.c csrc/*/*.h)
+PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE_WERROR
+CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
+
+.PHONY: help demo test core core-test lint format sanitize sanitize-slice tsan coverage \
+	fuzz fuzz-slice bench docs cross wheel wheel-test install dev clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
+
+demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
+	@$(RUN) -m mlstate demo
+
+test: $(STAMP)-test install ## Run all tests: C, Python, torch and coremltools.
+	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+core: ## Build csrc/core alone: build/libmlstate.a.
+	+@$(CORE_MK) LIB=build/libmlstate.a lib
+
+core-test: ## Run the C tests of the core.
+	+@$(CORE_MK) run
+
+lint: dev ## Check style, types, the stub, and that no compiler warns.
+	@tools/lint.sh $(RUN)
+
+format: dev ## Rewrite the sources in the house's format.
+	@tools/lint.sh $(RUN) --write
+
+sanitize: dev ## Run all tests under ASan and UBSan, the C tests under LeakSanitizer.
+	@tools/sanitize.sh $(RUN) all
+
+sanitize-slice: dev ## Run the part of `sanitize` that fits a change's check.
+	@tools/sanitize.sh $(RUN) slice
+
+tsan: ## Run the C tests that use threads under ThreadSanitizer.
+	@tools/tsan.sh
+
+coverage: dev ## Report what the tests reach in the C sources: build/coverage/index.html.
+	@tools/coverage.sh $(RUN)
+
+fuzz: ## Fuzz each parser for FUZZ_SECONDS (60).
+	@tools/fuzz.sh "$(FUZZ_SECONDS)"
+
+fuzz-slice: ## Fuzz for FUZZ_SECONDS (60) in all.
+	@tools/fuzz.sh "$(FUZZ_SECONDS)" shared
+
+bench: dev ## Run the benchmarks.
+	@for file in benchmarks/bench_*.py; do $(RUN) $$file || exit 1; done
+
+docs: dev ## Build the documentation: build/docs/index.html.
+	@tools/docs.sh $(RUN)
+
+cross: dev ## Compile for arm64, macOS and Windows; run the arm64 C tests under qemu.
+	@tools/cross.sh $(RUN)
+
+wheel: dev ## Build the wheel: dist/.
+	@tools/wheel.sh $(RUN)
+
+wheel-test: wheel ## Install the wheel beside NumPy alone; import, test and demo it.
+	@tools/wheel_test.sh $(RUN)
+
+clean: ## Delete the environment and all that was built.
+	@rm -rf $(VENV) build dist *.egg-info mlstate/*.so
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+install: $(STAMP)-install
+dev: $(STAMP)-dev install
+
+$(STAMP)-venv:
+	@PYTHON="$(PYTHON)" tools/check_machine.sh
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(STAMP)-%: requirements/%.txt $(STAMP)-venv
+	@echo "Installing requirements/$*.txt"
+	@$(PIP) -r $<
+	@touch $@
+
+# `test` and `dev` start with a `-r` line.
+$(STAMP)-test: requirements/demo.txt
+$(STAMP)-dev: requirements/demo.txt requirements/test.txt
+
+$(STAMP)-install: $(STAMP)-demo $(C_SOURCES) setup.py pyproject.toml mlstate/_version.py
+	@PYTHON=$(RUN) tools/check_machine.sh
+	@echo "Building mlstate"
+	@$(PLAIN) $(PIP) --no-build-isolation --no-deps -e .
+	@touch $@

@@ -1,0 +1,55 @@
+"""Copy the sources into a folder for a build of another kind, keeping file times.
+
+    python tools/copy_tree.py build/asan/tree
+
+Only what changed is copied, and what is gone here is deleted there, so that the second
+build there is an incremental one.  Built modules (``*.so``) and objects stay.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("csrc", "mlstate", "tests", "tools", "fuzz", "benchmarks", "docs", "examples")
+FILES = ("pyproject.toml", "setup.py", "Makefile", "README.md", "CHANGELOG.md", "LICENSE")
+SKIPPED = {"__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ipynb_checkpoints"}
+BUILT = (".so", ".o", ".gcno", ".gcda", ".pyc")
+
+
+def sources(root: Path) -> set[str]:
+    """Every source below `root`, as a path relative to it."""
+    found = {name for name in FILES if (root / name).is_file()}
+    for top in FOLDERS:
+        for folder, folders, files in os.walk(root / top):
+            folders[:] = [name for name in folders if name not in SKIPPED]
+            found.update(
+                str((Path(folder) / name).relative_to(root))
+                for name in files
+                if not name.endswith(BUILT)
+            )
+    return found
+
+
+def same(source: Path, target: Path) -> bool:
+    """Whether `target` is already the copy of `source`."""
+    if not target.exists():
+        return False
+    a, b = source.stat(), target.stat()
+    return a.st_size == b.st_size and a.st_mtime_ns == b.st_mtime_ns
+
+
+def copy_tree(target: Path) -> None:
+    """Make `target` hold exactly the sources of this repository."""
+    wanted = sources(ROOT)
+    for name in sorted(wanted):
+        if not same(ROOT / name, target / name):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    for name in sources(target) - wanted:
+        (target / name).unlink()
+
+
+if __name__ == "__main__":
+    copy_tree(Path(sys.argv[1]))

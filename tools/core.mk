@@ -1,0 +1,58 @@
+# The C core by itself, and its tests: no Python.
+#
+#   make -f tools/core.mk lib|tests|run [BUILD=folder] [CC=...] [OPT=...] [EXTRA=...]
+#
+# One BUILD folder holds one variant (plain, sanitizers, another machine); RUN starts a
+# test of a machine that is not this one.
+
+BUILD ?= build/core
+LIB ?= $(BUILD)/libmlstate.a
+OPT ?= -O2 -g
+EXTRA ?=
+RUN ?=
+ONLY ?= *
+
+WARNINGS := -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla -Wundef
+FLAGS := -std=c11 -ffp-contract=off -fvisibility=hidden -D_GNU_SOURCE -D_DARWIN_C_SOURCE \
+	$(WARNINGS) $(OPT) $(EXTRA) -Icsrc/core -Itests/core
+
+OBJECTS := $(patsubst csrc/core/%.c,$(BUILD)/core/%.o,$(wildcard csrc/core/*.c))
+TEST_SOURCES := $(wildcard tests/core/test_$(ONLY).c)
+# GNU ld alone can put a test's own malloc in front of the library's.
+ifeq ($(shell uname -s),Darwin)
+TEST_SOURCES := $(filter-out %_alloc_failure.c,$(TEST_SOURCES))
+endif
+TESTS := $(patsubst tests/core/%.c,$(BUILD)/tests/%,$(TEST_SOURCES))
+
+.DEFAULT_GOAL := lib
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.PHONY: lib objects tests run
+
+lib: $(LIB)
+objects: $(OBJECTS)
+tests: $(TESTS)
+
+run: tests
+	@failed=0; for test in $(TESTS); do $(RUN) $$test || failed=1; done; exit $$failed
+
+$(BUILD)/core/%.o: csrc/core/%.c tools/core.mk
+	@mkdir -p $(@D)
+	@echo "cc $<"
+	@$(CC) $(FLAGS) -fPIC -MMD -MP -c $< -o $@
+
+# The folder is listed because its time changes when a source is deleted.
+$(LIB): $(OBJECTS) csrc/core
+	@mkdir -p $(@D)
+	@rm -f $@
+	@echo "ar $@"
+	@$(AR) rcs $@ $(OBJECTS)
+
+$(BUILD)/tests/%: tests/core/%.c $(LIB) tools/core.mk
+	@mkdir -p $(@D)
+	@echo "cc $<"
+	@$(CC) $(FLAGS) -MMD -MP -MF $@.d $< $(LIB) $(LINK) -lpthread -lm -o $@
+
+$(BUILD)/tests/%_alloc_failure: LINK := -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc
+
+-include $(OBJECTS:.o=.d) $(TESTS:=.d)

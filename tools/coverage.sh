@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# coverage.sh PYTHON: lines, functions and branches of csrc that the C tests and pytest
+# reach together.  Built in a copy, build/coverage/tree.
+set -euo pipefail
+python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+"$python" tools/copy_tree.py build/coverage/tree
+cd build/coverage/tree
+find . -name '*.gcda' -delete
+make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT="-O0 -g" \
+    EXTRA=--coverage run
+MLSTATE_COVERAGE=1 "$python" setup.py -q build_ext --inplace
+"$python" -m pytest -q --ignore=tests/lint --ignore=tests/test_core_c.py ${PYTEST_ARGS:-}
+"$python" -m gcovr --root . --filter 'csrc/' --gcov-ignore-parse-errors=negative_hits.warn \
+    --merge-mode-functions=merge-use-line-min --txt build/summary.txt --txt-summary \
+    --html-details ../index.html .
+cat build/summary.txt

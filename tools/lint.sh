@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# lint.sh PYTHON [--write]: style and types; all findings are shown before it fails.
+set -uo pipefail
+python=$1
+mode=${2:-}
+bin=$(dirname "$python")
+c_files=$(find csrc fuzz tests/core -name '*.[ch]' | sort)
+failed=0
+
+check() { # check TITLE COMMAND...
+    local title=$1 log
+    shift
+    if log=$("$@" 2>&1); then
+        echo "ok      $title"
+    else
+        echo "FAILED  $title"
+        echo "$log" | sed 's/^/        /'
+        failed=1
+    fi
+}
+
+if [ "$mode" = --write ]; then
+    "$python" -m ruff check --fix --quiet .
+    "$python" -m ruff format --quiet .
+    # shellcheck disable=SC2086
+    "$bin/clang-format" -i $c_files
+    exit 0
+fi
+
+clang=$(command -v clang-19 || command -v clang) ||
+    { echo "lint: no clang; apt-get install clang-19 (or: xcode-select --install)" >&2; exit 1; }
+
+# warnings COMPILER: core, C tests and fuzz targets as the core's makefile builds them, then
+# core and bindings as setup.py does.
+warnings() {
+    local name=${1##*/} build
+    build=build/lint/$name
+    make --no-print-directory -j2 -k -f tools/core.mk CC="$1" EXTRA=-Werror OPT=-O2 \
+        BUILD="$build/core" tests || return
+    for file in fuzz/fuzz_*.c; do
+        "$1" -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla \
+            -Wundef -Werror -D_GNU_SOURCE -Icsrc/core -fsyntax-only "$file" || return
+    done
+    CC="$1" MLSTATE_WERROR=1 "$python" setup.py -q build_ext --build-temp "$build/temp" \
+        --build-lib "$build/lib"
+}
+
+check "ruff check" "$python" -m ruff check .
+check "ruff format" "$python" -m ruff format --check .
+check "mypy --strict" "$python" -m mypy
+check "stubtest" "$python" -m mypy.stubtest mlstate._core
+# shellcheck disable=SC2086
+check "clang-format" "$bin/clang-format" --dry-run -Werror $c_files
+if command -v gcc >/dev/null && ! gcc --version | grep -q clang; then
+    check "gcc -Werror" warnings gcc
+else
+    echo "skipped gcc -Werror: no gcc here"
+fi
+check "clang -Werror" warnings "$clang"
+exit $failed

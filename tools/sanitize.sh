@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# sanitize.sh PYTHON all|slice: the tests under AddressSanitizer and UBSan.
+#
+# The sources are copied to build/asan/tree and built there, so that the normal build stays
+# as it is.  The C tests run with LeakSanitizer; in Python it is off, since the interpreter
+# itself leaks at exit (tests/test_leaks.py counts blocks instead).  Left out: tests/lint
+# and the C tests through pytest (nothing of ours runs in them), and in `slice` the tests
+# marked slow, torch or coremltools.
+set -euo pipefail
+python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+part=$2
+sanitizers="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+
+[ "$(uname -s)" = Linux ] && gcc --version 2>/dev/null | grep -q 'Free Software' ||
+    { echo "sanitize: needs Linux and gcc with libasan: apt-get install gcc" >&2; exit 1; }
+
+"$python" tools/copy_tree.py build/asan/tree
+cd build/asan/tree
+
+ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 make --no-print-directory -s -j2 \
+    -f tools/core.mk CC=gcc OPT="-O1 -g" EXTRA="$sanitizers -fno-omit-frame-pointer" run
+
+CC=gcc MLSTATE_SANITIZE=address "$python" setup.py -q build_ext --inplace
+marks=()
+[ "$part" = all ] || marks=(-m "not slow and not torch and not coremltools")
+export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
+export UBSAN_OPTIONS=print_stacktrace=1 MLSTATE_UNDER_SANITIZER=1
+# --capture=sys: with file descriptors captured, a report would be swallowed.
+LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \
+    "$python" -m pytest --capture=sys -q --ignore=tests/lint --ignore=tests/test_core_c.py \
+    ${marks[@]+"${marks[@]}"} ${PYTEST_ARGS:-}
