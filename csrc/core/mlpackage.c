@@ -42,7 +42,9 @@ enum {
     FIELD_ARRAY_DTYPE = 2
 };
 
-/* Numbers of ArrayFeatureType.ArrayDataType. */
+/* Numbers of ArrayFeatureType.ArrayDataType: a kind in the high half, the bits of an item
+ * in the low one.  Converters make float16 states only; the others are what the format
+ * allows, and reading them is no promise that Core ML runs them. */
 static const struct {
     uint64_t number;
     mls_dtype dtype;
@@ -90,7 +92,8 @@ static bool same_name(mls_text a, mls_text b)
     return a.length == b.length && memcmp(a.data, b.data, a.length) == 0;
 }
 
-/* A name as printf takes it with %.*s, cut to what a message has room for. */
+/* A name as printf takes it with %.*s, cut to what a message has room for.  It was
+ * checked to be UTF-8; a character that is cut in half is shown escaped. */
 #define NAME_ARGS(name) (int)((name).length < 80 ? (name).length : 80), (name).data
 
 /* ---- a state ---- */
@@ -126,7 +129,8 @@ static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offs
     return MLS_OK;
 }
 
-/* A repeated number: packed into one field or not, as the writer liked. */
+/* A repeated number: packed into one field or not, as the writer liked.  Both forms may
+ * even alternate; the dimensions are those of all of them, in order. */
 static mls_code read_shape(mls_pb_field field, mls_ml_state *state, mls_status *st)
 {
     if (field.wire == MLS_PB_VARINT) {
@@ -170,7 +174,8 @@ static mls_code read_dtype(uint64_t number, uint64_t offset, mls_ml_state *state
     return st->code;
 }
 
-/* The bytes of a state are computed by everyone who allocates one: see that they fit. */
+/* The bytes of a state are computed by everyone who allocates one: see that they fit,
+ * even in a signed size, which is what array libraries count in. */
 static mls_code check_array(const mls_ml_state *state, uint64_t offset, mls_status *st)
 {
     size_t bytes = mls_dtype_of(state->dtype)->item_bytes;
@@ -186,7 +191,8 @@ static mls_code check_array(const mls_ml_state *state, uint64_t offset, mls_stat
                                         : "a shape whose bytes exceed the address space");
 }
 
-/* ArrayFeatureType -> dtype and shape. */
+/* ArrayFeatureType -> dtype and shape.  Its flexible shapes (ranges, enumerations) are
+ * not read: Core ML does not allow them for states. */
 static mls_code read_array(mls_pb array, mls_ml_state *state, mls_status *st)
 {
     const uint64_t start = mls_pb_offset(&array);
@@ -267,7 +273,9 @@ static mls_code make_room(void **items, size_t count, size_t size, mls_status *s
     return MLS_OK;
 }
 
-/* Append the state in `feature` to the last function of the package. */
+/* Append the state in `feature` to the last function of the package.  Looking for its
+ * name among the earlier ones is quadratic, but the limits keep the worst file to some 16
+ * million comparisons of lengths. */
 static mls_code add_state(mls_mlpackage *package, mls_pb feature, mls_status *st)
 {
     mls_ml_function *function = &package->functions[package->function_count - 1];
@@ -323,17 +331,21 @@ static mls_code add_function(mls_mlpackage *package, mls_text name, uint64_t off
 
 /* ---- the description ---- */
 
-/* Append every state that `message` holds in field `number`. */
-static mls_code add_states(mls_mlpackage *package, mls_pb message, uint32_t number,
-                           mls_status *st)
+/* What to do with one sub-message. */
+typedef mls_code (*visitor)(mls_mlpackage *package, mls_pb message, mls_status *st);
+
+/* Visit every field `number` of a message in order; `what` names one in errors.  The
+ * fields of other numbers are checked for their bounds and passed by. */
+static mls_code visit_each(mls_mlpackage *package, mls_pb message, uint32_t number,
+                           const char *what, visitor visit, mls_status *st)
 {
     while (!mls_pb_done(&message)) {
         mls_pb_field field;
         mls_code code = mls_pb_next(&message, &field, st);
         if (code == MLS_OK && field.number == number) {
             code = field.wire == MLS_PB_BYTES
-                       ? add_state(package, field.bytes, st)
-                       : mls_pb_fail(st, field.offset, "a state is not of its type");
+                       ? visit(package, field.bytes, st)
+                       : mls_pb_fail(st, field.offset, "%s is not of its type", what);
         }
         if (code != MLS_OK) {
             return code;
@@ -342,7 +354,8 @@ static mls_code add_states(mls_mlpackage *package, mls_pb message, uint32_t numb
     return MLS_OK;
 }
 
-/* FunctionDescription. */
+/* FunctionDescription: the name first, wherever it stands, since the states are added to
+ * a function that exists. */
 static mls_code read_function(mls_mlpackage *package, mls_pb function, mls_status *st)
 {
     mls_text name = {0};
@@ -352,10 +365,12 @@ static mls_code read_function(mls_mlpackage *package, mls_pb function, mls_statu
         code = add_function(package, name, mls_pb_offset(&function), st);
     }
     return code != MLS_OK ? code
-                          : add_states(package, function, FIELD_FUNCTION_STATE, st);
+                          : visit_each(package, function, FIELD_FUNCTION_STATE, "a state",
+                                       add_state, st);
 }
 
-/* Choose the function that Core ML runs when none is asked for. */
+/* Choose the function that Core ML runs when none is asked for.  An only function needs
+ * no word about it; several without a default are a model that can still be read. */
 static mls_code choose_default(mls_mlpackage *package, mls_pb description, mls_status *st)
 {
     package->default_function = package->function_count;
@@ -382,52 +397,32 @@ static mls_code choose_default(mls_mlpackage *package, mls_pb description, mls_s
                        "the default function is none of the model's functions");
 }
 
-/* A model without functions: its states belong to the one function, which Core ML and
- * its converters call "main".  One with functions keeps no states besides. */
-static mls_code read_main(mls_mlpackage *package, mls_pb description, mls_status *st)
+/* The visitor of states where none may be. */
+static mls_code refuse_state(mls_mlpackage *package, mls_pb feature, mls_status *st)
 {
-    static const char main_name[] = "main";
-    if (package->function_count == 0) {
-        const mls_text name = {main_name, sizeof main_name - 1};
-        const mls_code code =
-            add_function(package, name, mls_pb_offset(&description), st);
-        return code != MLS_OK
-                   ? code
-                   : add_states(package, description, FIELD_DESCRIPTION_STATE, st);
-    }
-    while (!mls_pb_done(&description)) {
-        mls_pb_field field;
-        const mls_code code = mls_pb_next(&description, &field, st);
-        if (code != MLS_OK) {
-            return code;
-        }
-        if (field.number == FIELD_DESCRIPTION_STATE) {
-            return mls_pb_fail(
-                st, field.offset,
-                "a state that belongs to no function, in a model with functions");
-        }
-    }
-    return MLS_OK;
+    (void)package;
+    return mls_pb_fail(st, mls_pb_offset(&feature),
+                       "a state that belongs to no function, in a model with functions");
 }
 
-/* ModelDescription. */
+/* ModelDescription: functions in a first pass, since their absence decides whether the
+ * states of the description itself count.  They then belong to the one function, which
+ * Core ML and its converters call "main". */
 static mls_code read_description(mls_mlpackage *package, mls_pb description,
                                  mls_status *st)
 {
-    mls_pb rest = description;
-    while (!mls_pb_done(&rest)) {
-        mls_pb_field field;
-        mls_code code = mls_pb_next(&rest, &field, st);
-        if (code == MLS_OK && field.number == FIELD_DESCRIPTION_FUNCTION) {
-            code = field.wire == MLS_PB_BYTES
-                       ? read_function(package, field.bytes, st)
-                       : mls_pb_fail(st, field.offset, "a function is not of its type");
-        }
-        if (code != MLS_OK) {
-            return code;
-        }
+    static const mls_text main_name = {"main", 4};
+    visitor visit = refuse_state;
+    mls_code code = visit_each(package, description, FIELD_DESCRIPTION_FUNCTION,
+                               "a function", read_function, st);
+    if (code == MLS_OK && package->function_count == 0) {
+        code = add_function(package, main_name, mls_pb_offset(&description), st);
+        visit = add_state;
     }
-    const mls_code code = read_main(package, description, st);
+    if (code == MLS_OK) {
+        code = visit_each(package, description, FIELD_DESCRIPTION_STATE, "a state", visit,
+                          st);
+    }
     return code != MLS_OK ? code : choose_default(package, description, st);
 }
 
@@ -491,7 +486,9 @@ static mls_code peek_field(const source *from, uint64_t offset, mls_pb_field *fi
     return MLS_OK;
 }
 
-/* Find the one description among the fields at the top: `*start` and `*length` of it. */
+/* Find the one description among the fields at the top: `*start` and `*length` of it.
+ * Goes on to the end, so that a file that was cut off in its program is refused here and
+ * not by Core ML later.  One small read for each field: their number is capped. */
 static mls_code find_description(const source *from, uint64_t *start, uint64_t *length,
                                  mls_status *st)
 {
@@ -536,6 +533,7 @@ static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status 
     if (code != MLS_OK) {
         return code;
     }
+    /* the file is at least this long, but a sparse one costs its maker nothing */
     if (length > MLS_ML_MAX_DESCRIPTION) {
         return mls_pb_fail(st, start, "a description of %llu bytes, where %d are allowed",
                            (unsigned long long)length, MLS_ML_MAX_DESCRIPTION);
@@ -585,7 +583,8 @@ static mls_code read_descriptor(const source *from, uint64_t offset, unsigned ch
     return mls_file_read_at(from->file, out, bytes, offset, st);
 }
 
-/* Put the name of the file concerned, or its end, before the text of a failure. */
+/* Put the name of the file concerned, or its end, before the text of a failure.  The two
+ * share the room: a long path must not push out the reason. */
 static mls_code blame_file(mls_status *st, const char *name)
 {
     enum { NAME_ROOM = 96 };
@@ -627,6 +626,7 @@ static bool path_is_safe(mls_text path)
     }
     size_t start = 0;
     for (size_t i = 0; i <= path.length; i++) {
+        /* each slash, and the end, completes a component; a leading slash an empty one */
         if (i == path.length || path.data[i] == '/') {
             if (!part_is_plain(path.data + start, i - start)) {
                 return false;
@@ -687,7 +687,8 @@ static mls_code find_root(const mls_json *doc, mls_text *out, mls_status *st)
     return MLS_OK;
 }
 
-/* "folder/middle" + the text, as a string.  Gives: free with mls_free. */
+/* "folder/middle" + the text, as a string.  Gives: free with mls_free.  A folder given
+ * with a slash at its end gets a second one, which means nothing. */
 static char *join(const char *folder, const char *middle, mls_text last)
 {
     const size_t head = strlen(folder);
@@ -710,7 +711,8 @@ static char *join(const char *folder, const char *middle, mls_text last)
 }
 
 /* Read the manifest of a package and give the path of its specification; `*inner` is
- * where, in that path, the part inside the package starts. */
+ * where, in that path, the part inside the package starts.  Every package has a manifest:
+ * a folder without one is most likely a compiled model. */
 static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_status *st)
 {
     mls_code code = MLS_OK;

@@ -1,4 +1,9 @@
-/* protobuf: a reader of the protobuf wire format, one field at a time. */
+/* protobuf: a reader of the protobuf wire format, one field at a time.
+ *
+ * A message keeps one promise: `at` never exceeds `length`, and both lie inside memory
+ * that the caller vouched for.  Every function reads from a copy or checks first, and
+ * moves `at` only when all of what it reads is there.
+ */
 #include "protobuf.h"
 
 #include <stdarg.h>
@@ -42,6 +47,7 @@ mls_code mls_pb_varint(mls_pb *message, uint64_t *out, mls_status *st)
                                "the data ends inside a number");
         }
         const unsigned char byte = message->data[message->at + i];
+        /* overlong forms of small numbers are allowed: writers reserve room with them */
         if (i == MLS_PB_VARINT_BYTES - 1 && byte > 1) {
             break;
         }
@@ -70,7 +76,8 @@ static mls_code read_fixed(mls_pb *message, size_t width, uint64_t *out, mls_sta
     return MLS_OK;
 }
 
-/* The tag: field number and wire type in one number of at most 32 bits. */
+/* The tag: field number and wire type in one number of at most 32 bits.  No field has the
+ * number 0, so a run of zeros (a hole in a file) is refused at once. */
 static mls_code read_tag(mls_pb *message, mls_pb_field *field, mls_status *st)
 {
     uint64_t tag;
@@ -105,6 +112,7 @@ mls_code mls_pb_header(mls_pb *message, mls_pb_field *out, mls_status *st)
     if (code != MLS_OK) {
         return code;
     }
+    /* the enum was read from the file: any of eight values */
     switch (field.wire) {
     case MLS_PB_VARINT:
     case MLS_PB_BYTES:
