@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,18 +13,18 @@ from ._transition import compact_kv_state, transition_kv_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Protocol
 
     from ._types import NDArray
 
+    class MLStateLike(Protocol):
+        """What coremltools' ``MLState`` offers, and all that is used of it."""
 
-class MLStateLike(Protocol):
-    """What coremltools' ``MLState`` offers, and all that is used of it."""
+        def read_state(self, name: str) -> NDArray:
+            """Return the state called `name`."""
 
-    def read_state(self, name: str) -> NDArray:
-        """Return the state called `name`."""
-
-    def write_state(self, name: str, value: NDArray) -> None:
-        """Replace the state called `name`."""
+        def write_state(self, name: str, value: NDArray) -> None:
+            """Replace the state called `name`."""
 
 
 # ---- carrying a state over ----

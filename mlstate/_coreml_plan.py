@@ -20,6 +20,7 @@ from ._coreml_specs import (
 
 if TYPE_CHECKING:
     from ._coreml_specs import Source
+    from .errors import CapacityError, CompatibilityError
 
 # ---- planning ----
 
@@ -161,17 +162,24 @@ _HEADINGS = ("state", "move", "source", "target", "copied", "zeroed")
 _HTML_ROWS = 50
 
 
-class Fault(NamedTuple):
+class Fault:
     """Why a state cannot move: the message, its facts, and whether room is what lacks."""
 
-    message: str
-    expected: object
-    got: object
-    capacity: bool = False
+    __slots__ = ("capacity", "expected", "got", "message")
 
-    def error(self, name: str) -> Exception:
-        make = too_small if self.capacity else incompatible
-        return make(self.message, name, self.expected, self.got)
+    def __init__(
+        self, message: str, expected: object, got: object, *, capacity: bool = False
+    ) -> None:
+        self.message = message
+        self.expected = expected
+        self.got = got
+        self.capacity = capacity
+
+    def error(self, name: str) -> CapacityError | CompatibilityError:
+        """Make the exception for the state called `name`."""
+        if self.capacity:
+            return too_small(self.message, name, self.expected, self.got)
+        return incompatible(self.message, name, self.expected, self.got)
 
 
 def shape_fault(name: str, source: tuple[int, ...], target: tuple[int, ...]) -> Fault | None:

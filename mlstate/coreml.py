@@ -8,7 +8,6 @@ objects; `FakeMLState` stands in for such an object where there is no Mac.
 
 from ._coreml_carry import (
     FakeMLState,
-    MLStateLike,
     compact_coreml_state,
     transition_coreml_state,
 )
@@ -17,7 +16,6 @@ from ._coreml_specs import StateShapeWarning, StateSpec, StateSpecs, state_specs
 
 __all__ = [
     "FakeMLState",
-    "MLStateLike",
     "StateMove",
     "StateShapeWarning",
     "StateSpec",
