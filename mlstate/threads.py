@@ -11,8 +11,9 @@ def set_num_threads(threads: int) -> None:
     Parameters
     ----------
     threads : int
-        1 to 64, the calling thread included. The default is 1: most of the core's work is
-        bound by memory, which one thread keeps busy on common machines.
+        1 to 64, the calling thread included. The default is the number of processors that
+        the process may use, at most 4: the core's work is bound by memory, which a few
+        threads keep busy.
 
     Raises
     ------
@@ -21,16 +22,17 @@ def set_num_threads(threads: int) -> None:
 
     Notes
     -----
-    Threads start with the first call that can use them, and sleep between calls. A forked
-    child starts its own.
+    Threads start with the first call that can use them (a result of 2 MiB or more), and
+    sleep between calls. A forked child starts its own.
 
     Examples
     --------
     >>> import mlstate
+    >>> before = mlstate.get_num_threads()
     >>> mlstate.set_num_threads(2)
     >>> mlstate.get_num_threads()
     2
-    >>> mlstate.set_num_threads(1)
+    >>> mlstate.set_num_threads(before)
     """
     _core.set_num_threads(threads)
 

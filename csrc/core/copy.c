@@ -8,9 +8,9 @@
 #include <string.h>
 
 enum {
-    CHUNK = 256,           /* elements that pass through the stack at a time */
-    STREAM_RUN = 1024,     /* shorter runs lose more at their ends than they gain */
-    STREAM_TOTAL = 4 << 20 /* smaller results are worth keeping in the cache */
+    CHUNK = 256,            /* elements that pass through the stack at a time */
+    STREAM_RUN = 1024,      /* shorter runs lose more at their ends than they gain */
+    STREAM_TOTAL = 16 << 20 /* smaller results are worth keeping in the cache */
 };
 
 const mls_kernels *mls_kernels_of(mls_cpu cpu)

@@ -42,4 +42,12 @@ static inline size_t mls_bytes_to_align(const void *address, size_t alignment)
     return (size_t)(-(uintptr_t)address & (alignment - 1));
 }
 
+/* Ask for the cache lines of `bytes` bytes; a wish, which may reach past the end. */
+static inline void mls_prefetch(const void *address, size_t bytes)
+{
+    for (size_t line = 0; line < bytes; line += 64) {
+        __builtin_prefetch((const void *)((uintptr_t)address + line));
+    }
+}
+
 #endif

@@ -6,6 +6,11 @@
 #if defined(__x86_64__)
 #    include <cpuid.h>
 #endif
+#if defined(__linux__)
+#    include <sched.h>
+#elif !defined(_WIN32)
+#    include <unistd.h>
+#endif
 
 static const char *const names[MLS_CPU_COUNT] = {
     [MLS_CPU_SCALAR] = "scalar",
@@ -101,4 +106,17 @@ mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
     return mls_fail(st, MLS_E_VALUE,
                     "instruction set '%.32s' is not offered here; choose one of: %s",
                     wanted, offered);
+}
+
+size_t mls_cpu_count(void)
+{
+    long count = 1;
+#if defined(__linux__)
+    cpu_set_t allowed; /* fails where a machine has more processors than it holds */
+    count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed)
+                                                                : CPU_SETSIZE;
+#elif !defined(_WIN32)
+    count = sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    return count < 1 ? 1 : (size_t)count;
 }

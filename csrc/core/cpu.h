@@ -23,4 +23,7 @@ bool mls_cpu_offers(mls_cpu cpu);
  * MLS_E_VALUE: no such name, or not offered here; the text lists what is. */
 mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st);
 
+/* Processors that this process may run on, at least 1. */
+size_t mls_cpu_count(void);
+
 #endif

@@ -45,8 +45,12 @@ mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st);
 
 /* Copy the first `position` positions of `src` to `dst` and put `pad` into the others, or
- * leave those alone where `pad` is NULL.  Both views passed the checks.  Cannot fail. */
+ * leave those alone where `pad` is NULL.  `fresh` says that the target's memory was only
+ * just allocated: its pages are cleared as they are touched, which leaves them in the
+ * cache, so that stores round the cache would be a loss.  Both views passed the checks.
+ * Cannot fail. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
-                 const mls_tensor *src, size_t position, const mls_element *pad);
+                 const mls_tensor *src, size_t position, const mls_element *pad,
+                 bool fresh);
 
 #endif

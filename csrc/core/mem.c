@@ -122,8 +122,7 @@ void mls_advise_pages(void *data, size_t bytes, bool huge)
     const uintptr_t end = ((uintptr_t)data + bytes) / page * page;
     if (end > start) {
         const int saved = errno; /* advice that is refused is no error */
-        (void)madvise((void *)start, end - start,
-                      huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+        (void)madvise((void *)start, end - start, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
         errno = saved;
     }
 #    else

@@ -57,7 +57,8 @@ void mls_status_clear(mls_status *st);
 
 /* Fill `st` with `code` and a printf-style text, drop every earlier field, return `code`.
  * Use as `return mls_fail(st, MLS_E_SHAPE, "...")`. */
-mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...) MLS_PRINTF(3, 4);
+mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
+    MLS_PRINTF(3, 4);
 
 /* As mls_fail with MLS_E_IO, keeping `os_error`; its strerror text is appended. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)

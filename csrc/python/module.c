@@ -83,6 +83,14 @@ static int refuse_second(void)
     return PyDict_SetItemString(registry, "mlstate._core", Py_True);
 }
 
+/* Threads to begin with: a few, since memory and not arithmetic is the limit. */
+static size_t default_threads(void)
+{
+    enum { ENOUGH = 4 };
+    const size_t cpus = mls_cpu_count();
+    return cpus < ENOUGH ? cpus : ENOUGH;
+}
+
 static int start_core(mlsp_state *state)
 {
     mls_status st;
@@ -92,7 +100,7 @@ static int start_core(mlsp_state *state)
         return -1;
     }
     state->kernels = mls_kernels_of(cpu);
-    if (mls_pool_new(1, &state->pool, &st) != MLS_OK) {
+    if (mls_pool_new(default_threads(), &state->pool, &st) != MLS_OK) {
         PyErr_NoMemory();
         return -1;
     }
@@ -102,7 +110,7 @@ static int start_core(mlsp_state *state)
 static int core_exec(PyObject *module)
 {
     static PyMethodDef *const tables[] = {module_methods, mlsp_kv_methods,
-                                         mlsp_mlpackage_methods};
+                                          mlsp_mlpackage_methods};
     if (PyArray_ImportNumPyAPI() < 0 || refuse_second() < 0 ||
         start_core(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0) {

@@ -49,7 +49,8 @@ typedef struct transition {
     mlsp_view source, target;
     double pad_value;
     bool low_memory;
-    bool is_zeroed; /* the target reads as zeros already */
+    bool is_fresh;  /* the target was allocated here */
+    bool is_zeroed; /* it reads as zeros already */
     PyObject *result;
 } transition;
 
@@ -219,7 +220,7 @@ static int run_transition(const mlsp_state *state, transition *t)
     (void)mls_tensor_bytes(&t->target.tensor, &bytes);
     PyThreadState *released = bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
-                (size_t)t->request.position, t->is_zeroed ? NULL : &pad);
+                (size_t)t->request.position, t->is_zeroed ? NULL : &pad, t->is_fresh);
     if (released != NULL) {
         PyEval_RestoreThread(released);
     }

@@ -40,11 +40,17 @@ static void an_unknown_name_lists_what_is_offered(void)
     CHECK(strstr(st.text, "'mmx'") != NULL && strstr(st.text, "scalar") != NULL);
 }
 
+static void there_is_a_processor(void)
+{
+    CHECK(mls_cpu_count() >= 1 && mls_cpu_count() < 100000);
+}
+
 static const test_case tests[] = {
     TEST(the_oracle_is_always_offered),
     TEST(the_default_is_the_best_offered),
     TEST(every_offered_set_can_be_asked_for_by_name),
     TEST(an_unknown_name_lists_what_is_offered),
+    TEST(there_is_a_processor),
 };
 
 int main(void)
