@@ -334,3 +334,15 @@ def test_files_of_other_kinds(tmp_path, junk):
 def test_a_path_with_a_nul_is_a_value_error():
     with pytest.raises(ValueError, match="null"):
         state_specs("a\0b")
+
+
+@pytest.mark.parametrize("array", [b"\x0d\0\0\0\0", b"\x09" + b"\0" * 8])
+def test_a_shape_of_the_wrong_type(array):
+    feature = field(1, "kv") + field(3, field(8, field(1, array)))
+    assert refused(field(2, field(13, feature)), "its shape has wire type").name == "kv"
+
+
+def test_a_data_type_of_the_wrong_type():
+    array = field(1, 32) + field(2, b"float16")
+    feature = field(1, "kv") + field(3, field(8, field(1, array)))
+    refused(field(2, field(13, feature)), "data type 0")
