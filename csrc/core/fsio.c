@@ -7,8 +7,16 @@
 
 #    include <errno.h>
 #    include <fcntl.h>
+#    include <limits.h>
+#    include <stdio.h>
+#    include <string.h>
+#    include <sys/mman.h>
 #    include <sys/stat.h>
 #    include <unistd.h>
+
+#    if defined(__APPLE__)
+#        include <sys/random.h>
+#    endif
 
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st)
 {
@@ -99,6 +107,327 @@ done:
     *data = content;
     *length = (size_t)bytes;
     return MLS_OK;
+}
+
+/* ---- mappings ---- */
+
+mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st)
+{
+    size_t length;
+    if (!mls_size_from_u64(bytes, &length)) {
+        return mls_fail(st, MLS_E_SIZE, "a file of %llu bytes is larger than memory",
+                        (unsigned long long)bytes);
+    }
+    void *data = NULL;
+    if (length > 0) {
+        data = mmap(NULL, length, PROT_READ, MAP_SHARED, fd, 0);
+        if (data == MAP_FAILED) {
+            return mls_fail_os(st, errno, "cannot map %zu bytes of the file", length);
+        }
+    }
+    *out = (mls_mapping){.data = data, .bytes = length};
+    return MLS_OK;
+}
+
+void mls_mapping_fini(mls_mapping *mapping)
+{
+    if (mapping->data != NULL) {
+        /* the system takes addresses without const */
+        (void)munmap((void *)(uintptr_t)mapping->data, mapping->bytes);
+    }
+    *mapping = (mls_mapping){0};
+}
+
+/* ---- the target: folder and name, links resolved ---- */
+
+enum {
+    MAX_LINKS = 40,        /* as many as Linux follows */
+    NAME_TRIES = 16,       /* a random name that exists is a bug or an attack */
+    START_STEP = 8 << 20,  /* how much is written before it is sent to the disk */
+    PERMISSION_BITS = 0777 /* what chmod sets, without set-user-id and the like */
+};
+
+static char *join(const char *folder, size_t folder_length, const char *name)
+{
+    const size_t name_length = strlen(name);
+    size_t bytes;
+    char *path = NULL;
+    if (mls_size_add(folder_length, name_length, &bytes) &&
+        mls_size_add(bytes, 1, &bytes) && (path = mls_alloc(bytes, 1)) != NULL) {
+        memcpy(path, folder, folder_length);
+        memcpy(path + folder_length, name, name_length);
+    }
+    return path;
+}
+
+/* Length of a path's folder with its last slash; 0 where there is none. */
+static size_t folder_length(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return slash == NULL ? 0 : (size_t)(slash - path) + 1;
+}
+
+/* What the link `path` points to, as a path.  MLS_OK with NULL where it is no link. */
+static mls_code read_link(const char *path, char **out, mls_status *st)
+{
+    char target[PATH_MAX];
+    const ssize_t length = readlink(path, target, sizeof target - 1);
+    *out = NULL;
+    if (length < 0) {
+        /* no link, or nothing there: whoever opens it finds out what is wrong */
+        return MLS_OK;
+    }
+    target[length] = '\0';
+    *out = join(path, target[0] == '/' ? 0 : folder_length(path), target);
+    return *out != NULL ? MLS_OK : mls_fail(st, MLS_E_MEMORY, "no memory for a path");
+}
+
+/* A copy of `path` with the links at its end followed, dangling ones too.  Gives. */
+static mls_code resolve(const char *path, char **out, mls_status *st)
+{
+    char *here = join(path, 0, path);
+    if (here == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
+    }
+    for (int links = 0; links <= MAX_LINKS; links++) {
+        char *next;
+        const mls_code code = read_link(here, &next, st);
+        if (code == MLS_OK && next == NULL) {
+            *out = here;
+            return MLS_OK;
+        }
+        mls_free(here);
+        if (code != MLS_OK) {
+            return code;
+        }
+        here = next;
+    }
+    mls_free(here);
+    return mls_fail_os(st, ELOOP, "cannot write the file");
+}
+
+static mls_code open_folder(const char *path, int *out, mls_status *st)
+{
+    const size_t length = folder_length(path);
+    char *folder = length == 0 ? join(".", 1, "") : join(path, length, "");
+    if (folder == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
+    }
+    *out = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int reason = errno;
+    mls_free(folder);
+    return *out >= 0 ? MLS_OK : mls_fail_os(st, reason, "cannot open the file's folder");
+}
+
+/* Examine what is to be replaced.  `*exists` says whether there is anything. */
+static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
+                               bool *exists, mls_status *st)
+{
+    if (file->name[0] == '\0') {
+        return mls_fail_os(st, EISDIR, "cannot write the file");
+    }
+    *exists = fstatat(file->folder, file->name, info, AT_SYMLINK_NOFOLLOW) == 0;
+    if (!*exists) {
+        return errno == ENOENT ? MLS_OK
+                               : mls_fail_os(st, errno, "cannot examine the old file");
+    }
+    if (S_ISDIR(info->st_mode)) {
+        return mls_fail_os(st, EISDIR, "cannot write the file");
+    }
+    if (!S_ISREG(info->st_mode)) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "only a regular file can be replaced, not a FIFO, socket, "
+                        "device or link");
+    }
+    if (faccessat(file->folder, file->name, W_OK, AT_EACCESS) != 0) {
+        return mls_fail_os(st, errno, "the old file may not be replaced");
+    }
+    return MLS_OK;
+}
+
+/* ---- the temporary ---- */
+
+static mls_code open_temporary(mls_atomic_file *file, mls_status *st)
+{
+    for (int tries = 0; tries < NAME_TRIES; tries++) {
+        uint64_t random;
+        if (getentropy(&random, sizeof random) != 0) {
+            return mls_fail_os(st, errno, "cannot get random bytes");
+        }
+        snprintf(file->temporary, sizeof file->temporary, ".mlstate-%016llx.tmp",
+                 (unsigned long long)random);
+        file->fd = openat(file->folder, file->temporary,
+                          O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
+        if (file->fd >= 0) {
+            return MLS_OK;
+        }
+        if (errno != EEXIST && errno != EINTR) {
+            break;
+        }
+    }
+    const int reason = errno;
+    file->temporary[0] = '\0';
+    return mls_fail_os(st, reason, "cannot create a temporary file beside the target");
+}
+
+/* Give the temporary the owner and permissions of the file that it will replace.  Only
+ * root may give files away: others keep what they can. */
+static mls_code take_after(int fd, const struct stat *old, mls_status *st)
+{
+    struct stat now;
+    if (fstat(fd, &now) == 0 &&
+        (now.st_uid != old->st_uid || now.st_gid != old->st_gid) &&
+        fchown(fd, old->st_uid, old->st_gid) != 0 && errno != EPERM) {
+        return mls_fail_os(st, errno, "cannot keep the old file's owner");
+    }
+    if (fchmod(fd, old->st_mode & PERMISSION_BITS) != 0) {
+        return mls_fail_os(st, errno, "cannot keep the old file's permissions");
+    }
+    return MLS_OK;
+}
+
+mls_code mls_atomic_begin(const char *path, mls_atomic_file *out, mls_status *st)
+{
+    mls_atomic_file file = {.fd = -1, .folder = -1};
+    struct stat old;
+    bool exists = false;
+    char *resolved = NULL;
+    mls_code code = resolve(path, &resolved, st);
+    if (code != MLS_OK) {
+        goto done;
+    }
+    code = open_folder(resolved, &file.folder, st);
+    if (code != MLS_OK) {
+        goto done;
+    }
+    file.name = join(resolved, 0, resolved + folder_length(resolved));
+    if (file.name == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
+        goto done;
+    }
+    code = examine_target(&file, &old, &exists, st);
+    if (code == MLS_OK) {
+        code = open_temporary(&file, st);
+    }
+    if (code == MLS_OK && exists) {
+        code = take_after(file.fd, &old, st);
+    }
+done:
+    mls_free(resolved);
+    if (code == MLS_OK) {
+        *out = file;
+    } else {
+        mls_atomic_abort(&file);
+    }
+    return code;
+}
+
+/* Send what was written so far on its way to the disk, so that the final sync finds
+ * little left to do.  Only a hint. */
+static void start_writeback(mls_atomic_file *file, uint64_t end)
+{
+#    if defined(__linux__)
+    if (end >= file->started + START_STEP) {
+        (void)sync_file_range(file->fd, (off_t)file->started,
+                              (off_t)(end - file->started), SYNC_FILE_RANGE_WRITE);
+        file->started = end;
+    }
+#    else
+    (void)file, (void)end;
+#    endif
+}
+
+mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
+                          uint64_t offset, mls_status *st)
+{
+    const unsigned char *from = data;
+    while (bytes > 0) {
+        const size_t step = bytes < MLS_FILE_STEP ? bytes : MLS_FILE_STEP;
+        const ssize_t put = pwrite(file->fd, from, step, (off_t)offset);
+        if (put < 0 && errno == EINTR) {
+            continue;
+        }
+        if (put <= 0) {
+            return mls_fail_os(st, put < 0 ? errno : EIO,
+                               "cannot write %zu bytes at offset %llu", bytes,
+                               (unsigned long long)offset);
+        }
+        from += put;
+        bytes -= (size_t)put;
+        offset += (uint64_t)put;
+    }
+    start_writeback(file, offset);
+    return MLS_OK;
+}
+
+/* ---- commit ---- */
+
+/* fsync, and on macOS the stronger form that empties the drive's own cache, where the
+ * file system has it.  0, or errno. */
+static int sync_whole(int fd)
+{
+    int result;
+#    if defined(F_FULLFSYNC)
+    if (fcntl(fd, F_FULLFSYNC) == 0) {
+        return 0;
+    }
+#    endif
+    do {
+        result = fsync(fd);
+    } while (result != 0 && errno == EINTR);
+    return result == 0 ? 0 : errno;
+}
+
+/* Close descriptors and free the name, leaving the temporary where it is. */
+static void release(mls_atomic_file *file)
+{
+    if (file->fd >= 0) {
+        (void)close(file->fd);
+    }
+    if (file->folder >= 0) {
+        (void)close(file->folder);
+    }
+    mls_free(file->name);
+    *file = (mls_atomic_file){.fd = -1, .folder = -1};
+}
+
+void mls_atomic_abort(mls_atomic_file *file)
+{
+    if (file->temporary[0] != '\0') {
+        (void)unlinkat(file->folder, file->temporary, 0);
+    }
+    release(file);
+}
+
+mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
+{
+    int reason = sync_whole(file->fd);
+    if (reason != 0) {
+        mls_fail_os(st, reason, "cannot bring the file to the disk");
+        goto failed;
+    }
+    reason = close(file->fd) != 0 && errno != EINTR ? errno : 0;
+    file->fd = -1;
+    if (reason != 0) {
+        mls_fail_os(st, reason, "cannot close the file");
+        goto failed;
+    }
+    if (renameat(file->folder, file->temporary, file->folder, file->name) != 0) {
+        mls_fail_os(st, errno, "cannot put the new file in the old one's place");
+        goto failed;
+    }
+    reason = sync_whole(file->folder);
+    release(file);
+    if (reason != 0 && reason != EINVAL && reason != ENOTSUP) {
+        /* EINVAL: a file system whose folders cannot be synced at all */
+        return mls_fail_os(st, reason,
+                           "the file is replaced, but its new name may not survive a "
+                           "power failure: cannot bring the folder to the disk");
+    }
+    return MLS_OK;
+failed:
+    mls_atomic_abort(file);
+    return st->code;
 }
 
 #endif
