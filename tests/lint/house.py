@@ -1,0 +1,102 @@
+"""What the lint tests share: where files are, and C text without its comments."""
+
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "csrc" / "core"
+BINDINGS = ROOT / "csrc" / "python"
+PACKAGE = ROOT / "mlstate"
+TESTS = ROOT / "tests"
+
+# One file per instruction set: its base name's test runs every variant.
+VARIANT = re.compile(r"_(scalar|sse\w*|avx\w*|neon|sve|x86|arm)$")
+
+
+def base_name(stem):
+    """`copy` for `copy_avx2`: the name without the instruction set."""
+    return VARIANT.sub("", stem)
+
+
+def c_files(*folders):
+    """All sources and headers of `folders`, sorted."""
+    return sorted(p for folder in folders for p in folder.glob("*.[ch]"))
+
+
+def python_files():
+    """All Python files of the package, sorted."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path):
+    """`mlstate.cli` for mlstate/cli/__init__.py."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def relative(path):
+    """A short name for messages."""
+    return path.relative_to(ROOT).as_posix()
+
+
+_C_TOKEN = re.compile(
+    r"""/\*.*?\*/ | //[^\n]* | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*'""", re.DOTALL | re.VERBOSE
+)
+
+
+def c_code(path):
+    """The C text with comments blanked and strings emptied; line numbers stay."""
+
+    def blank(match):
+        text = match.group()
+        if text[0] in "\"'":
+            return text[0] * 2
+        return "\n" * text.count("\n")
+
+    return _C_TOKEN.sub(blank, path.read_text(encoding="utf-8"))
+
+
+def matches(pattern, path):
+    """`file:line: text` for each line of the C code that matches `pattern`."""
+    expression = re.compile(pattern)
+    return [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for number, line in enumerate(c_code(path).splitlines(), 1)
+        if expression.search(line)
+    ]
+
+
+@cache
+def tracked_files():
+    """Every file that is, or would be, in the repository."""
+    git = shutil.which("git")
+    if git and (ROOT / ".git").exists():
+        command = [git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+        paths = [ROOT / name for name in listing.decode().split("\0") if name]
+    else:
+        hidden = {".venv", "build", "dist", "__pycache__"}
+        paths = [
+            path
+            for path in ROOT.rglob("*")
+            if path.suffix != ".so"
+            and not any(
+                part in hidden or part.endswith(("_cache", ".egg-info"))
+                for part in path.relative_to(ROOT).parts
+            )
+        ]
+    return sorted(path for path in paths if path.is_file())
+
+
+@cache
+def text_files():
+    """(path, text) of each tracked file that is UTF-8 text."""
+    texts = []
+    for path in tracked_files():
+        raw = path.read_bytes()
+        if b"\0" not in raw[:8192]:
+            texts.append((path, raw.decode("utf-8", errors="replace")))
+    return texts

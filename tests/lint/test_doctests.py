@@ -1,0 +1,52 @@
+"""Every example in a docstring runs, and every public name has a docstring."""
+
+import doctest
+import importlib
+import inspect
+
+import house
+import pytest
+
+# Importing these does something.
+SKIPPED = {"mlstate.__main__"}
+MODULES = [name for p in house.python_files() if (name := house.module_name(p)) not in SKIPPED]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name, tmp_path, monkeypatch):
+    module = importlib.import_module(name)
+    if name.startswith("mlstate.integrations."):
+        pytest.importorskip(name.rsplit(".", 1)[-1], reason="its examples need the framework")
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+    report = []
+    runner = doctest.DocTestRunner(optionflags=flags)
+    for test in doctest.DocTestFinder().find(module, name):
+        runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+def public_names():
+    for name in MODULES:
+        module = importlib.import_module(name)
+        if name.startswith("mlstate.cli") or any(p.startswith("_") for p in name.split(".")):
+            continue  # called by name only inside the package
+        for public in getattr(module, "__all__", ()):
+            yield pytest.param(getattr(module, public), id=f"{name}.{public}")
+
+
+@pytest.mark.parametrize("thing", list(public_names()))
+def test_public_name_is_documented(thing):
+    if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+        return
+    text = inspect.getdoc(thing)
+    assert text, "no docstring"
+    if inspect.isroutine(thing) and inspect.signature(thing).parameters:
+        assert "Parameters\n----------" in text, "no Parameters section"
+    if inspect.isclass(thing):
+        for name, member in vars(thing).items():
+            wanted = not name.startswith("_") and (
+                inspect.isroutine(member) or isinstance(member, property)
+            )
+            if wanted and not hasattr(tuple, name):
+                assert inspect.getdoc(member), f"{thing.__name__}.{name} has no docstring"

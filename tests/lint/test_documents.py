@@ -1,0 +1,65 @@
+"""README and docs say what is there."""
+
+import re
+
+import house
+import pytest
+
+DOCUMENTS = [
+    path
+    for path in house.tracked_files()
+    if path.suffix == ".md" and path.relative_to(house.ROOT).parts[0] in ("docs", path.name)
+]
+LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)|!\[[^\]\n]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def targets():
+    makefile = (house.ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z][a-z-]*):.*##", makefile, re.MULTILINE))
+
+
+def anchors(text):
+    """The anchors that GitHub and MyST give to headings."""
+    headings = re.findall(r"^#+\s+(.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def test_readme_is_there_and_names_both_commands():
+    text = (house.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "make demo" in text
+    assert "make test" in text
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=house.relative)
+def test_make_commands_exist(path):
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:`|^\s*(?:\$ )?)make ([a-z][a-z-]*)", text, re.MULTILINE))
+    assert named <= targets(), f"not in the Makefile: {sorted(named - targets())}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=house.relative)
+def test_links_lead_somewhere(path):
+    text = path.read_text(encoding="utf-8")
+    bad = []
+    for pair in LINK.findall(FENCE.sub("", text)):
+        link = pair[0] or pair[1]
+        if re.match(r"[a-z]+:", link):
+            continue  # the network is not asked
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        generated = name.startswith("api/")  # pages that `make docs` writes
+        if not (target.exists() or generated) or (
+            anchor and target.suffix == ".md" and anchor not in anchors(target.read_text("utf-8"))
+        ):
+            bad.append(link)
+    assert not bad, f"{house.relative(path)}: {bad}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=house.relative)
+def test_files_named_in_code_marks_exist(path):
+    """`csrc/...`, `tests/...` and the like, as code, are files of this repository."""
+    text = path.read_text(encoding="utf-8")
+    pattern = r"`((?:csrc|tests|tools|docs|examples|benchmarks|fuzz)/[\w./-]*\w)`"
+    missing = [name for name in re.findall(pattern, text) if not (house.ROOT / name).exists()]
+    assert not missing, f"{house.relative(path)} names {missing}"

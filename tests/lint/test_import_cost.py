@@ -1,0 +1,52 @@
+"""`import mlstate` costs what NumPy costs, and little more."""
+
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+# The standard library's own costly ones, and all optional frameworks.
+# fmt: off
+FORBIDDEN = [
+    "argparse", "asyncio", "concurrent.futures", "dataclasses", "http", "importlib.metadata",
+    "logging.handlers", "multiprocessing", "sqlite3", "ssl", "unittest", "xml",
+    "coremltools", "matplotlib", "ml_dtypes", "mpi4py", "pandas", "rich", "safetensors", "scipy",
+    "torch", "tqdm",
+]
+# fmt: on
+
+MEASURE = """
+import time, numpy
+start = time.perf_counter()
+import mlstate
+print((time.perf_counter() - start) * 1e3)
+"""
+
+
+def run(code):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_import_loads_only_numpy():
+    loaded = "import sys, numpy; before = set(sys.modules); import mlstate; "
+    names = run(loaded + "print(*(set(sys.modules) - before))").split()
+    heavy = [n for n in names if any(n == f or n.startswith(f + ".") for f in FORBIDDEN)]
+    assert not heavy, f"import these where they are used: {sorted(heavy)}"
+
+
+def test_demo_and_command_line_are_not_loaded():
+    names = run("import mlstate, sys; print(*sys.modules)").split()
+    late = [
+        n for n in names if n.startswith(("mlstate.cli", "mlstate.demo", "mlstate.integrations"))
+    ]
+    assert not late
+
+
+@pytest.mark.slow
+def test_import_is_quick(record_property):
+    times = [float(run(MEASURE)) for _ in range(7)]
+    record_property("import_milliseconds", round(min(times), 2))
+    print(f"import mlstate over NumPy: {min(times):.1f} ms, median {statistics.median(times):.1f}")
+    assert min(times) < 60, "the goal is 15 ms; four times that is no noise"

@@ -1,0 +1,146 @@
+"""Data flows one way: core <- bindings <- package <- integrations <- command line."""
+
+import ast
+import re
+
+import house
+import pytest
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+# fmt: off
+C_LIBRARY = {
+    "assert", "errno", "float", "inttypes", "limits", "math", "stdarg", "stdatomic", "stdbool",
+    "stddef", "stdint", "stdio", "stdlib", "string", "time",
+}
+POSIX = {
+    "dirent", "fcntl", "pthread", "sched", "signal", "sys/auxv", "sys/file", "sys/mman",
+    "sys/random", "sys/stat", "sys/sysctl", "sys/types", "sys/uio", "unistd",
+}
+INTRINSICS = {"arm_acle", "arm_neon", "cpuid", "immintrin", "nmmintrin", "wmmintrin", "x86intrin"}
+WINDOWS = {"windows"}
+# fmt: on
+
+# Frameworks and tools that `import mlstate` must not need: only imported where used.
+OPTIONAL = {
+    "torch",
+    "coremltools",
+    "matplotlib",
+    "ml_dtypes",
+    "safetensors",
+    "mpi4py",
+    "tqdm",
+    "rich",
+}
+ALLOWED = {"numpy"}
+
+
+def includes(path):
+    return INCLUDE.findall(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", house.c_files(house.CORE), ids=house.relative)
+def test_core_includes_only_itself_and_the_c_and_posix_libraries(path):
+    allowed = {f"{name}.h" for name in C_LIBRARY | POSIX | INTRINSICS | WINDOWS}
+    for bracket, name in includes(path):
+        if bracket == '"':
+            assert (house.CORE / name).is_file(), f'#include "{name}" leaves csrc/core'
+        else:
+            assert name in allowed, f"#include <{name}> is neither C11 nor POSIX"
+
+
+@pytest.mark.parametrize("path", house.c_files(house.BINDINGS), ids=house.relative)
+def test_bindings_include_their_own_and_the_cores_headers(path):
+    for bracket, name in includes(path):
+        if bracket == '"':
+            inside = (house.BINDINGS / name).is_file() or (house.CORE / name).is_file()
+            assert inside, f'#include "{name}" is of neither csrc/python nor csrc/core'
+
+
+def test_core_headers_do_not_include_each_other_in_a_circle():
+    graph = {
+        path.name: [name for bracket, name in includes(path) if bracket == '"']
+        for path in house.CORE.glob("*.h")
+    }
+    done = set()
+    while len(done) < len(graph):
+        ready = {name for name in graph if name not in done and done.issuperset(graph[name])}
+        assert ready, f"these include each other: {sorted(set(graph) - done)}"
+        done |= ready
+
+
+def imports(path):
+    """(line, absolute module name, "top" | "typing" | "inner") of every import of a file."""
+    package = house.module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    found = []
+
+    def names(node):
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        start = package[: len(package) - node.level + 1] if node.level else []
+        parent = ".".join(start + ([node.module] if node.module else []))
+        return [f"{parent}.{alias.name}" for alias in node.names]
+
+    def walk(nodes, where):
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found.extend((node.lineno, name, where) for name in names(node))
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                walk(node.body, "typing")
+                walk(node.orelse, where)
+            else:
+                inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                walk(ast.iter_child_nodes(node), "inner" if inner else where)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")).body, "top")
+    return found
+
+
+def layer(path):
+    """The layer of a package file: package, integrations, cli, or demo."""
+    parts = path.relative_to(house.PACKAGE).parts
+    if parts[0] in ("cli", "__main__.py"):
+        return "cli"
+    return parts[0] if parts[0] in ("integrations", "demo") else "package"
+
+
+@pytest.mark.parametrize("path", house.python_files(), ids=house.relative)
+def test_no_optional_framework_is_imported_at_the_top(path):
+    bad = [
+        f"{house.relative(path)}:{line}: import {name}"
+        for line, name, where in imports(path)
+        if where == "top" and name.split(".")[0] in OPTIONAL
+    ]
+    assert not bad, "import it inside the function that needs it:\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize("path", house.python_files(), ids=house.relative)
+def test_no_import_points_back(path):
+    mine = layer(path)
+    bad = []
+    for line, name, where in imports(path):
+        if where == "typing" or not name.startswith("mlstate."):
+            continue
+        other = name.split(".")[1]
+        wrong = (
+            (mine != "cli" and other == "cli")
+            or (mine in ("package", "integrations") and other == "demo")
+            or (mine == "package" and other == "integrations" and where == "top")
+        )
+        if wrong:
+            bad.append(f"{house.relative(path)}:{line}: {mine} imports {name}")
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("path", house.python_files(), ids=house.relative)
+def test_only_numpy_is_imported_from_outside(path):
+    import sys
+
+    known = set(sys.stdlib_module_names) | ALLOWED | OPTIONAL | {"mlstate"}
+    bad = [
+        f"{house.relative(path)}:{line}: import {name}"
+        for line, name, _ in imports(path)
+        if name.split(".")[0] not in known
+    ]
+    assert not bad, "not in the dependencies:\n" + "\n".join(bad)

@@ -1,0 +1,94 @@
+"""What the repository holds, and what it must not."""
+
+import ast
+import re
+
+import house
+import pytest
+
+THIS = "tests/lint/test_repository.py"
+# Modules without behaviour of their own.
+UNTESTED = {"__init__", "__main__", "_version", "_types"}
+
+FORBIDDEN = {
+    "a path of one machine": r"(?<![\w.])/(work|root|home)/\w|/Users/\w|[A-Z]:\\\\?Users",
+    "a package index": r"--(extra-)?index-url|--find-links|pythonhosted|PIP_INDEX|\bnexus\.",
+    "an issue number": r"(?i)(?<!numpy )(?<!coremltools )(?<!torch )\bissues? #?\d|\(#\d+\)",
+    "how it was written": r"(?i)\b(this|earlier|later|previous|next|each|another) session\b",
+    "a marker of unfinished work": r"\b(TODO|FIXME|XXX|HACK)\b",
+    "a merge conflict": r"^(<<<<<<<|>>>>>>>) ",
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_file_holds(what):
+    pattern = re.compile(FORBIDDEN[what], re.MULTILINE)
+    bad = []
+    for path, text in house.text_files():
+        if house.relative(path) == THIS or path.name == "LICENSE":
+            continue
+        for match in pattern.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            bad.append(f"{house.relative(path)}:{line}: {match.group()!r}")
+    assert not bad, "\n".join(bad)
+
+
+def test_no_large_or_built_file_is_kept():
+    built = {".so", ".o", ".a", ".pyc", ".whl", ".egg", ".dylib"}
+    for path in house.tracked_files():
+        assert path.suffix not in built, house.relative(path)
+        assert path.stat().st_size < 2 << 20, house.relative(path)
+
+
+@pytest.mark.parametrize("path", house.python_files(), ids=house.relative)
+def test_each_module_has_a_docstring_and_lists_what_is_public(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not tree.body:
+        return
+    assert ast.get_docstring(tree), f"{house.relative(path)} has no docstring"
+    public = not any(part.startswith("_") for part in path.relative_to(house.PACKAGE).parts)
+    if public:
+        assigned = {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in getattr(node, "targets", [getattr(node, "target", None)])
+            if isinstance(target, ast.Name)
+        }
+        assert "__all__" in assigned, f"{house.relative(path)} has no __all__"
+
+
+def imported_by(path):
+    """Stems of the package's modules that a module imports from."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {
+        node.module.rsplit(".", 1)[-1]
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.level and node.module
+    }
+
+
+def test_each_module_has_a_test():
+    """`x.py` has a test_x.py; `_y.py` has one, or serves a module that has one."""
+    tests = {path.stem for path in house.TESTS.rglob("test_*.py")}
+    tested = set()
+    missing = {}
+    for path in house.python_files():
+        parts = path.relative_to(house.PACKAGE).with_suffix("").parts
+        name = "_".join(part for part in parts if part != "__init__").lstrip("_")
+        if path.stem in UNTESTED and path.parent == house.PACKAGE:
+            continue
+        if tests.intersection((f"test_{name}", f"test_{parts[0]}", f"test_{path.stem}")):
+            tested.add(path)
+        elif path.stem == "__init__" and "__all__" not in path.read_text(encoding="utf-8"):
+            continue
+        else:
+            missing[path] = f"tests/test_{name}.py"
+    grew = True
+    while grew:  # what a tested module imports from is tested through it, if private
+        served = set().union(*(imported_by(path) for path in tested))
+        grew = {path for path in missing if path.stem.startswith("_") and path.stem in served}
+        tested |= grew
+        for path in grew:
+            del missing[path]
+    assert not missing, "\n".join(f"{house.relative(p)}: no {t}" for p, t in missing.items())
