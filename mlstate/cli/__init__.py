@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .._version import __version__
 from ..errors import MLStateError
-from . import coreml
+from . import coreml, demo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_COMMANDS = (coreml,)
+_COMMANDS = (demo, coreml)
 
 
 class _Parser(argparse.ArgumentParser):

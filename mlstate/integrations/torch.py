@@ -128,7 +128,14 @@ def move(
     plain = source.detach().resolve_conj().resolve_neg()
     if out is None:
         bits = _core.kv_move(
-            plain, target_seq_length, position, pad_value, _name_of(wanted), None, low_memory, compact
+            plain,
+            target_seq_length,
+            position,
+            pad_value,
+            _name_of(wanted),
+            None,
+            low_memory,
+            compact,
         )
         return torch.from_numpy(bits).view(wanted)
     target = out.detach() if isinstance(out, torch.Tensor) else out

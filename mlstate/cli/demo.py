@@ -1,0 +1,30 @@
+"""``mlstate demo``: the cache of a language model on its way between context sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["add"]
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of ``demo``."""
+    help_text = "move a language model's cache between real Core ML packages, and watch"
+    parser = commands.add_parser("demo", help=help_text, description=help_text)
+    parser.add_argument(
+        "--picture",
+        metavar="PNG",
+        default="mlstate_demo.png",
+        help="where to write the picture (default: %(default)s); '' for none",
+    )
+    parser.set_defaults(run=run_demo)
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Run the demo; 1 if a transition changed what the model says next."""
+    from ..demo.story import run
+
+    return 0 if run(arguments.picture or None).identical else 1

@@ -1,0 +1,262 @@
+"""The demo: a language model moves between context sizes while it writes.
+
+A small character model, trained on Python's own library, runs in NumPy. Its cache travels
+between the states of two real Core ML packages as it would on a Mac: prefill with a context
+of 512, compact to 256, generate until that is full, expand to 512, go on.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..checkpoint import load_file, load_metadata
+from ..coreml import FakeMLState, StateSpecs, plan_transition, state_specs
+from ..errors import CapacityError
+from ..kv import (
+    compact_coreml_state,
+    compact_kv_state,
+    transition_coreml_state,
+    transition_kv_state,
+)
+from .model import CharModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .model import Floats, Halves
+
+__all__ = ["Report", "run"]
+
+STATE = "kv_cache"
+SMALL, LARGE, FINAL = 256, 512, 300
+TEMPERATURE, SEED = 0.3, 1
+
+
+class Stage(NamedTuple):
+    """How full the cache was at one point of the story."""
+
+    label: str
+    tokens: int
+    seq_length: int
+
+
+class Report(NamedTuple):
+    """What happened.
+
+    Attributes
+    ----------
+    text : str
+        Prompt and generated text.
+    identical : bool
+        Whether the next-token logits were the same bits before and after every transition.
+    refused : str
+        The message that refused to compact too many tokens.
+    stages : list of Stage
+        Label, tokens and sequence length, in order.
+    picture : Path or None
+        The picture that was written.
+    """
+
+    text: str
+    identical: bool
+    refused: str
+    stages: list[Stage]
+    picture: Path | None
+
+
+class _Story:
+    """A model, its two states, and how far the text has come."""
+
+    def __init__(self, data: Path, say: Callable[[str], None]) -> None:
+        self.data = data
+        self.say = say
+        weights = data / "model.safetensors"
+        self.model = CharModel(load_file(weights), load_metadata(weights))
+        self.prompt = (data / "prompt.txt").read_text(encoding="ascii")
+        self.generator = np.random.default_rng(SEED)
+        self.tokens: list[int] = []
+        self.stages: list[Stage] = []
+        self.identical = True
+
+    def remember(self, label: str, seq_length: int) -> None:
+        self.stages.append(Stage(label, len(self.tokens), seq_length))
+
+    def read(self, state: FakeMLState) -> Halves:
+        """Take a cache out of a state; Core ML hands float16 over as float32."""
+        cache: Halves = state.read_state(name=STATE).astype(np.float16)
+        return cache
+
+    def write(self, state: FakeMLState, cache: Halves) -> None:
+        state.write_state(name=STATE, value=cache.astype(np.float32))
+
+    def next_logits(self, cache: Halves) -> Floats:
+        """Run the last token once more, which writes what is there already."""
+        return self.model.step(self.tokens[-1], len(self.tokens) - 1, cache)
+
+    def compare(self, before: Halves, after: Halves) -> None:
+        """Check that a transition changed nothing for the model, bit for bit."""
+        same = self.next_logits(before).tobytes() == self.next_logits(after).tobytes()
+        self.identical = self.identical and same
+        verdict = "bit-identical" if same else "DIFFERENT"
+        self.say(f"      next-token logits before and after: {verdict}")
+
+    def generate(self, cache: Halves, until: int) -> None:
+        """Draw tokens and write them to the cache until it holds `until`."""
+        logits = self.next_logits(cache)
+        while len(self.tokens) < until:
+            token = self.model.sample(logits, self.generator, temperature=TEMPERATURE)
+            logits = self.model.step(token, len(self.tokens), cache)
+            self.tokens.append(token)
+
+
+def _show_packages(data: Path, say: Callable[[str], None]) -> dict[int, StateSpecs]:
+    """Read what the packages declare, without Core ML's own tools."""
+    say("1. Core ML packages, read without coremltools")
+    found: dict[int, StateSpecs] = {}
+    for length in (SMALL, LARGE):
+        path = data / f"model_{length}.mlpackage"
+        start = time.perf_counter()
+        found[length] = state_specs(path)
+        milliseconds = (time.perf_counter() - start) * 1e3
+        for spec in found[length].values():
+            say(f"   {path.name:<21} {spec.name} {spec.shape} {spec.dtype}  {milliseconds:.1f} ms")
+    multi = data / "model_multi.mlpackage"
+    for function, states in state_specs(multi).functions.items():
+        for spec in states.values():
+            say(f"   {multi.name:<21} {spec.name} {spec.shape} {spec.dtype}  in '{function}'")
+    return found
+
+
+def _tell(story: _Story, specs: dict[int, StateSpecs]) -> str:
+    """Run the workflow; return the refusal it ends with."""
+    say, model = story.say, story.model
+    small, large = FakeMLState(specs[SMALL]), FakeMLState(specs[LARGE])
+
+    story.tokens = model.encode(story.prompt)
+    say(f"\n2. Prefill: {len(story.tokens)} characters into the state of {LARGE}")
+    cache = story.read(large)
+    model.prefill(story.tokens, cache)
+    story.write(large, cache)
+    story.remember("prefill", LARGE)
+
+    position = len(story.tokens)
+    packages = [story.data / f"model_{length}.mlpackage" for length in (LARGE, SMALL)]
+    say(f"\n3. Compact: {LARGE} -> {SMALL} at {position} tokens")
+    say(_indent(str(plan_transition(packages[0], packages[1], position))))
+    compact_coreml_state(large, small, STATE, position, specs=specs[SMALL])
+    story.remember("compact", SMALL)
+    compacted = story.read(small)
+    story.compare(cache, compacted)
+
+    say(f"\n4. Generate until {SMALL} are full")
+    story.generate(compacted, SMALL)
+    story.write(small, compacted)
+    story.remember("generate", SMALL)
+
+    say(f"\n5. Expand: {SMALL} -> {LARGE}, and go on to {FINAL}")
+    transition_coreml_state(small, large, STATE, len(story.tokens), specs=specs[LARGE])
+    story.remember("expand", LARGE)
+    expanded = story.read(large)
+    story.compare(compacted, expanded)
+    story.generate(expanded, FINAL)
+    story.write(large, expanded)
+    story.remember("generate", LARGE)
+
+    say(f"\n6. {FINAL} tokens do not go back into {SMALL}")
+    try:
+        compact_coreml_state(large, small, STATE, FINAL, specs=specs[SMALL])
+    except CapacityError as error:
+        say(f"   CapacityError: {error}")
+        return str(error)
+    raise AssertionError("300 tokens were compacted into 256 positions")
+
+
+def _memory_table(say: Callable[[str], None]) -> None:
+    """Print the memory of the source document's example, from arrays of that size."""
+    layers, heads, head_dim, tokens = 36, 1, 256, 200
+    generator = np.random.default_rng(0)
+    small = generator.standard_normal((layers, heads, SMALL, head_dim), np.float32)
+    source = small.astype(np.float16)
+    moves: list[tuple[str, Any, Any]] = []
+    expanded = transition_kv_state(source, LARGE, tokens)
+    moves.append(("expand", source, expanded))
+    moves.append(("compact", expanded, compact_kv_state(expanded, SMALL, tokens)))
+    say(f"\n7. Memory: {tokens} tokens, {layers} layers, float16")
+    say(
+        "   move     source                 MB  target                 MB  change            kept  pad 0"
+    )
+    for name, before, after in moves:
+        kept = np.array_equal(before[:, :, :tokens], after[:, :, :tokens])
+        zeros = not after[:, :, tokens:].any()
+        change = after.nbytes - before.nbytes
+        say(
+            f"   {name:<8} {before.shape!s:<18} {before.nbytes / 2**20:>6.2f}  "
+            f"{after.shape!s:<18} {after.nbytes / 2**20:>6.2f}  {change / 2**20:+.2f} MB "
+            f"({100 * change / before.nbytes:+.0f} %)"
+        )
+        say(
+            f"            tokens 0:{tokens} match: {kept}; "
+            f"padding {tokens}:{after.shape[2]} is zeros: {zeros}"
+        )
+
+
+def _draw(stages: list[Stage], path: Path | None, say: Callable[[str], None]) -> Path | None:
+    """Write the picture of how full the cache was, where matplotlib is installed."""
+    if path is None:
+        return None
+    from ..plot import plot_occupancy
+
+    try:
+        figure = plot_occupancy(stages)
+    except ImportError:
+        say("\nNo picture: matplotlib is not installed (pip install 'mlstate[plot]').")
+        return None
+    figure.savefig(path, dpi=150)
+    say(f"\nPicture of the cache: {path}")
+    return path
+
+
+def _indent(text: str) -> str:
+    return "\n".join("   " + line for line in text.splitlines())
+
+
+def run(
+    picture: str | Path | None = "mlstate_demo.png", *, say: Callable[[str], None] = print
+) -> Report:
+    """Tell the story and show its figures.
+
+    Parameters
+    ----------
+    picture : str or Path, optional
+        Where to write a PNG of how full the cache was; None for no picture.
+    say : callable
+        Gets each line; default prints it.
+
+    Returns
+    -------
+    Report
+        Text, whether every transition left the logits bit-identical, the refusal, the
+        stages, and the picture's path (None where matplotlib is missing).
+
+    Examples
+    --------
+    >>> from mlstate.demo.story import run
+    >>> report = run(None, say=lambda line: None)
+    >>> report.identical, report.refused[:35]
+    (True, "kv_cache: 300 tokens do not fit int")
+    """
+    with resources.as_file(resources.files("mlstate.demo") / "data") as data:
+        specs = _show_packages(data, say)
+        story = _Story(data, say)
+        refused = _tell(story, specs)
+    text = story.model.decode(story.tokens)
+    say("\n   What it wrote (the prompt ends at the bar):\n")
+    say(_indent(text[: len(story.prompt)] + "|" + text[len(story.prompt) :]))
+    _memory_table(say)
+    drawn = _draw(story.stages, None if picture is None else Path(picture), say)
+    return Report(text, story.identical, refused, story.stages, drawn)

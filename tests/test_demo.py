@@ -1,0 +1,97 @@
+"""The demo as a user sees it."""
+
+import numpy as np
+import pytest
+
+import mlstate.plot
+from mlstate.cli import main
+from mlstate.demo import story
+
+
+@pytest.fixture(scope="module")
+def told():
+    lines = []
+    return story.run(None, say=lines.append), "\n".join(lines)
+
+
+def test_every_transition_leaves_the_logits_bit_identical(told):
+    report, printed = told
+    assert report.identical
+    assert printed.count("before and after: bit-identical") == 2
+    assert "DIFFERENT" not in printed
+
+
+def test_the_text_goes_on_after_the_prompt(told):
+    report, printed = told
+    assert len(report.text) == story.FINAL
+    assert report.text.startswith("class Cache:")
+    assert report.text.isprintable() or "\n" in report.text
+    continued = report.text[184:]
+    assert "self" in continued and "return" in continued  # it learnt what Python looks like
+    assert report.text.splitlines()[0] in printed
+
+
+def test_stages_are_those_of_the_source_document(told):
+    assert [tuple(stage) for stage in told[0].stages] == [
+        ("prefill", 184, 512),
+        ("compact", 184, 256),
+        ("generate", 256, 256),
+        ("expand", 256, 512),
+        ("generate", 300, 512),
+    ]
+
+
+def test_too_many_tokens_are_refused_with_a_way_out(told):
+    report, printed = told
+    assert "300 tokens do not fit" in report.refused and "256" in report.refused
+    assert report.refused in printed
+
+
+def test_the_memory_table_is_computed(told):
+    table = told[1].split("7. Memory")[1].split("\n")
+    expand = next(line for line in table if "expand" in line)
+    compact = next(line for line in table if "compact" in line)
+    assert "4.50" in expand and "9.00" in expand and "+4.50 MB (+100 %)" in expand
+    assert "-4.50 MB (-50 %)" in compact
+    checks = [line for line in table if "match" in line]
+    assert len(checks) == 2
+    assert all(line.count("True") == 2 and "False" not in line for line in checks)
+
+
+def test_a_lossy_transition_would_be_noticed(monkeypatch):
+    real = story.compact_coreml_state
+
+    def lossy(source, target, name, position, **options):
+        real(source, target, name, position, **options)
+        value = target.read_state(name)
+        value[:, :, position - 3] += np.float32(0.5)
+        target.write_state(name, value)
+
+    monkeypatch.setattr(story, "compact_coreml_state", lossy)
+    lines = []
+    assert not story.run(None, say=lines.append).identical
+    assert any("DIFFERENT" in line for line in lines)
+
+
+def test_command_draws_the_picture_and_succeeds(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    path = tmp_path / "cache.png"
+    assert main(["demo", "--picture", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"Picture of the cache: {path}" in capsys.readouterr().out
+
+
+def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monkeypatch):
+    def missing(stages):
+        raise ImportError("no matplotlib")
+
+    monkeypatch.setattr(mlstate.plot, "plot_occupancy", missing)
+    path = tmp_path / "cache.png"
+    assert main(["demo", "--picture", str(path)]) == 0
+    assert not path.exists()
+    assert "mlstate[plot]" in capsys.readouterr().out
+
+
+def test_a_changed_cache_fails_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(story, "run", lambda picture: story.Report("", False, "", [], None))
+    assert main(["demo", "--picture", ""]) == 1
