@@ -187,9 +187,7 @@ def _memory_table(say: Callable[[str], None]) -> None:
     moves.append(("expand", source, expanded))
     moves.append(("compact", expanded, compact_kv_state(expanded, SMALL, tokens)))
     say(f"\n7. Memory: {tokens} tokens, {layers} layers, float16")
-    say(
-        "   move     source                 MB  target                 MB  change            kept  pad 0"
-    )
+    say("   move     source                 MB  target                 MB  change")
     for name, before, after in moves:
         kept = np.array_equal(before[:, :, :tokens], after[:, :, :tokens])
         zeros = not after[:, :, tokens:].any()
