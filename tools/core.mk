@@ -24,6 +24,9 @@ TEST_SOURCES := $(filter-out %_alloc_failure.c,$(TEST_SOURCES))
 endif
 TESTS := $(patsubst tests/core/%.c,$(BUILD)/tests/%,$(TEST_SOURCES))
 
+# `make -s` says nothing.
+SAY := $(if $(findstring s,$(firstword -$(MAKEFLAGS))),:,echo)
+
 .DEFAULT_GOAL := lib
 .DELETE_ON_ERROR:
 .SUFFIXES:
@@ -38,19 +41,19 @@ run: tests
 
 $(BUILD)/core/%.o: csrc/core/%.c tools/core.mk
 	@mkdir -p $(@D)
-	@echo "cc $<"
+	@$(SAY) "cc $<"
 	@$(CC) $(FLAGS) -fPIC -MMD -MP -c $< -o $@
 
 # The folder is listed because its time changes when a source is deleted.
 $(LIB): $(OBJECTS) csrc/core
 	@mkdir -p $(@D)
 	@rm -f $@
-	@echo "ar $@"
+	@$(SAY) "ar $@"
 	@$(AR) rcs $@ $(OBJECTS)
 
 $(BUILD)/tests/%: tests/core/%.c $(LIB) tools/core.mk
 	@mkdir -p $(@D)
-	@echo "cc $<"
+	@$(SAY) "cc $<"
 	@$(CC) $(FLAGS) -MMD -MP -MF $@.d $< $(LIB) $(LINK) -lpthread -lm -o $@
 
 $(BUILD)/tests/%_alloc_failure: LINK := -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc

@@ -7,7 +7,7 @@ run=
 # The sanitizer's fixed address map does not fit every kernel's address randomisation.
 command -v setarch >/dev/null && run="setarch $(uname -m) -R"
 files=$(grep -lE 'pthread|pool\.h|_threads' tests/core/test_*.c)
-export TSAN_OPTIONS=exitcode=66:halt_on_error=0
+export TSAN_OPTIONS=exitcode=66
 for file in $files; do
     name=$(basename "$file" .c)
     make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/tsan OPT="-O1 -g" \

@@ -10,9 +10,9 @@
 #    include <stdbool.h>
 #    include <string.h>
 
-#    define TARGET __attribute__((target("sse4.2,pclmul")))
+#    define TARGET __attribute__((target("sse4.2,crc32,pclmul")))
 #    define TARGET_INLINE                                                                \
-        static inline __attribute__((always_inline, target("sse4.2,pclmul")))
+        static inline __attribute__((always_inline, target("sse4.2,crc32,pclmul")))
 
 /* A lane of `bytes` bytes, and x**(8 * bytes - 33), x**(16 * bytes - 33): the CRC
  * instruction that reduces a product of two checksums multiplies it by x**33 besides. */
