@@ -4,8 +4,9 @@ Arrays are used where they lie, files commit atomically or not at all, and every
 is judged by a clear slow one.
 """
 
-from . import coreml, errors, kv
+from . import checkpoint, coreml, errors, kv
 from ._version import __version__
+from .checkpoint import load_file, save_file
 from .errors import (
     CapacityError,
     ChecksumError,
@@ -29,11 +30,14 @@ __all__ = [
     "StoreError",
     "TensorNotFoundError",
     "__version__",
+    "checkpoint",
     "compact_kv_state",
     "coreml",
     "errors",
     "get_num_threads",
     "kv",
+    "load_file",
+    "save_file",
     "set_num_threads",
     "transition_kv_state",
 ]

@@ -98,6 +98,7 @@ PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
 
 /* ---- one table of functions per file, NULL-terminated ---- */
 extern PyMethodDef mlsp_kv_methods[];
+extern PyMethodDef mlsp_file_methods[];
 extern PyMethodDef mlsp_mlpackage_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */

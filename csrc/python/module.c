@@ -110,7 +110,7 @@ static int start_core(mlsp_state *state)
 static int core_exec(PyObject *module)
 {
     static PyMethodDef *const tables[] = {module_methods, mlsp_kv_methods,
-                                          mlsp_mlpackage_methods};
+                                          mlsp_file_methods, mlsp_mlpackage_methods};
     if (PyArray_ImportNumPyAPI() < 0 || refuse_second() < 0 ||
         start_core(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0) {

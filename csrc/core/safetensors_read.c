@@ -1,0 +1,570 @@
+/* Reading: the header is checked whole before anything is believed. */
+#include "safetensors.h"
+
+#include "fsio.h"
+#include "mem.h"
+#include "size.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if !defined(_WIN32)
+#    include <unistd.h>
+#endif
+
+enum {
+    LENGTH_BYTES = 8,     /* in front of the header */
+    HEADER_DEPTH = 16,    /* the format needs 3; other writers may say more */
+    CRC_DIGITS = 8,       /* of a checksum in text */
+    SHOWN_NAME = 100,     /* bytes of a name in a message */
+    READ_STEP = 256 << 10 /* stays in the cache between reading and checksum */
+};
+
+/* A header while it is read. */
+typedef struct header_reader {
+    const char *text; /* the JSON as it is in the file */
+    size_t length;
+    uint64_t payload, file_bytes; /* where the tensors start and end */
+    mls_safetensors file;
+    size_t dims_used;
+    mls_json_node header_crc, tensor_crcs; /* our entries, or MLS_JSON_NONE */
+    mls_status *st;
+} header_reader;
+
+/* ---- messages ---- */
+
+/* "tensor 'x': what", at the place of `node` in the file. */
+static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_text name,
+                            const char *what)
+{
+    const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
+    mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
+                "tensor '%.*s': %s", shown, name.data, what);
+    mls_status_name(r->st, name.data, name.length);
+    return MLS_E_FORMAT;
+}
+
+static mls_code fail_node(header_reader *r, mls_json_node node, const char *what)
+{
+    return mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
+                       "safetensors header: %s", what);
+}
+
+static mls_code no_memory(header_reader *r)
+{
+    return mls_fail(r->st, MLS_E_MEMORY, "no memory for a header of %zu bytes",
+                    r->length);
+}
+
+/* ---- one tensor ---- */
+
+/* The member `key` of a tensor's entry, which must be of `type`. */
+static mls_code find_member(header_reader *r, mls_json_node entry, mls_text name,
+                            const char *key, mls_json_type type, mls_json_node *out)
+{
+    char text[80];
+    const mls_json_node found = mls_json_find(r->file.json, entry, key);
+    if (found == MLS_JSON_NONE) {
+        snprintf(text, sizeof text, "the header does not give its \"%s\"", key);
+        return fail_tensor(r, entry, name, text);
+    }
+    if (mls_json_type_of(r->file.json, found) != type) {
+        snprintf(text, sizeof text, "\"%s\" is not %s", key,
+                 type == MLS_JSON_STRING ? "a string" : "a list");
+        return fail_tensor(r, found, name, text);
+    }
+    *out = found;
+    return MLS_OK;
+}
+
+static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
+{
+    mls_json_node node;
+    if (find_member(r, entry, t->name, "dtype", MLS_JSON_STRING, &node) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    const mls_text text = mls_json_text(r->file.json, node);
+    if (!mls_dtype_from_file_name(text.data, text.length, &t->dtype)) {
+        char message[96];
+        const int shown = (int)(text.length < 32 ? text.length : 32);
+        snprintf(message, sizeof message, "element type '%.*s' is not supported", shown,
+                 text.data);
+        fail_tensor(r, node, t->name, message);
+        mls_status_got(r->st, "%.*s", shown, text.data);
+        return MLS_E_FORMAT;
+    }
+    return MLS_OK;
+}
+
+static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
+{
+    const mls_json *json = r->file.json;
+    mls_json_node node;
+    if (find_member(r, entry, t->name, "shape", MLS_JSON_ARRAY, &node) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    if (mls_json_size(json, node) > MLS_MAX_RANK) {
+        return fail_tensor(r, node, t->name, "has more than 64 dimensions");
+    }
+    /* as mls_tensor_init: the product without empty axes must fit memory as well */
+    size_t bytes = mls_dtype_of(t->dtype)->item_bytes;
+    bool is_empty = false;
+    size_t *shape = r->file.dims + r->dims_used;
+    t->rank = (int)mls_json_size(json, node);
+    t->shape = shape;
+    for (mls_json_node dim = mls_json_first(json, node); dim != MLS_JSON_NONE;
+         dim = mls_json_next(json, dim)) {
+        uint64_t value;
+        if (!mls_json_u64(json, dim, &value)) {
+            return fail_tensor(r, dim, t->name, "a dimension is not a whole number");
+        }
+        is_empty = is_empty || value == 0;
+        if (!mls_size_from_u64(value, shape) ||
+            !mls_size_mul(bytes, value == 0 ? 1 : *shape, &bytes) ||
+            bytes > PTRDIFF_MAX) {
+            return fail_tensor(r, dim, t->name, "its shape is larger than memory");
+        }
+        shape++;
+        r->dims_used++;
+    }
+    t->bytes = is_empty ? 0 : bytes;
+    return MLS_OK;
+}
+
+static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *t)
+{
+    const mls_json *json = r->file.json;
+    mls_json_node node;
+    uint64_t begin, end;
+    char text[120];
+    if (find_member(r, entry, t->name, "data_offsets", MLS_JSON_ARRAY, &node) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    const mls_json_node first = mls_json_first(json, node);
+    if (mls_json_size(json, node) != 2 || !mls_json_u64(json, first, &begin) ||
+        !mls_json_u64(json, mls_json_next(json, first), &end) || begin > end) {
+        return fail_tensor(r, node, t->name,
+                           "\"data_offsets\" is not a pair [begin, end] of offsets");
+    }
+    if (end > r->file_bytes - r->payload) {
+        snprintf(text, sizeof text,
+                 "its bytes end at %llu of %llu: the file is cut off, or the header lies",
+                 (unsigned long long)end,
+                 (unsigned long long)(r->file_bytes - r->payload));
+        return fail_tensor(r, node, t->name, text);
+    }
+    if (end - begin != t->bytes) {
+        snprintf(text, sizeof text, "its shape takes %zu bytes, its offsets span %llu",
+                 t->bytes, (unsigned long long)(end - begin));
+        fail_tensor(r, node, t->name, text);
+        mls_status_expected(r->st, "%zu bytes", t->bytes);
+        mls_status_got(r->st, "%llu bytes", (unsigned long long)(end - begin));
+        return MLS_E_FORMAT;
+    }
+    t->offset = r->payload + begin;
+    return MLS_OK;
+}
+
+static mls_code read_tensor(header_reader *r, mls_json_node entry)
+{
+    mls_stored *t = &r->file.tensors[r->file.count];
+    t->name = mls_json_key(r->file.json, entry);
+    if (mls_json_type_of(r->file.json, entry) != MLS_JSON_OBJECT) {
+        return fail_tensor(r, entry, t->name, "its entry is not a JSON object");
+    }
+    mls_code code = read_dtype(r, entry, t);
+    if (code == MLS_OK) {
+        code = read_shape(r, entry, t);
+    }
+    if (code == MLS_OK) {
+        code = read_offsets(r, entry, t);
+    }
+    r->file.count += code == MLS_OK ? 1 : 0;
+    return code;
+}
+
+/* ---- metadata ---- */
+
+static mls_code read_metadata(header_reader *r, mls_json_node node)
+{
+    const mls_json *json = r->file.json;
+    if (mls_json_type_of(json, node) != MLS_JSON_OBJECT) {
+        return fail_node(r, node, "\"__metadata__\" is not a JSON object");
+    }
+    r->file.metadata = mls_alloc(mls_json_size(json, node), sizeof *r->file.metadata);
+    if (r->file.metadata == NULL) {
+        return no_memory(r);
+    }
+    for (mls_json_node pair = mls_json_first(json, node); pair != MLS_JSON_NONE;
+         pair = mls_json_next(json, pair)) {
+        const mls_text key = mls_json_key(json, pair);
+        if (mls_json_type_of(json, pair) != MLS_JSON_STRING) {
+            return fail_node(r, pair, "\"__metadata__\" has a value that is no string");
+        }
+        if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")) {
+            r->header_crc = pair;
+        } else if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "tensors.crc32c")) {
+            r->tensor_crcs = pair;
+        } else {
+            r->file.metadata[r->file.metadata_count++] =
+                (mls_text_pair){.key = key, .value = mls_json_text(json, pair)};
+        }
+    }
+    return MLS_OK;
+}
+
+/* Eight lower-case hexadecimal digits. */
+static bool read_crc(const char *text, uint32_t *out)
+{
+    uint32_t value = 0;
+    for (int i = 0; i < CRC_DIGITS; i++) {
+        const char c = text[i];
+        if (c >= '0' && c <= '9') {
+            value = value * 16 + (uint32_t)(c - '0');
+        } else if (c >= 'a' && c <= 'f') {
+            value = value * 16 + (uint32_t)(c - 'a' + 10);
+        } else {
+            return false;
+        }
+    }
+    *out = value;
+    return true;
+}
+
+static mls_code fail_checksum(header_reader *r, const char *what)
+{
+    mls_fail(r->st, MLS_E_CHECKSUM,
+             "safetensors header: %s: the file is damaged, or another program kept the "
+             "\"" MLS_SAFETENSORS_PREFIX "*\" metadata of a file that it changed",
+             what);
+    return MLS_E_CHECKSUM;
+}
+
+/* Compare the header with its own checksum. */
+static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
+{
+    static const char zeros[] = "00000000";
+    unsigned char length[LENGTH_BYTES];
+    uint32_t expected;
+    const size_t at = mls_json_offset(r->file.json, r->header_crc) + 1;
+    if (mls_json_text(r->file.json, r->header_crc).length != CRC_DIGITS ||
+        !read_crc(r->text + at, &expected)) {
+        return fail_checksum(r, "its checksum is not 8 digits");
+    }
+    const size_t behind = at + CRC_DIGITS;
+    mls_store_le64(length, r->length);
+    uint32_t found = crc->update(0, length, sizeof length);
+    found = crc->update(found, r->text, at);
+    found = crc->update(found, zeros, CRC_DIGITS);
+    found = crc->update(found, r->text + behind, r->length - behind);
+    if (found != expected) {
+        fail_checksum(r, "its checksum does not match");
+        mls_status_expected(r->st, "%08lx", (unsigned long)expected);
+        mls_status_got(r->st, "%08lx", (unsigned long)found);
+        return MLS_E_CHECKSUM;
+    }
+    return MLS_OK;
+}
+
+static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
+{
+    if (!verify || (r->header_crc == MLS_JSON_NONE && r->tensor_crcs == MLS_JSON_NONE)) {
+        return MLS_OK;
+    }
+    if (r->header_crc == MLS_JSON_NONE || r->tensor_crcs == MLS_JSON_NONE) {
+        return fail_checksum(r, "it has one of our two checksum entries only");
+    }
+    const mls_code code = verify_header(r, crc);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const mls_text digits = mls_json_text(r->file.json, r->tensor_crcs);
+    bool good =
+        digits.length / CRC_DIGITS == r->file.count && digits.length % CRC_DIGITS == 0;
+    for (size_t i = 0; good && i < r->file.count; i++) {
+        good = read_crc(digits.data + i * CRC_DIGITS, &r->file.tensors[i].crc);
+    }
+    if (!good) {
+        return fail_checksum(r, "its tensors' checksums are not 8 digits each");
+    }
+    r->file.has_crc = true;
+    return MLS_OK;
+}
+
+/* ---- the whole ---- */
+
+static int compare_places(const void *a, const void *b)
+{
+    const mls_stored *x = *(const mls_stored *const *)a;
+    const mls_stored *y = *(const mls_stored *const *)b;
+    if (x->offset != y->offset) {
+        return x->offset < y->offset ? -1 : 1;
+    }
+    /* an empty tensor lies in front of the one that starts where it does */
+    if (x->bytes != y->bytes) {
+        return x->bytes < y->bytes ? -1 : 1;
+    }
+    return x < y ? -1 : x > y;
+}
+
+/* Walk `tensors`, sorted by place: each must start where the one before ended. */
+static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
+{
+    uint64_t end = r->payload;
+    for (size_t i = 0; i < r->file.count; i++) {
+        const mls_stored *t = tensors[i];
+        if (t->offset != end) {
+            const int shown =
+                (int)(t->name.length < SHOWN_NAME ? t->name.length : SHOWN_NAME);
+            mls_fail_at(r->st, t->offset < end ? t->offset : end,
+                        t->offset < end ? "tensor '%.*s' overlaps the one before it"
+                                        : "there is a gap in front of tensor '%.*s'",
+                        shown, t->name.data);
+            mls_status_name(r->st, t->name.data, t->name.length);
+            return MLS_E_FORMAT;
+        }
+        end += t->bytes; /* lies inside the file: checked with the offsets */
+    }
+    if (end != r->file_bytes) {
+        return mls_fail_at(r->st, end, "%llu bytes behind the last tensor belong to none",
+                           (unsigned long long)(r->file_bytes - end));
+    }
+    return MLS_OK;
+}
+
+static mls_code check_coverage(header_reader *r)
+{
+    bool sorted = true;
+    const mls_stored **order = mls_alloc(r->file.count, sizeof *order);
+    if (order == NULL) {
+        return no_memory(r);
+    }
+    for (size_t i = 0; i < r->file.count; i++) {
+        order[i] = &r->file.tensors[i];
+        sorted = sorted && (i == 0 || compare_places(&order[i - 1], &order[i]) < 0);
+    }
+    if (!sorted) {
+        qsort(order, r->file.count, sizeof *order, compare_places);
+    }
+    const mls_code code = check_places(r, order);
+    mls_free(order);
+    return code;
+}
+
+/* Number of dimensions of all tensors together. */
+static size_t count_dims(const mls_json *json)
+{
+    size_t count = 0;
+    for (mls_json_node entry = mls_json_first(json, 0); entry != MLS_JSON_NONE;
+         entry = mls_json_next(json, entry)) {
+        const mls_json_node shape = mls_json_find(json, entry, "shape");
+        count += shape == MLS_JSON_NONE ? 0 : mls_json_size(json, shape);
+    }
+    return count;
+}
+
+static mls_code read_entries(header_reader *r)
+{
+    const mls_json *json = r->file.json;
+    r->file.tensors = mls_alloc(mls_json_size(json, 0), sizeof *r->file.tensors);
+    r->file.dims = mls_alloc(count_dims(json), sizeof *r->file.dims);
+    if (r->file.tensors == NULL || r->file.dims == NULL) {
+        return no_memory(r);
+    }
+    for (mls_json_node entry = mls_json_first(json, 0); entry != MLS_JSON_NONE;
+         entry = mls_json_next(json, entry)) {
+        const bool is_metadata = mls_text_is(mls_json_key(json, entry), "__metadata__");
+        const mls_code code =
+            is_metadata ? read_metadata(r, entry) : read_tensor(r, entry);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    return MLS_OK;
+}
+
+static mls_code read_json(header_reader *r)
+{
+    /* no value is shorter than a byte and the comma behind it */
+    const mls_json_limits limits = {.depth = HEADER_DEPTH, .nodes = r->length / 2 + 1};
+    if (r->length == 0 || r->text[0] != '{') {
+        return mls_fail_at(r->st, LENGTH_BYTES,
+                           "not a safetensors file: its header does "
+                           "not start with '{'");
+    }
+    const mls_code code =
+        mls_json_parse(r->text, r->length, limits, &r->file.json, r->st);
+    if (code == MLS_E_FORMAT) {
+        char text[MLS_TEXT_BYTES];
+        snprintf(text, sizeof text, "safetensors header: %.280s", r->st->text);
+        memcpy(r->st->text, text, sizeof text);
+        r->st->offset += LENGTH_BYTES;
+    }
+    return code;
+}
+
+/* The header's length from the first 8 bytes of a file. */
+static mls_code header_length(const unsigned char *head, uint64_t file_bytes, size_t *out,
+                              mls_status *st)
+{
+    const uint64_t length = mls_load_le64(head);
+    if (length > MLS_SAFETENSORS_MAX_HEADER) {
+        return mls_fail_at(
+            st, 0,
+            "not a safetensors file: a header of %llu bytes is longer than "
+            "the format allows",
+            (unsigned long long)length);
+    }
+    if (length > file_bytes - LENGTH_BYTES) {
+        return mls_fail_at(
+            st, 0,
+            "the file is cut off: its header should be %llu bytes long and "
+            "%llu are there",
+            (unsigned long long)length, (unsigned long long)(file_bytes - LENGTH_BYTES));
+    }
+    *out = (size_t)length;
+    return MLS_OK;
+}
+
+static mls_code too_short(uint64_t file_bytes, mls_status *st)
+{
+    return mls_fail_at(st, file_bytes,
+                       "not a safetensors file: %llu bytes are too few for one",
+                       (unsigned long long)file_bytes);
+}
+
+mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
+                               uint64_t file_bytes, const mls_crc_kernels *crc,
+                               bool verify, mls_safetensors *out, mls_status *st)
+{
+    size_t length;
+    if (head_bytes < LENGTH_BYTES || file_bytes < head_bytes) {
+        return too_short(file_bytes, st);
+    }
+    mls_code code = header_length(head, file_bytes, &length, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (length > head_bytes - LENGTH_BYTES) {
+        return mls_fail(st, MLS_E_VALUE, "%zu bytes of the header were handed over",
+                        head_bytes);
+    }
+    header_reader r = {.text = (const char *)head + LENGTH_BYTES,
+                       .length = length,
+                       .payload = LENGTH_BYTES + length,
+                       .file_bytes = file_bytes,
+                       .header_crc = MLS_JSON_NONE,
+                       .tensor_crcs = MLS_JSON_NONE,
+                       .st = st};
+    code = read_json(&r);
+    if (code == MLS_OK) {
+        code = read_entries(&r);
+    }
+    if (code == MLS_OK) {
+        code = check_coverage(&r);
+    }
+    if (code == MLS_OK) {
+        code = read_checksums(&r, crc, verify);
+    }
+    if (code != MLS_OK) {
+        mls_safetensors_fini(&r.file);
+        return code;
+    }
+    *out = r.file;
+    return MLS_OK;
+}
+
+void mls_safetensors_fini(mls_safetensors *file)
+{
+    mls_free(file->tensors);
+    mls_free(file->metadata);
+    mls_free(file->dims);
+    mls_json_free(file->json);
+    *file = (mls_safetensors){0};
+}
+
+#if !defined(_WIN32)
+
+mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
+                              int *fd, mls_safetensors *out, mls_status *st)
+{
+    unsigned char start[LENGTH_BYTES];
+    unsigned char *head = NULL;
+    int opened = -1;
+    uint64_t file_bytes;
+    size_t length = 0;
+    mls_code code = mls_file_open(path, &opened, &file_bytes, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = file_bytes < LENGTH_BYTES
+               ? too_short(file_bytes, st)
+               : mls_file_read_at(opened, start, LENGTH_BYTES, 0, st);
+    if (code == MLS_OK) {
+        code = header_length(start, file_bytes, &length, st);
+    }
+    if (code != MLS_OK) {
+        goto done;
+    }
+    head = mls_alloc(LENGTH_BYTES + length, 1);
+    if (head == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for a header of %zu bytes", length);
+        goto done;
+    }
+    memcpy(head, start, LENGTH_BYTES);
+    code = mls_file_read_at(opened, head + LENGTH_BYTES, length, LENGTH_BYTES, st);
+    if (code == MLS_OK) {
+        code = mls_safetensors_parse(head, LENGTH_BYTES + length, file_bytes, crc, verify,
+                                     out, st);
+    }
+done:
+    mls_free(head);
+    if (code != MLS_OK) {
+        (void)close(opened);
+        return code;
+    }
+    *fd = opened;
+    return MLS_OK;
+}
+
+static mls_code tensor_changed(const mls_stored *tensor, uint32_t found, mls_status *st)
+{
+    const int shown =
+        (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
+    mls_fail(st, MLS_E_CHECKSUM,
+             "tensor '%.*s': its bytes are not those that were written (checksum %08lx, "
+             "expected %08lx): the file is damaged",
+             shown, tensor->name.data, (unsigned long)found, (unsigned long)tensor->crc);
+    st->has_offset = true;
+    st->offset = tensor->offset;
+    mls_status_name(st, tensor->name.data, tensor->name.length);
+    mls_status_expected(st, "%08lx", (unsigned long)tensor->crc);
+    mls_status_got(st, "%08lx", (unsigned long)found);
+    return MLS_E_CHECKSUM;
+}
+
+mls_code mls_safetensors_read(int fd, const mls_stored *tensor, bool has_crc,
+                              const mls_crc_kernels *crc, void *data, mls_status *st)
+{
+    unsigned char *to = data;
+    uint32_t found = 0;
+    const bool checks = has_crc && crc != NULL;
+    for (size_t done = 0; done < tensor->bytes;) {
+        const size_t left = tensor->bytes - done;
+        const size_t step = !checks || left < READ_STEP ? left : READ_STEP;
+        const mls_code code =
+            mls_file_read_at(fd, to + done, step, tensor->offset + done, st);
+        if (code != MLS_OK) {
+            mls_status_name(st, tensor->name.data, tensor->name.length);
+            return code;
+        }
+        if (checks) {
+            found = crc->update(found, to + done, step);
+        }
+        done += step;
+    }
+    return checks && found != tensor->crc ? tensor_changed(tensor, found, st) : MLS_OK;
+}
+
+#endif

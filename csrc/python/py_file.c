@@ -1,0 +1,436 @@
+/* py_file: safetensors files.  The public names and their docstrings are in
+ * mlstate/checkpoint.py; these take positional arguments only. */
+#include "mlsp.h"
+
+#include "fsio.h"
+#include "mem.h"
+#include "safetensors.h"
+
+#if defined(_WIN32)
+#    error "file access needs POSIX"
+#endif
+
+#include <unistd.h>
+
+/* A path as the caller gave it and as the system takes it. */
+typedef struct file_path {
+    PyObject *given;   /* borrowed: str or bytes */
+    PyObject *encoded; /* bytes, strong */
+    const char *text;  /* of `encoded` */
+} file_path;
+
+static int take_path(PyObject *given, file_path *out)
+{
+    PyObject *encoded = NULL;
+    if (!PyUnicode_FSConverter(given, &encoded)) {
+        return -1;
+    }
+    *out = (file_path){
+        .given = given, .encoded = encoded, .text = PyBytes_AS_STRING(encoded)};
+    return 0;
+}
+
+/* Raise `st`.  What is wrong with a file starts with the file's name; an OSError shows
+ * the path by itself. */
+static PyObject *raise_of(PyObject *module, const mls_status *st, const file_path *path)
+{
+    mls_status named = *st;
+    if (st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM) {
+        const char *slash = strrchr(path->text, '/');
+        PyOS_snprintf(named.text, sizeof named.text, "%.100s: %.215s",
+                      slash == NULL ? path->text : slash + 1, st->text);
+    }
+    return mlsp_raise(mlsp_state_of(module), &named, path->given);
+}
+
+static const mls_crc_kernels *crc_of(PyObject *module)
+{
+    return mls_crc_of(mlsp_state_of(module)->kernels->cpu);
+}
+
+static int wrong_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
+{
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+    return -1;
+}
+
+/* ---- saving ---- */
+
+/* What a save holds on to while the GIL is released. */
+typedef struct save_job {
+    mls_safetensors_content content;
+    mls_named_tensor *tensors;
+    mls_text_pair *metadata;
+    mlsp_view *views;
+} save_job;
+
+static void save_job_fini(save_job *job)
+{
+    for (size_t i = 0; job->views != NULL && i < job->content.count; i++) {
+        mlsp_view_release(&job->views[i]);
+    }
+    mls_free(job->tensors);
+    mls_free(job->metadata);
+    mls_free(job->views);
+}
+
+/* The UTF-8 of a str, which shares its memory. */
+static int take_text(PyObject *object, const char *what, mls_text *out)
+{
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
+                     Py_TYPE(object)->tp_name, object);
+        return -1;
+    }
+    Py_ssize_t length;
+    const char *data = PyUnicode_AsUTF8AndSize(object, &length);
+    if (data == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s %.200R has half of a surrogate pair, which no file can hold",
+                         what, object);
+        }
+        return -1;
+    }
+    *out = (mls_text){.data = data, .length = (size_t)length};
+    return 0;
+}
+
+/* Item `i` of a tuple of pairs; borrowed. */
+static int take_pair(PyObject *pairs, Py_ssize_t i, PyObject **first, PyObject **second)
+{
+    PyObject *pair = PyTuple_GET_ITEM(pairs, i);
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+        PyErr_SetString(PyExc_TypeError, "items() must give pairs");
+        return -1;
+    }
+    *first = PyTuple_GET_ITEM(pair, 0);
+    *second = PyTuple_GET_ITEM(pair, 1);
+    return 0;
+}
+
+static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job *job)
+{
+    PyObject *name, *array;
+    mls_named_tensor *t = &job->tensors[i];
+    if (take_pair(items, i, &name, &array) < 0 ||
+        take_text(name, "tensor name", &t->name) < 0) {
+        return -1;
+    }
+    char what[MLS_NAME_BYTES];
+    PyOS_snprintf(what, sizeof what, "tensor '%.140s'", t->name.data);
+    if (mlsp_view_of(mlsp_state_of(module), array, what, &job->views[i]) < 0) {
+        return -1;
+    }
+    t->tensor = &job->views[i].tensor;
+    job->content.count++;
+    return 0;
+}
+
+static int take_metadata(PyObject *pairs, save_job *job)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i++) {
+        PyObject *key, *value;
+        mls_text_pair *pair = &job->metadata[i];
+        if (take_pair(pairs, i, &key, &value) < 0 ||
+            take_text(key, "metadata key", &pair->key) < 0 ||
+            take_text(value, "metadata value", &pair->value) < 0) {
+            return -1;
+        }
+        job->content.metadata_count++;
+    }
+    return 0;
+}
+
+static int save_job_init(PyObject *module, PyObject *items, PyObject *pairs,
+                         save_job *job)
+{
+    const size_t count = (size_t)PyTuple_GET_SIZE(items);
+    job->tensors = mls_alloc(count, sizeof *job->tensors);
+    job->views = mls_alloc(count, sizeof *job->views);
+    job->metadata = mls_alloc((size_t)PyTuple_GET_SIZE(pairs), sizeof *job->metadata);
+    if (job->tensors == NULL || job->views == NULL || job->metadata == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    job->content.tensors = job->tensors;
+    job->content.metadata = job->metadata;
+    for (size_t i = 0; i < count; i++) {
+        if (take_tensor(module, items, (Py_ssize_t)i, job) < 0) {
+            return -1;
+        }
+    }
+    return take_metadata(pairs, job);
+}
+
+/* file_save(path, ((name, array), ...), ((key, value), ...)) */
+static PyObject *file_save(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        wrong_count("file_save", 3, count);
+        return NULL;
+    }
+    if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "file_save wants two tuples of pairs");
+        return NULL;
+    }
+    const mls_kernels *kernels = mlsp_state_of(module)->kernels;
+    const mls_crc_kernels *crc = crc_of(module);
+    save_job job = {0};
+    file_path path = {0};
+    mls_status st;
+    mls_code code;
+    PyObject *result = NULL;
+    if (take_path(args[0], &path) < 0 ||
+        save_job_init(module, args[1], args[2], &job) < 0) {
+        goto done;
+    }
+    /* clang-format off */
+    Py_BEGIN_ALLOW_THREADS
+    code = mls_safetensors_write(path.text, &job.content, kernels, crc, &st);
+    Py_END_ALLOW_THREADS
+        /* clang-format on */
+        result = code == MLS_OK ? Py_NewRef(Py_None) : raise_of(module, &st, &path);
+done:
+    save_job_fini(&job);
+    Py_XDECREF(path.encoded);
+    return result;
+}
+
+/* ---- loading ---- */
+
+static PyObject *text_of(mls_text text)
+{
+    return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
+}
+
+static PyObject *metadata_of(const mls_safetensors *file)
+{
+    PyObject *result = PyDict_New();
+    for (size_t i = 0; result != NULL && i < file->metadata_count; i++) {
+        PyObject *key = text_of(file->metadata[i].key);
+        PyObject *value = key == NULL ? NULL : text_of(file->metadata[i].value);
+        if (value == NULL || PyDict_SetItem(result, key, value) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return result;
+}
+
+/* A new array for `tensor`: over `data`, which `base` keeps alive, or of its own memory
+ * where `base` is NULL. */
+static PyObject *array_of(const mls_stored *tensor, const unsigned char *data,
+                          PyObject *base)
+{
+    npy_intp dims[MLS_MAX_RANK];
+    for (int axis = 0; axis < tensor->rank; axis++) {
+        dims[axis] = (npy_intp)tensor->shape[axis];
+    }
+    PyArray_Descr *descr = mlsp_descr_of_dtype(tensor->dtype);
+    if (descr == NULL) {
+        return NULL;
+    }
+    /* NumPy takes the address without const, and keeps the array read-only */
+    void *address = base == NULL ? NULL : (void *)(uintptr_t)data;
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, descr, tensor->rank, dims, NULL,
+                                           address, 0, NULL);
+    if (array == NULL || base == NULL) {
+        return array;
+    }
+    PyArrayObject *nd = (PyArrayObject *)array;
+    PyArray_UpdateFlags(nd, NPY_ARRAY_ALIGNED);
+    PyArray_CLEARFLAGS(nd, NPY_ARRAY_WRITEABLE);
+    if (PyArray_SetBaseObject(nd, Py_NewRef(base)) < 0) {
+        Py_DECREF(array);
+        return NULL;
+    }
+    return array;
+}
+
+/* A dict of arrays in the header's order, over a mapping or of their own memory. */
+static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *mapped,
+                           PyObject *base)
+{
+    PyObject *result = PyDict_New();
+    for (size_t i = 0; result != NULL && i < file->count; i++) {
+        const mls_stored *tensor = &file->tensors[i];
+        PyObject *name = text_of(tensor->name);
+        PyObject *array =
+            name == NULL
+                ? NULL
+                : array_of(tensor, base == NULL ? NULL : mapped + tensor->offset, base);
+        if (array == NULL || PyDict_SetItem(result, name, array) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(name);
+        Py_XDECREF(array);
+    }
+    return result;
+}
+
+static const char capsule_name[] = "mlstate.mapping";
+
+static void mapping_end(PyObject *capsule)
+{
+    mls_mapping *mapping = PyCapsule_GetPointer(capsule, capsule_name);
+    mls_mapping_fini(mapping);
+    mls_free(mapping);
+}
+
+/* The file as read-only arrays over one mapping, which lives as long as any of them. */
+static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
+                             const mls_safetensors *file)
+{
+    mls_status st;
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < file->count; i++) {
+        const uint64_t end = file->tensors[i].offset + file->tensors[i].bytes;
+        bytes = end > bytes ? end : bytes;
+    }
+    mls_mapping *mapping = mls_alloc(1, sizeof *mapping);
+    if (mapping == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (mls_mapping_init(mapping, fd, bytes, &st) != MLS_OK) {
+        mls_free(mapping);
+        return raise_of(module, &st, path);
+    }
+    PyObject *capsule = PyCapsule_New(mapping, capsule_name, mapping_end);
+    if (capsule == NULL) {
+        mls_mapping_fini(mapping);
+        mls_free(mapping);
+        return NULL;
+    }
+    PyObject *arrays = arrays_of(file, mapping->data, capsule);
+    Py_DECREF(capsule);
+    return arrays;
+}
+
+/* Where the arrays' memory lies, in the header's order.  The dict is not shared yet. */
+static void **places_of(PyObject *arrays, size_t count)
+{
+    void **places = mls_alloc(count, sizeof *places);
+    PyObject *name, *array;
+    Py_ssize_t at = 0;
+    for (size_t i = 0; places != NULL && PyDict_Next(arrays, &at, &name, &array); i++) {
+        places[i] = PyArray_DATA((PyArrayObject *)array);
+    }
+    return places;
+}
+
+/* The file as arrays of their own memory, read straight into them. */
+static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
+                             const mls_safetensors *file)
+{
+    const mls_crc_kernels *crc = crc_of(module);
+    mls_status st;
+    mls_code code = MLS_OK;
+    PyObject *arrays = arrays_of(file, NULL, NULL);
+    if (arrays == NULL) {
+        return NULL;
+    }
+    void **places = places_of(arrays, file->count);
+    if (places == NULL) {
+        Py_DECREF(arrays);
+        return PyErr_NoMemory();
+    }
+    /* clang-format off */
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t i = 0; code == MLS_OK && i < file->count; i++) {
+        code = mls_safetensors_read(fd, &file->tensors[i], file->has_crc, crc, places[i],
+                                    &st);
+    }
+    Py_END_ALLOW_THREADS
+        /* clang-format on */
+        mls_free(places);
+    if (code != MLS_OK) {
+        Py_CLEAR(arrays);
+        raise_of(module, &st, path);
+    }
+    return arrays;
+}
+
+/* Open a file and read its header, without the GIL. */
+static int open_file(PyObject *module, const file_path *path, bool verify, int *fd,
+                     mls_safetensors *file)
+{
+    const mls_crc_kernels *crc = crc_of(module);
+    mls_status st;
+    mls_code code;
+    /* clang-format off */
+    Py_BEGIN_ALLOW_THREADS
+    code = mls_safetensors_open(path->text, crc, verify, fd, file, &st);
+    Py_END_ALLOW_THREADS
+        /* clang-format on */
+        if (code != MLS_OK)
+    {
+        raise_of(module, &st, path);
+        return -1;
+    }
+    return 0;
+}
+
+/* file_load(path, mmap, verify) -> {name: array} */
+static PyObject *file_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        wrong_count("file_load", 3, count);
+        return NULL;
+    }
+    const int maps = PyObject_IsTrue(args[1]);
+    const int verifies = PyObject_IsTrue(args[2]);
+    file_path path = {0};
+    mls_safetensors file = {0};
+    int fd = -1;
+    PyObject *result = NULL;
+    if (maps < 0 || verifies < 0 || take_path(args[0], &path) < 0 ||
+        open_file(module, &path, verifies != 0, &fd, &file) < 0) {
+        goto done;
+    }
+    result = maps != 0 ? load_mapped(module, &path, fd, &file)
+                       : load_copied(module, &path, fd, &file);
+done:
+    if (fd >= 0) {
+        (void)close(fd);
+    }
+    mls_safetensors_fini(&file);
+    Py_XDECREF(path.encoded);
+    return result;
+}
+
+/* file_metadata(path, verify) -> {key: value} */
+static PyObject *file_metadata(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2) {
+        wrong_count("file_metadata", 2, count);
+        return NULL;
+    }
+    const int verifies = PyObject_IsTrue(args[1]);
+    file_path path = {0};
+    mls_safetensors file = {0};
+    int fd = -1;
+    PyObject *result = NULL;
+    if (verifies >= 0 && take_path(args[0], &path) == 0 &&
+        open_file(module, &path, verifies != 0, &fd, &file) == 0) {
+        result = metadata_of(&file);
+        (void)close(fd);
+    }
+    mls_safetensors_fini(&file);
+    Py_XDECREF(path.encoded);
+    return result;
+}
+
+/* PyMethodDef wants one kind of pointer for functions of every kind. */
+#define FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
+
+PyMethodDef mlsp_file_methods[] = {
+    {"file_save", FASTCALL(file_save), METH_FASTCALL,
+     "file_save(path, tensors, metadata): write a safetensors file atomically."},
+    {"file_load", FASTCALL(file_load), METH_FASTCALL,
+     "file_load(path, mmap, verify): the arrays of a safetensors file."},
+    {"file_metadata", FASTCALL(file_metadata), METH_FASTCALL,
+     "file_metadata(path, verify): the metadata of a safetensors file."},
+    {NULL, NULL, 0, NULL},
+};
