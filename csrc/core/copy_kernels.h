@@ -29,6 +29,21 @@ void mls_run_f64_f16(void *dst, const void *src, size_t count, bool stream);
 void mls_run_f64_bf16(void *dst, const void *src, size_t count, bool stream);
 void mls_run_f64_f32(void *dst, const void *src, size_t count, bool stream);
 
+/* The conversions of a vector table, whose file has runs called A_B for the pairs of 16-
+ * and 32-bit floats; those with float64 are rare and left to the oracle's. */
+#define MLS_CONVERT_TABLE                                                                \
+    {                                                                                    \
+        [MLS_F16] =                                                                      \
+            {[MLS_BF16] = f16_bf16, [MLS_F32] = f16_f32, [MLS_F64] = mls_run_f16_f64},   \
+        [MLS_BF16] =                                                                     \
+            {[MLS_F16] = bf16_f16, [MLS_F32] = bf16_f32, [MLS_F64] = mls_run_bf16_f64},  \
+        [MLS_F32] =                                                                      \
+            {[MLS_F16] = f32_f16, [MLS_BF16] = f32_bf16, [MLS_F64] = mls_run_f32_f64},   \
+        [MLS_F64] = {[MLS_F16] = mls_run_f64_f16,                                        \
+                     [MLS_BF16] = mls_run_f64_bf16,                                      \
+                     [MLS_F32] = mls_run_f64_f32},                                       \
+    }
+
 /* The pattern as it reads `offset` bytes further on. */
 static inline uint64_t mls_pattern_at(uint64_t pattern, size_t offset)
 {

@@ -137,16 +137,7 @@ const mls_kernels mls_kernels_neon = {
     .cpu = MLS_CPU_NEON,
     .copy = copy_run,
     .fill = fill_run,
-    .convert =
-        {[MLS_F16] =
-             {[MLS_BF16] = f16_bf16, [MLS_F32] = f16_f32, [MLS_F64] = mls_run_f16_f64},
-         [MLS_BF16] =
-             {[MLS_F16] = bf16_f16, [MLS_F32] = bf16_f32, [MLS_F64] = mls_run_bf16_f64},
-         [MLS_F32] =
-             {[MLS_F16] = f32_f16, [MLS_BF16] = f32_bf16, [MLS_F64] = mls_run_f32_f64},
-         [MLS_F64] = {[MLS_F16] = mls_run_f64_f16,
-                      [MLS_BF16] = mls_run_f64_bf16,
-                      [MLS_F32] = mls_run_f64_f32}},
+    .convert = MLS_CONVERT_TABLE,
 };
 
 #endif
