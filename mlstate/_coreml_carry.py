@@ -51,24 +51,17 @@ def _raise_if(fault: Fault | None, name: str) -> None:
         raise fault.error(name)
 
 
-def _direction_fault(name: str, source: int, target: int, compact: bool) -> Fault | None:
-    if compact and target > source:
-        return Fault(
-            f"{name}: the target state has {target} positions, more than the source's {source}; "
-            "use transition_coreml_state to expand",
-            f"at most {source}",
-            target,
-            capacity=True,
-        )
-    if not compact and target < source:
-        return Fault(
-            f"{name}: the target state has {target} positions, fewer than the source's {source}; "
-            "use compact_coreml_state to compact",
-            f"at least {source}",
-            target,
-            capacity=True,
-        )
-    return None
+def _too_short(name: str, source: int, target: int) -> Fault | None:
+    """What is wrong with expanding into `target` positions, if anything."""
+    if target >= source:
+        return None
+    return Fault(
+        f"{name}: the target state has {target} positions, fewer than the source's {source}; "
+        "use compact_coreml_state to compact",
+        f"at least {source}",
+        target,
+        capacity=True,
+    )
 
 
 def _carry(
@@ -88,7 +81,8 @@ def _carry(
     value = np.asarray(source.read_state(name=name))
     _raise_if(shape_fault(name, value.shape, shape), name)
     length = shape[SEQUENCE]
-    _raise_if(_direction_fault(name, value.shape[SEQUENCE], length, compact), name)
+    if not compact:
+        _raise_if(_too_short(name, value.shape[SEQUENCE], length), name)
     _raise_if(position_fault(name, value.shape[SEQUENCE], length, number), name)
     dtype = np.dtype(np.int32 if value.dtype.kind == "i" else np.float32)
     if value.dtype.kind == "i" and value.dtype != dtype:
@@ -172,7 +166,7 @@ def compact_coreml_state(
     *,
     specs: Mapping[str, StateSpec] | None = None,
 ) -> None:
-    """Carry a KV state over to a model with at most as many positions.
+    """Carry a KV state over to a model with fewer positions that its tokens fit into.
 
     Parameters
     ----------
@@ -182,8 +176,8 @@ def compact_coreml_state(
     Raises
     ------
     CompatibilityError, CapacityError, RuntimeError
-        As for `transition_coreml_state`; CapacityError also where the tokens do not fit the
-        target, or where the target is longer than the source.
+        As for `transition_coreml_state`, but a shorter target is an error only where the
+        tokens do not fit.
 
     Notes
     -----

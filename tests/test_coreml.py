@@ -567,7 +567,6 @@ BAD = [
     ("c", (2, 3, 40, 8), (2, 3, 16, 8), 17, CapacityError, "17 tokens do not fit", "kv"),
     ("c", (2, 3, 40, 8), (2, 3, 16, 8), -3, CapacityError, "position -3 is negative", "position"),
     ("t", (2, 3, 40, 8), (2, 3, 16, 8), 9, CapacityError, "use compact_coreml_state", "kv"),
-    ("c", (2, 3, 16, 8), (2, 3, 40, 8), 9, CapacityError, "use transition_coreml_state", "kv"),
     ("t", (3, 3, 16, 8), (2, 3, 40, 8), 9, CompatibilityError, "kv: layers differ", "kv"),
     ("t", (2, 1, 16, 8), (2, 3, 40, 8), 9, CompatibilityError, "kv: heads differ", "kv"),
     ("c", (2, 3, 40, 4), (2, 3, 16, 8), 9, CompatibilityError, "head dimension differs", "kv"),
@@ -575,6 +574,13 @@ BAD = [
     ("t", (2, 3, 16, 8), (2, 40, 8), 9, CompatibilityError, "target state has the shape", "kv"),
     ("t", (2, 3, 16, 8), (2, 3, 40, 8), 1.5, TypeError, "position must be an integer", None),
 ]
+
+
+def test_compaction_into_a_longer_state_is_what_compact_kv_state_does():
+    source, target = FakeMLState({"kv": (2, 3, 16, 8)}), FakeMLState({"kv": (2, 3, 40, 8)})
+    source.write_state("kv", np.ones((2, 3, 16, 8), np.float32))
+    compact_coreml_state(source, target, "kv", 16)
+    assert target.read_state("kv").sum() == 2 * 3 * 16 * 8
 
 
 @pytest.mark.parametrize("with_specs", [True, False])
