@@ -1,0 +1,208 @@
+/* Every allocation fails once: the n-th one for every n, in reading, writing and parsing.
+ * Each must end in MLS_E_MEMORY with nothing leaked, the outputs untouched and the old
+ * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
+#include "fsio.h"
+#include "json.h"
+#include "mem.h"
+#include "runner.h"
+#include "safetensors.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+void *__real_malloc(size_t bytes);
+void *__real_calloc(size_t count, size_t size);
+void *__real_realloc(void *block, size_t bytes);
+void *__wrap_malloc(size_t bytes);
+void *__wrap_calloc(size_t count, size_t size);
+void *__wrap_realloc(void *block, size_t bytes);
+
+static long countdown; /* allocations until one fails; 0 and below: none does */
+static bool has_failed;
+
+static bool fails_now(void)
+{
+    if (countdown > 0 && --countdown == 0) {
+        has_failed = true;
+        return true;
+    }
+    return false;
+}
+
+void *__wrap_malloc(size_t bytes)
+{
+    return fails_now() ? NULL : __real_malloc(bytes);
+}
+
+void *__wrap_calloc(size_t count, size_t size)
+{
+    return fails_now() ? NULL : __real_calloc(count, size);
+}
+
+void *__wrap_realloc(void *block, size_t bytes)
+{
+    return fails_now() ? NULL : __real_realloc(block, bytes);
+}
+
+/* Run `job` with the n-th allocation failing, for n = 1, 2, ... until none fails; the
+ * number of failures it took. */
+static long fail_each(mls_code (*job)(mls_status *st))
+{
+    for (long n = 1; n < 10000; n++) {
+        mls_status st;
+        countdown = n;
+        has_failed = false;
+        const mls_code code = job(&st);
+        countdown = 0;
+        if (!has_failed) {
+            CHECK(code == MLS_OK);
+            return n - 1;
+        }
+        CHECK(code == MLS_E_MEMORY && st.code == MLS_E_MEMORY && st.text[0] != '\0');
+    }
+    CHECK(!"the job allocates for ever");
+    return 0;
+}
+
+/* ---- JSON ---- */
+
+static mls_code parse_json(mls_status *st)
+{
+    /* enough values to grow the nodes, and objects to sort */
+    static const char text[] =
+        "[{\"a\":1,\"b\":2,\"c\":[1,2,3,4,5,6,7,8,9,10,11,12,13,14]},"
+        "{\"a\":1,\"b\":2,\"c\":3,\"d\":4,\"e\":5,\"f\":6,\"g\":7}]";
+    mls_json *doc = NULL;
+    const mls_json_limits limits = {.depth = 8, .nodes = 100};
+    const mls_code code = mls_json_parse(text, sizeof text - 1, limits, &doc, st);
+    CHECK((code == MLS_OK) == (doc != NULL));
+    mls_json_free(doc);
+    return code;
+}
+
+static void parsing_json_survives_every_failure(void)
+{
+    CHECK(fail_each(parse_json) >= 5);
+}
+
+/* ---- files ---- */
+
+static char path[160];
+
+static void make_path(void)
+{
+    const char *base = getenv("TMPDIR");
+    snprintf(path, sizeof path, "%s/mlstate-alloc-%ld", base ? base : "/tmp",
+             (long)getpid());
+}
+
+static void write_old(void)
+{
+    make_path();
+    FILE *file = fopen(path, "wb");
+    if (file != NULL) {
+        fputs("old", file);
+        fclose(file);
+    }
+}
+
+static bool old_stands(void)
+{
+    char seen[8] = "";
+    FILE *file = fopen(path, "rb");
+    const size_t got = file == NULL ? 0 : fread(seen, 1, sizeof seen, file);
+    if (file != NULL) {
+        fclose(file);
+    }
+    return got == 3 && memcmp(seen, "old", 3) == 0;
+}
+
+static mls_code read_whole(mls_status *st)
+{
+    unsigned char *data = NULL;
+    size_t length = 0;
+    const mls_code code = mls_file_read(path, 100, &data, &length, st);
+    CHECK((code == MLS_OK) == (data != NULL));
+    mls_free(data);
+    return code;
+}
+
+static void reading_a_file_survives_every_failure(void)
+{
+    write_old();
+    CHECK(fail_each(read_whole) >= 1);
+    unlink(path);
+}
+
+static mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+static mls_code write_state(mls_status *st)
+{
+    float floats[6] = {0, 1, 2, 3, 4, 5};
+    const size_t shape[2] = {2, 3};
+    mls_tensor packed, strided;
+    mls_status unused;
+    CHECK(mls_tensor_init(&packed, floats, MLS_F32, 2, shape, &unused) == MLS_OK);
+    strided = packed;
+    strided.shape[0] = 3;
+    strided.shape[1] = 2;
+    strided.strides[0] = 4;
+    strided.strides[1] = 12;
+    const mls_named_tensor tensors[] = {{text("packed"), &packed}, {text("t"), &strided}};
+    const mls_text_pair pair = {text("key"), text("value")};
+    const mls_safetensors_content content = {
+        .tensors = tensors, .count = 2, .metadata = &pair, .metadata_count = 1};
+    const mls_code code = mls_safetensors_write(
+        path, &content, mls_kernels_of(MLS_CPU_SCALAR), &mls_crc_scalar, st);
+    const long kept = countdown;
+    countdown = 0; /* looking must not fail */
+    CHECK(old_stands() == (code != MLS_OK));
+    countdown = kept;
+    return code;
+}
+
+static void writing_survives_every_failure_and_keeps_the_old_file(void)
+{
+    write_old();
+    CHECK(fail_each(write_state) >= 6);
+    unlink(path);
+}
+
+static mls_code read_state(mls_status *st)
+{
+    int fd = -1;
+    mls_safetensors file = {0};
+    const mls_code code =
+        mls_safetensors_open(path, &mls_crc_scalar, true, &fd, &file, st);
+    CHECK((code == MLS_OK) == (fd >= 0) && (code == MLS_OK) == (file.tensors != NULL));
+    if (fd >= 0) {
+        close(fd);
+    }
+    mls_safetensors_fini(&file);
+    return code;
+}
+
+static void opening_survives_every_failure(void)
+{
+    mls_status st;
+    write_old();
+    countdown = 0;
+    CHECK(write_state(&st) == MLS_OK);
+    CHECK(fail_each(read_state) >= 6);
+    unlink(path);
+}
+
+static const test_case tests[] = {
+    TEST(parsing_json_survives_every_failure),
+    TEST(reading_a_file_survives_every_failure),
+    TEST(writing_survives_every_failure_and_keeps_the_old_file),
+    TEST(opening_survives_every_failure),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}
