@@ -12,7 +12,7 @@
 #ifndef MLS_COPY_X86_H
 #define MLS_COPY_X86_H
 
-#define INLINED static inline __attribute__((always_inline))
+#define MLS_INLINED static inline __attribute__((always_inline))
 
 enum {
     PAGE = 4096, /* bytes of destination that one lane of a block covers */
@@ -26,9 +26,9 @@ typedef vector (*vector_function)(const unsigned char *src);
 /* Write LANES pages side by side, past the cache.  Memory serves several streams better
  * than one: measured, a copy takes 27 % less time than page after page.  Asking ahead
  * gains a conversion 10 % and costs a plain copy 4 %. */
-TARGET INLINED void stream_block(unsigned char *dst, const unsigned char *src,
-                                 size_t from_bytes, size_t to_bytes,
-                                 vector_function convert)
+TARGET MLS_INLINED void stream_block(unsigned char *dst, const unsigned char *src,
+                                     size_t from_bytes, size_t to_bytes,
+                                     vector_function convert)
 {
     for (size_t i = 0; i < PAGE; i += WIDTH) {
         for (size_t lane = 0; lane < LANES; lane++) {
@@ -44,10 +44,10 @@ TARGET INLINED void stream_block(unsigned char *dst, const unsigned char *src,
 
 /* A run of any conversion: scalar up to alignment when streaming, whole vectors, scalar
  * rest.  Inlined into each conversion, so that `convert` is no call. */
-TARGET INLINED void convert_run(unsigned char *dst, const unsigned char *src,
-                                size_t count, bool past_cache, size_t from_bytes,
-                                size_t to_bytes, vector_function convert,
-                                mls_convert_run scalar)
+TARGET MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src,
+                                    size_t count, bool past_cache, size_t from_bytes,
+                                    size_t to_bytes, vector_function convert,
+                                    mls_convert_run scalar)
 {
     const size_t items = WIDTH / to_bytes;
     const size_t block = (size_t)LANES * PAGE / to_bytes;
@@ -74,19 +74,19 @@ TARGET INLINED void convert_run(unsigned char *dst, const unsigned char *src,
 }
 
 /* The run that converts A to B, whose items have the given sizes. */
-#define DEFINE_RUN(A, B, from_bytes, to_bytes)                                           \
+#define MLS_DEFINE_RUN(A, B, from_bytes, to_bytes)                                       \
     TARGET static void A##_##B(void *dst, const void *src, size_t count, bool stream)    \
     {                                                                                    \
         convert_run(dst, src, count, stream, from_bytes, to_bytes, vector_##A##_##B,     \
                     mls_run_##A##_##B);                                                  \
     }
 
-DEFINE_RUN(f16, bf16, 2, 2)
-DEFINE_RUN(f16, f32, 2, 4)
-DEFINE_RUN(bf16, f16, 2, 2)
-DEFINE_RUN(bf16, f32, 2, 4)
-DEFINE_RUN(f32, f16, 4, 2)
-DEFINE_RUN(f32, bf16, 4, 2)
+MLS_DEFINE_RUN(f16, bf16, 2, 2)
+MLS_DEFINE_RUN(f16, f32, 2, 4)
+MLS_DEFINE_RUN(bf16, f16, 2, 2)
+MLS_DEFINE_RUN(bf16, f32, 2, 4)
+MLS_DEFINE_RUN(f32, f16, 4, 2)
+MLS_DEFINE_RUN(f32, bf16, 4, 2)
 
 /* The C library copies best inside the cache. */
 TARGET static void copy_run(void *dst, const void *src, size_t bytes, bool stream)

@@ -245,8 +245,8 @@ def run(
     --------
     >>> from mlstate.demo.story import run
     >>> report = run(None, say=lambda line: None)
-    >>> report.identical, report.refused[:35]
-    (True, "kv_cache: 300 tokens do not fit int")
+    >>> report.identical, report.refused[:31]
+    (True, 'kv_cache: 300 tokens do not fit')
     """
     with resources.as_file(resources.files("mlstate.demo") / "data") as data:
         specs = _show_packages(data, say)

@@ -9,6 +9,8 @@ from .. import _core
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["move"]
+
 
 def _torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
     """Return the torch dtype that `dtype` means: a torch dtype, a name, a NumPy dtype."""
