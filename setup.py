@@ -9,14 +9,22 @@ import os
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from glob import glob
+from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-WARNINGS = """-Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla
--Wundef""".split()
+WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Wconversion",
+    "-Wstrict-prototypes",
+    "-Wcast-qual",
+    "-Wvla",
+    "-Wundef",
+]
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-fsanitize=thread"],
@@ -52,6 +60,7 @@ class ParallelBuild(build_ext):
     """Compile the sources of the one extension side by side; setuptools goes one by one."""
 
     def build_extensions(self):
+        """Build as setuptools does, with a thread for each processor."""
         compile_one = self.compiler.compile
 
         def compile_all(sources, *args, **kwargs):
@@ -63,13 +72,18 @@ class ParallelBuild(build_ext):
         super().build_extensions()
 
 
+def files(*patterns):
+    """Source files by pattern, in an order that is the same everywhere."""
+    return sorted(path.as_posix() for pattern in patterns for path in Path().glob(pattern))
+
+
 compile_args, link_args = flags()
 setup(
     ext_modules=[
         Extension(
             "mlstate._core",
-            sources=sorted(glob("csrc/core/*.c") + glob("csrc/python/*.c")),
-            depends=sorted(glob("csrc/core/*.h") + glob("csrc/python/*.h")),
+            sources=files("csrc/core/*.c", "csrc/python/*.c"),
+            depends=files("csrc/core/*.h", "csrc/python/*.h"),
             include_dirs=["csrc/core"],
             define_macros=[
                 ("_GNU_SOURCE", None),

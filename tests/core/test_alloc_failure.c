@@ -60,7 +60,7 @@ static long fail_each(mls_code (*job)(mls_status *st))
         }
         CHECK(code == MLS_E_MEMORY && st.code == MLS_E_MEMORY && st.text[0] != '\0');
     }
-    CHECK(!"the job allocates for ever");
+    CHECK(false && "the job allocates for ever");
     return 0;
 }
 
