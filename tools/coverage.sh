@@ -9,8 +9,11 @@ find . -name '*.gcda' -delete
 make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT="-O0 -g" \
     EXTRA=--coverage run
 MLSTATE_COVERAGE=1 "$python" setup.py -q build_ext --inplace
-"$python" -m pytest -q --ignore=tests/lint --ignore=tests/test_core_c.py ${PYTEST_ARGS:-}
+status=0 # a failing test is reported after what was reached
+"$python" -m pytest -q --ignore=tests/lint --ignore=tests/test_core_c.py ${PYTEST_ARGS:-} ||
+    status=$?
 "$python" -m gcovr --root . --filter 'csrc/' --gcov-ignore-parse-errors=negative_hits.warn \
     --merge-mode-functions=merge-use-line-min --txt build/summary.txt --txt-summary \
     --html-details ../index.html .
 cat build/summary.txt
+exit $status
