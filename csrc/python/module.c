@@ -48,10 +48,13 @@ static PyObject *cpu_name(PyObject *module, PyObject *unused)
 }
 
 static PyMethodDef module_methods[] = {
-    {"set_num_threads", set_num_threads, METH_O, NULL},
-    {"get_num_threads", get_num_threads, METH_NOARGS, NULL},
+    {"set_num_threads", set_num_threads, METH_O,
+     "set_num_threads(threads, /)\n--\n\nThreads that a call may use."},
+    {"get_num_threads", get_num_threads, METH_NOARGS,
+     "get_num_threads()\n--\n\nThreads that a call may use."},
     {"cpu_name", cpu_name, METH_NOARGS,
-     "Name of the instruction set in use: scalar, avx2, avx512 or neon."},
+     "cpu_name()\n--\n\nName of the instruction set in use: scalar, avx2, avx512 or "
+     "neon."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -436,9 +436,17 @@ static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t cou
 #define FAST(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
 
 PyMethodDef mlsp_kv_methods[] = {
-    {"kv_move", FAST(kv_move), NULL},
-    {"kv_check", FAST(kv_check), NULL},
-    {"kv_check_shapes", FAST(kv_check_shapes), NULL},
-    {"kv_mask", FAST(kv_mask), NULL},
+    {"kv_move", FAST(kv_move),
+     "kv_move(source, target_length, position, pad_value, dtype, out, low_memory, "
+     "compact, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
+    {"kv_check", FAST(kv_check),
+     "kv_check(shape, target_length, position, compact, /)\n--\n\nRaise what kv_move "
+     "would raise for a source of this shape."},
+    {"kv_check_shapes", FAST(kv_check_shapes),
+     "kv_check_shapes(source, target, compact, /)\n--\n\nRaise unless a state of one "
+     "shape can become one of the other."},
+    {"kv_mask", FAST(kv_mask),
+     "kv_mask(seq_length, attention_size, position, dtype, fill, out, decode, "
+     "/)\n--\n\nAn attention mask, or its row `position`."},
     {NULL, NULL, 0, NULL},
 };

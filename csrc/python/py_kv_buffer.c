@@ -229,10 +229,15 @@ static PyObject *buffer_dtype(buffer_object *self, void *unused)
 }
 
 static PyMethodDef buffer_methods[] = {
-    {"view", (PyCFunction)(void (*)(void))buffer_view, METH_NOARGS, NULL},
-    {"resize", (PyCFunction)(void (*)(void))buffer_resize, METH_VARARGS, NULL},
-    {"reserve", (PyCFunction)(void (*)(void))buffer_reserve, METH_VARARGS, NULL},
-    {"extent", (PyCFunction)(void (*)(void))buffer_extent, METH_NOARGS, NULL},
+    {"view", (PyCFunction)(void (*)(void))buffer_view, METH_NOARGS,
+     "view($self, /)\n--\n\nThe cache as it is now, as an ndarray."},
+    {"resize", (PyCFunction)(void (*)(void))buffer_resize, METH_VARARGS,
+     "resize($self, length, position, /)\n--\n\nKeep `position` positions and zero the "
+     "others in view."},
+    {"reserve", (PyCFunction)(void (*)(void))buffer_reserve, METH_VARARGS,
+     "reserve($self, capacity, /)\n--\n\nRaise the capacity."},
+    {"extent", (PyCFunction)(void (*)(void))buffer_extent, METH_NOARGS,
+     "extent($self, /)\n--\n\n(layers, heads, length, head_dim, capacity)"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -247,7 +252,7 @@ static PyType_Slot buffer_slots[] = {
     {Py_tp_methods, buffer_methods},
     {Py_tp_getset, buffer_properties},
     {Py_tp_doc,
-     (void *)"KVBuffer(layers, heads, length, head_dim, capacity, dtype)\n--\n\n"
+     (void *)"KVBuffer(layers, heads, length, head_dim, capacity, dtype, /)\n--\n\n"
              "The memory behind a KVState."},
     {0, NULL},
 };

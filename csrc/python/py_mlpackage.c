@@ -135,8 +135,9 @@ static PyObject *parse_mlspec(PyObject *module, PyObject *data)
 
 PyMethodDef mlsp_mlpackage_methods[] = {
     {"read_mlpackage", read_mlpackage, METH_O,
-     "read_mlpackage(path)\n--\n\nThe functions and states of a .mlpackage or .mlmodel."},
+     "read_mlpackage(path, /)\n--\n\nThe functions and states of a .mlpackage or "
+     ".mlmodel."},
     {"parse_mlspec", parse_mlspec, METH_O,
-     "parse_mlspec(data)\n--\n\nThe same from the bytes of a specification."},
+     "parse_mlspec(data, /)\n--\n\nThe same from the bytes of a specification."},
     {NULL, NULL, 0, NULL},
 };

@@ -57,7 +57,7 @@ static inline int runner_main(const char *file, const test_case *tests, size_t c
     return failed == 0 ? 0 : 1;
 }
 
-#define TEST(name) {#name, name}
+#define TEST(name)       {#name, name}
 #define RUN_TESTS(tests) runner_main(__FILE__, tests, sizeof(tests) / sizeof((tests)[0]))
 
 #endif
