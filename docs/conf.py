@@ -1,0 +1,123 @@
+"""How the documentation is built: `make docs`.
+
+Pages are Markdown (MyST).  The reference, docs/api/, is written here at each build from
+the `__all__` of every public module, so that a new public name needs no line of its own.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import mlstate  # noqa: E402
+
+project = "mlstate"
+copyright = "the mlstate authors, Apache-2.0"
+version = release = mlstate.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
+    "numpydoc",
+    "myst_parser",
+]
+exclude_patterns = ["README.md"]
+html_theme = "alabaster"
+html_theme_options = {"page_width": "60em", "sidebar_width": "14em", "fixed_sidebar": True}
+html_show_sourcelink = False
+default_role = "py:obj"
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence", "deflist"]
+autodoc_typehints = "none"  # the docstrings say the types, with shapes
+autodoc_member_order = "bysource"
+autosummary_generate = False
+numpydoc_show_class_members = False
+
+# The command line and the demo are run, not called.
+INTERNAL = ("mlstate.cli", "mlstate.demo")
+
+MODULE_PAGE = """\
+{name}
+{line}
+
+.. automodule:: {name}
+   :no-members:
+
+.. currentmodule:: {name}
+
+.. autosummary::
+
+{table}
+
+{entries}
+"""
+
+ENTRY = """\
+.. auto{kind}:: {name}
+{options}
+"""
+
+
+def public_modules():
+    """Names of the modules that have an `__all__`, the top level last."""
+    walk = pkgutil.walk_packages(mlstate.__path__, "mlstate.")
+    names = [m.name for m in walk if not any(part.startswith("_") for part in m.name.split("."))]
+    names = [name for name in names if not name.startswith(INTERNAL)]
+    return [n for n in names if getattr(importlib.import_module(n), "__all__", None)] + ["mlstate"]
+
+
+def entry(name, thing):
+    """The directive that documents `thing`."""
+    options = ""
+    if inspect.isclass(thing):
+        kind = "exception" if issubclass(thing, BaseException) else "class"
+        options = "   :members:\n"
+        if issubclass(thing, tuple):  # count and index are no news
+            options += "   :exclude-members: count, index, __new__\n"
+    else:
+        kind = "function" if inspect.isroutine(thing) else "data"
+    return ENTRY.format(kind=kind, name=name, options=options)
+
+
+def write_reference():
+    """Write docs/api: a page for each public module; a name is described on one of them."""
+    folder = HERE / "api"
+    folder.mkdir(exist_ok=True)
+    described = {}
+    modules = public_modules()
+    # The package of a name is where users find it: the most specific module that lists it.
+    for module_name in sorted(modules, key=lambda name: (name == "mlstate", name)):
+        module = importlib.import_module(module_name)
+        table, entries = [], []
+        inside = module_name + "."
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if inspect.ismodule(thing):
+                table.append(f"   ~{thing.__name__.removeprefix(inside)}")
+            elif name == "__version__":
+                continue
+            elif id(thing) in described:
+                full = f"{described[id(thing)]}.{name}"
+                table.append(f"   ~{full.removeprefix(inside)}")
+            else:
+                described[id(thing)] = module_name
+                table.append(f"   {name}")
+                entries.append(entry(name, thing))
+        page = MODULE_PAGE.format(
+            name=module_name,
+            line="=" * len(module_name),
+            table="\n".join(table),
+            entries="\n".join(entries),
+        )
+        (folder / f"{module_name}.rst").write_text(page, encoding="utf-8")
+    lines = ["Reference", "=========", "", ".. toctree::", ""]
+    lines += [f"   {name}" for name in ["mlstate", *modules[:-1]]]
+    (folder / "index.rst").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+write_reference()
