@@ -1,0 +1,521 @@
+"""Single files: round trips, the real peers, atomicity under faults."""
+
+import errno
+import gc
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+import mlstate
+from mlstate.checkpoint import load_file, load_metadata, save_file
+
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 and 8-bit floats come from it")
+
+NATIVE = [np.float16, np.float32, np.float64, np.complex64, np.bool_] + [
+    np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8)
+]
+EXTRA = [
+    "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+]  # fmt: skip
+ALL = NATIVE + [getattr(ml_dtypes, name) for name in EXTRA]
+
+
+def same(a, b):
+    return (
+        a.dtype == b.dtype.newbyteorder("=")
+        and a.shape == b.shape
+        and a.tobytes() == b.astype(b.dtype.newbyteorder("=")).tobytes()
+    )
+
+
+def sample(dtype, shape=(3, 4)):
+    count = int(np.prod(shape))
+    raw = random.Random(7).randbytes(count * np.dtype(dtype).itemsize)
+    if dtype is np.bool_:
+        raw = bytes(b & 1 for b in raw)
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+# ---- round trips ----
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("dtype", ALL)
+def test_every_dtype_comes_back(dtype, mmap, tmp_path):
+    state = {
+        "matrix": sample(dtype), "none": sample(dtype, (0, 3)), "scalar": sample(dtype, ()),
+        "long": sample(dtype, (100_003,)), "transposed": sample(dtype, (5, 7)).T,
+        "backwards": sample(dtype, (9,))[::-1], "stepped": sample(dtype, (9, 9))[::2, 1::3],
+    }  # fmt: skip
+    save_file(state, tmp_path / "f")
+    loaded = load_file(tmp_path / "f", mmap=mmap)
+    assert loaded.keys() == state.keys()
+    for name, array in state.items():
+        assert same(loaded[name], array), name
+        assert loaded[name].flags.aligned
+        assert loaded[name].flags.writeable is not mmap
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(
+    lambda name: name != "__metadata__"
+)
+ARRAYS = st.one_of(
+    npst.arrays(
+        st.sampled_from(NATIVE).map(np.dtype).flatmap(
+            lambda d: st.sampled_from([d, d.newbyteorder()])
+        ),
+        npst.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=6),
+    ),
+)  # fmt: skip
+
+
+@st.composite
+def strided(draw):
+    array = draw(ARRAYS)
+    for axis in range(array.ndim):
+        step = draw(st.sampled_from([1, 1, -1, 2]))
+        array = array[(slice(None),) * axis + (slice(None, None, step),)]
+    if draw(st.booleans()):
+        array = array.transpose(draw(st.permutations(range(array.ndim))))
+    if draw(st.booleans()):
+        array.flags.writeable = False
+    return array
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(NAMES, strided(), max_size=6),
+    st.dictionaries(NAMES.filter(lambda k: not k.startswith("mlstate.")), NAMES, max_size=4),
+)
+def test_round_trip(tmp_path_factory, state, metadata):
+    path = tmp_path_factory.getbasetemp() / "round-trip.safetensors"
+    save_file(state, path, metadata)
+    loaded = load_file(path)
+    assert loaded.keys() == state.keys()
+    assert all(same(loaded[name], array) for name, array in state.items())
+    assert load_metadata(path) == metadata
+    again = path.with_suffix(".again")
+    shuffled = dict(sorted(state.items(), key=lambda item: hash(item[0])))
+    save_file(shuffled, again, dict(reversed(metadata.items())))
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_large_strided_arrays_are_packed_piece_by_piece(tmp_path):
+    big = np.arange(3 * 500 * 700, dtype=np.int32).reshape(3, 500, 700)
+    state = {
+        "all": big.transpose(2, 0, 1), "rows": big[:, ::2], "swapped": big.astype(">i4"),
+        "column": big[:, :, 5], "broadcast": np.broadcast_to(np.float64(2.5), (300, 1000)),
+        "odd": np.ndarray((1000, 3), np.float64, bytes(24_010), 1),
+    }  # fmt: skip
+    save_file(state, tmp_path / "f")
+    loaded = load_file(tmp_path / "f")
+    assert all(same(loaded[name], array) for name, array in state.items())
+
+
+def test_scalars_of_numpy_are_arrays_of_no_dimensions(tmp_path):
+    save_file({"s": np.float32(2), "b": ml_dtypes.bfloat16(3)}, tmp_path / "f")
+    loaded = load_file(tmp_path / "f")
+    assert loaded["s"].shape == () and loaded["s"] == 2 and float(loaded["b"]) == 3
+
+
+def test_empty_state_and_str_path(tmp_path):
+    save_file({}, str(tmp_path / "f"))
+    assert load_file(os.fsencode(tmp_path / "f")) == {}
+    assert load_metadata(tmp_path / "f") == {}
+
+
+def test_payload_is_aligned_and_header_starts_as_the_format_says(tmp_path):
+    save_file(
+        {"a": np.zeros(3, np.int8), "b": np.zeros(3), "c": np.zeros(3, np.int16)}, tmp_path / "f"
+    )
+    data = (tmp_path / "f").read_bytes()
+    header = struct.unpack("<Q", data[:8])[0]
+    assert (8 + header) % 64 == 0
+    assert data[8:9] == b"{"
+    assert list(load_file(tmp_path / "f")) == ["b", "c", "a"]
+
+
+# ---- arguments ----
+
+
+def test_bad_arguments(tmp_path):
+    path = tmp_path / "f"
+    good = {"a": np.zeros(2)}
+    cases = [
+        (TypeError, {1: np.zeros(2)}, None, "tensor name"),
+        (TypeError, {"a": [1, 2]}, None, "'a' is a list"),
+        (TypeError, {"a": 1.5}, None, "'a' is a float"),
+        (TypeError, {"a": object()}, None, "tensor 'a'"),
+        (mlstate.CompatibilityError, {"a": np.zeros(2, np.complex128)}, None, "tensor 'a'"),
+        (mlstate.CompatibilityError, {"a": np.array(["x"])}, None, "tensor 'a'"),
+        (mlstate.CompatibilityError, {"a": np.array([None])}, None, "tensor 'a'"),
+        (ValueError, {"__metadata__": np.zeros(2)}, None, "reserved"),
+        (ValueError, {"\ud800": np.zeros(2)}, None, "surrogate"),
+        (TypeError, good, {"k": 1}, "metadata value"),
+        (TypeError, good, {1: "k"}, "metadata key"),
+        (ValueError, good, {"mlstate.x": ""}, "reserved"),
+        (ValueError, good, {"k": "\udfff"}, "surrogate"),
+    ]
+    for kind, state, metadata, text in cases:
+        with pytest.raises(kind, match=text):
+            save_file(state, path, metadata)
+    with pytest.raises(mlstate.CapacityError, match="100000000"):
+        save_file({}, path, {"k": "x" * 100_000_000})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_keep_their_references(tmp_path):
+    array = np.zeros(1000)
+    before = sys.getrefcount(array)
+    for _ in range(20):
+        save_file({"a": array}, tmp_path / "f")
+        with pytest.raises(TypeError):
+            save_file({"a": array, "b": object()}, tmp_path / "f")
+    assert sys.getrefcount(array) == before
+
+
+def test_extension_dtypes_without_ml_dtypes_name_the_extra(tmp_path, monkeypatch):
+    save_file({"b": sample(ml_dtypes.bfloat16)}, tmp_path / "f")
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    for mmap in (False, True):
+        with pytest.raises(ImportError, match=r"mlstate\[dtypes\]"):
+            load_file(tmp_path / "f", mmap=mmap)
+
+
+def test_metadata_kept_by_another_writer_is_explained(tmp_path):
+    peer = pytest.importorskip("safetensors.numpy", reason="the real peer")
+    from safetensors import safe_open
+
+    save_file({"w": np.zeros(3)}, tmp_path / "f")
+    with safe_open(tmp_path / "f", "np") as file:
+        kept = file.metadata()
+    peer.save_file({"other": np.ones(2)}, tmp_path / "g", metadata=kept)
+    with pytest.raises(mlstate.ChecksumError, match="another program kept"):
+        load_file(tmp_path / "g")
+    assert load_file(tmp_path / "g", verify=False)["other"].tolist() == [1, 1]
+
+
+# ---- mapping ----
+
+DESCRIPTORS = pathlib.Path("/proc/self/fd")
+
+
+def test_mapped_arrays_share_the_file_and_outlive_the_dict(tmp_path):
+    path = tmp_path / "f"
+    save_file({"a": np.arange(1000.0), "b": np.arange(5, dtype=np.int8)}, path)
+    loaded = load_file(path, mmap=True)
+    a = loaded["a"]
+    assert not a.flags.owndata and a.base is not None and a.base is loaded["b"].base
+    with pytest.raises(ValueError, match=r"writ|WRIT"):
+        a.flags.writeable = True
+    save_file({"a": np.zeros(2)}, path)  # replaces the file, not the bytes under `a`
+    del loaded
+    gc.collect()
+    assert a.sum() == 499_500
+
+
+def test_mapping_a_file_of_odd_alignment(tmp_path):
+    header = b'{"a":{"dtype":"F64","shape":[2],"data_offsets":[0,16]}}'
+    data = np.array([1.5, 2.5]).tobytes()
+    for pad in range(8):
+        text = header + b" " * pad
+        (tmp_path / "f").write_bytes(struct.pack("<Q", len(text)) + text + data)
+        array = load_file(tmp_path / "f", mmap=True)["a"]
+        assert array.flags.aligned == (array.ctypes.data % 8 == 0)
+        assert (array + 1).tolist() == [2.5, 3.5]
+
+
+def test_no_descriptor_or_mapping_is_left(tmp_path):
+    if not DESCRIPTORS.is_dir():
+        pytest.skip("counts descriptors in /proc")
+    path = tmp_path / "f"
+    save_file({"a": np.arange(10.0)}, path)
+    bad = tmp_path / "bad"
+    bad.write_bytes(path.read_bytes()[:-1])
+    before = sorted(DESCRIPTORS.iterdir())
+    for _ in range(10):
+        load_file(path), load_file(path, mmap=True), load_metadata(path)
+        with pytest.raises(mlstate.FormatError):
+            load_file(bad)
+        with pytest.raises(OSError, match="folder"):
+            save_file({}, tmp_path / "no" / "f")
+    assert sorted(DESCRIPTORS.iterdir()) == before
+    assert str(path) not in DESCRIPTORS.with_name("maps").read_text()
+
+
+# ---- peers ----
+
+
+def test_the_package_reads_what_we_write(tmp_path):
+    peer = pytest.importorskip("safetensors.numpy", reason="the real peer")
+    state = {np.dtype(d).name: sample(d) for d in NATIVE}
+    state |= {"": sample(np.float32, ()), 'é/日本\n"\\\0': sample(np.int8, (0, 2))}
+    state |= {"t": sample(np.float32).T, "swapped": sample(np.float32).astype(">f4")}
+    save_file(state, tmp_path / "f", {"who": "me", "ключ": "\x01\t"})
+    loaded = peer.load_file(tmp_path / "f")
+    assert loaded.keys() == state.keys()
+    assert all(same(loaded[name], array) for name, array in state.items())
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "f", "np") as file:
+        metadata = file.metadata()
+    ours = {"mlstate.header.crc32c", "mlstate.tensors.crc32c"}
+    assert {k: v for k, v in metadata.items() if k not in ours} == {"who": "me", "ключ": "\x01\t"}
+
+
+def test_we_read_what_the_package_writes(tmp_path):
+    peer = pytest.importorskip("safetensors.numpy", reason="the real peer")
+    state = {np.dtype(d).name: sample(d) for d in NATIVE}
+    state |= {"": sample(np.float32, ()), "é/日本": sample(np.int8, (0, 2))}
+    peer.save_file(state, tmp_path / "f", metadata={"ключ": "значение"})
+    for mmap in (False, True):
+        loaded = load_file(tmp_path / "f", mmap=mmap)
+        assert loaded.keys() == state.keys()
+        assert all(same(loaded[name], array) for name, array in state.items())
+    assert load_metadata(tmp_path / "f") == {"ключ": "значение"}
+
+
+TORCH_NAMES = [
+    "bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8",
+    "uint16", "uint32", "uint64", "bool", "complex64", "float8_e4m3fn", "float8_e5m2",
+    "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_torch_both_ways(name, tmp_path):
+    torch = pytest.importorskip("torch", reason="the real peer")
+    peer = pytest.importorskip("safetensors.torch", reason="the real peer")
+    dtype = getattr(torch, name)
+    size = torch.empty((), dtype=dtype).element_size()
+    raw = torch.frombuffer(bytearray(random.Random(1).randbytes(12 * size)), dtype=torch.uint8)
+    raw = raw % 2 if name == "bool" else raw
+    tensor = raw.view(dtype).reshape(3, 4)
+    scalar = tensor[0, 0].clone()
+
+    def bits(t):
+        return t.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+    peer.save_file({"t": tensor, "s": scalar}, tmp_path / "theirs")
+    loaded = load_file(tmp_path / "theirs")
+    assert list(loaded["t"].tobytes()) == bits(tensor)
+    assert loaded["s"].shape == ()
+    save_file(loaded, tmp_path / "ours")
+    back = peer.load_file(tmp_path / "ours")
+    assert back["t"].dtype == dtype and bits(back["t"]) == bits(tensor)
+    save_file({"t": tensor, "strided": tensor.T, "s": scalar}, tmp_path / "direct")
+    back = peer.load_file(tmp_path / "direct")
+    assert bits(back["t"]) == bits(tensor) and bits(back["strided"]) == bits(tensor.T)
+    assert back["s"].shape == ()
+
+
+# ---- replacing files ----
+
+
+def test_permissions_and_links(tmp_path):
+    path, link = tmp_path / "f", tmp_path / "link"
+    mask = os.umask(0o027)
+    try:
+        save_file({}, path)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    path.chmod(0o604)
+    link.symlink_to("f")
+    save_file({"a": np.zeros(1)}, link)
+    assert link.is_symlink() and list(load_file(path)) == ["a"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
+    with pytest.raises(OSError, match=r"[Dd]irectory") as caught:
+        save_file({}, tmp_path)
+    assert caught.value.errno == errno.EISDIR and caught.value.filename == str(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match="regular file"):
+        save_file({}, tmp_path / "fifo")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["f", "fifo", "link"]
+
+
+def test_the_mapping_may_change_while_it_is_saved(tmp_path):
+    state = {f"t{i}": np.full(50_000, i) for i in range(20)}
+    stop = threading.Event()
+
+    def change():
+        i = 0
+        while not stop.is_set():
+            state.pop(f"t{i % 20}", None)
+            state[f"t{i % 20}"] = np.full(50_000, i % 20)
+            i += 1
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(10):
+            save_file(dict(state), tmp_path / "f")
+            for name, array in load_file(tmp_path / "f").items():
+                assert (array == int(name[1:])).all()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_threads_save_to_one_path(tmp_path):
+    barrier = threading.Barrier(4)
+    errors = []
+
+    def work(number):
+        barrier.wait()
+        try:
+            for _ in range(10):
+                save_file({"a": np.full(20_000, number)}, tmp_path / "f")
+                assert len(set(load_file(tmp_path / "f")["a"])) == 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == [] and [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+# ---- faults: the old file stands and nothing is left behind ----
+
+CHILD = """
+import sys, numpy as np
+from mlstate.checkpoint import save_file
+state = {f"t{i}": np.full(100_000, i, np.float32) for i in range(10)}
+print("ready", flush=True)
+try:
+    save_file(state, sys.argv[1])
+except OSError as error:
+    print("errno", error.errno)
+else:
+    print("done")
+"""
+
+
+def environment():
+    return dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+
+
+def old_file(tmp_path):
+    path = tmp_path / "state"
+    save_file({"old": np.arange(10)}, path)
+    return path
+
+
+def is_old(path):
+    return load_file(path).get("old", np.zeros(0)).tolist() == list(range(10))
+
+
+def is_new(path):
+    loaded = load_file(path)
+    return len(loaded) == 10 and all((a == int(n[1:])).all() for n, a in loaded.items())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit's effects differ")
+def test_a_limit_on_file_size_writes_short_and_then_fails(tmp_path):
+    path = old_file(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, timeout=60,
+        env=environment(), check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_001, 300_001)),
+    )  # fmt: skip
+    assert done.stdout.split()[1:] == ["errno", str(errno.EFBIG)]
+    assert is_old(path) and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture(scope="module")
+def inject():
+    """Run the child with strace's fault injection."""
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("strace is not installed")
+    probe = subprocess.run([strace, "-qq", "true"], capture_output=True)
+    if probe.returncode != 0:
+        pytest.skip("strace may not trace here")
+
+    def run(fault, path):
+        calls = fault.split(":")[0]
+        return subprocess.run(
+            [strace, "-f", "-qq", "-o", os.devnull, "-e", f"trace={calls}", "-e", f"inject={fault}",
+             sys.executable, "-c", CHILD, str(path)],
+            capture_output=True, text=True, timeout=120, env=environment(),
+        )  # fmt: skip
+
+    return run
+
+
+RENAME = "/^renameat2?$"
+
+
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        ("pwrite64:error=ENOSPC:when=1", errno.ENOSPC),
+        ("pwrite64:error=ENOSPC:when=7", errno.ENOSPC),
+        ("pwrite64:error=EIO:when=3", errno.EIO),
+        ("pwrite64:error=EDQUOT:when=2+", errno.EDQUOT),
+        ("fsync:error=EIO:when=1", errno.EIO),
+        ("fsync:error=ENOSPC:when=1", errno.ENOSPC),
+        (f"{RENAME}:error=EIO:when=1", errno.EIO),
+        (f"{RENAME}:error=EACCES:when=1", errno.EACCES),
+    ],
+)
+def test_a_failing_call_leaves_the_old_file_alone(inject, fault, number, tmp_path):
+    path = old_file(tmp_path)
+    done = inject(fault, path)
+    assert done.stdout.split()[1:] == ["errno", str(number)], done.stderr
+    assert is_old(path) and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["pwrite64:error=EINTR:when=1+2", "fsync:error=EINTR:when=1", "fsync:error=EINVAL:when=2"],
+)
+def test_interruptions_and_file_systems_without_folder_sync_do_no_harm(inject, fault, tmp_path):
+    path = old_file(tmp_path)
+    done = inject(fault, path)
+    assert done.stdout.split()[1:] == ["done"], done.stderr
+    assert is_new(path) and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_synced_is_reported_with_the_file_in_place(inject, tmp_path):
+    path = old_file(tmp_path)
+    done = inject("fsync:error=EIO:when=2", path)
+    assert done.stdout.split()[1:] == ["errno", str(errno.EIO)], done.stderr
+    assert is_new(path) and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "pwrite64:signal=KILL:when=1", "pwrite64:signal=KILL:when=5", "fsync:signal=KILL:when=1",
+        f"{RENAME}:signal=KILL:when=1", "fsync:signal=KILL:when=2",
+    ],
+)  # fmt: skip
+def test_a_kill_leaves_the_old_file_or_the_new_one(inject, fault, tmp_path):
+    path = old_file(tmp_path)
+    done = inject(fault, path)
+    assert done.stdout.split() == ["ready"] and done.returncode in (-signal.SIGKILL, 137)
+    assert is_new(path) if fault == "fsync:signal=KILL:when=2" else is_old(path) or is_new(path)
+    left = [p.name for p in tmp_path.iterdir() if p != path]
+    assert all(n.startswith(".mlstate-") and n.endswith(".tmp") for n in left) and len(left) <= 1
+    save_file({"after": np.zeros(1)}, path)
+    assert list(load_file(path)) == ["after"]
