@@ -1,3 +1,10 @@
+/* cpu: what the processor, the operating system and the build offer together.
+ *
+ * A set counts as offered only where all three agree: the processor has the instructions,
+ * the system saves their registers on a context switch, and the compiler targeted the
+ * architecture.  Each set promises whatever its kernels use: the x86 ones stand for the
+ * CRC and carry-less multiplication instructions of crc32c_x86.c too.
+ */
 #include "cpu.h"
 
 #include <stdio.h>
@@ -12,6 +19,7 @@
 #    include <unistd.h>
 #endif
 
+/* As users write them in MLSTATE_CPU. */
 static const char *const names[MLS_CPU_COUNT] = {
     [MLS_CPU_SCALAR] = "scalar",
     [MLS_CPU_AVX2] = "avx2",
@@ -92,6 +100,7 @@ static void list_offered(char *text, size_t room)
     }
 }
 
+/* From the back of the enum, where the best sets are. */
 mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
 {
     const bool any = wanted == NULL || wanted[0] == '\0';
@@ -108,6 +117,8 @@ mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
                     wanted, offered);
 }
 
+/* The processors that this process was given, which may be fewer than the machine has:
+ * containers and batch systems hand out some of them. */
 size_t mls_cpu_count(void)
 {
     long count = 1;

@@ -1,7 +1,16 @@
+/* dtype: one table of facts, indexed by mls_dtype.
+ *
+ * The order of the enum is its whole meaning: the table, the kernel tables and the test
+ * for conversions all index by it.  Names are found by a walk over nineteen entries,
+ * which is less work than any hash of so short a list, and each is compared with its
+ * length, so that text from a file needs no terminating NUL.
+ */
 #include "dtype.h"
 
 #include <string.h>
 
+/* Both names of a type and its size.  The names are those that NumPy or ml_dtypes give
+ * the type; the file names are fixed by the safetensors format. */
 static const mls_dtype_info infos[MLS_DTYPE_COUNT] = {
     [MLS_F16] = {"float16", "F16", 2},
     [MLS_BF16] = {"bfloat16", "BF16", 2},
@@ -29,6 +38,7 @@ const mls_dtype_info *mls_dtype_of(mls_dtype dtype)
     return &infos[dtype];
 }
 
+/* Whether the first `length` bytes of `name` are all of `known`. */
 static bool same_text(const char *known, const char *name, size_t length)
 {
     return strlen(known) == length && memcmp(known, name, length) == 0;
@@ -56,6 +66,7 @@ bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
     return false;
 }
 
+/* Types that do not convert are still copied to their own kind, bit for bit. */
 bool mls_dtype_converts(mls_dtype from, mls_dtype to)
 {
     return from == to || ((int)from < MLS_CONVERTIBLE && (int)to < MLS_CONVERTIBLE);

@@ -1,3 +1,14 @@
+/* kv: moving the key-value cache of a language model to another sequence length.
+ *
+ * The checks and the move are apart: a binding checks first, allocates the target only
+ * when the request makes sense, and then moves without any way to fail.  The checks name
+ * what users passed (source_state, target_seq_length, current_position), since their
+ * messages are shown as they are.
+ *
+ * The move cuts a cache by layer and head.  As a rule the positions of one head lie
+ * together, so its tokens are one run to copy and its padding, right behind them, one run
+ * to fill.
+ */
 #include "kv.h"
 
 #include "size.h"
@@ -8,6 +19,7 @@
 static const char *const axis_names[MLS_KV_RANK] = {"layers", "heads", "sequence length",
                                                     "head_dim"};
 
+/* MLS_E_SHAPE unless `rank` is that of a cache; `what` names the argument. */
 static mls_code check_rank(const char *what, int rank, const size_t *shape,
                            mls_status *st)
 {
@@ -25,6 +37,7 @@ static mls_code check_rank(const char *what, int rank, const size_t *shape,
     return MLS_E_SHAPE;
 }
 
+/* Add the facts to a failure that the caller filled in just before. */
 static mls_code out_of_capacity(mls_status *st, int64_t limit, int64_t got)
 {
     mls_status_expected(st, "0..%" PRId64, limit);
@@ -45,6 +58,7 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
         return mls_fail(st, MLS_E_CAPACITY, "target_seq_length %" PRId64 " is negative",
                         target);
     }
+    /* expanding never drops a position, whether it holds a token or not */
     if (request.kind == MLS_KV_EXPAND && target < length) {
         mls_fail(st, MLS_E_CAPACITY,
                  "target_seq_length %" PRId64 " is smaller than the source's %" PRId64
@@ -104,6 +118,8 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
     return MLS_OK;
 }
 
+/* The target's length is put into the source's shape; what differs then is a real
+ * mismatch. */
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st)
 {
@@ -128,13 +144,14 @@ enum { SHARED_BYTES = 2 << 20 };
 /* One transition, cut by layer so that threads can take layers. */
 typedef struct job {
     const mls_kernels *kernels;
-    mls_tensor filled;  /* the part of the target that tokens go to */
-    mls_tensor tokens;  /* where they come from */
-    mls_tensor padding; /* the rest of the target */
-    const mls_element *pad;
-    bool stream;
+    mls_tensor filled;      /* the part of the target that tokens go to */
+    mls_tensor tokens;      /* where they come from */
+    mls_tensor padding;     /* the rest of the target */
+    const mls_element *pad; /* NULL: the padding is right already */
+    bool stream;            /* stores go round the cache */
 } job;
 
+/* One layer, as a task for the pool: `context` is a job, which all threads only read. */
 static void move_layer(void *context, size_t layer)
 {
     const job *j = context;

@@ -1,3 +1,11 @@
+/* kv_buffer: a cache that grows and shrinks inside memory reserved for it.
+ *
+ * A row is what one head of one layer has room for: `capacity` positions.  The invariant
+ * behind every function is that all bytes of a row beyond `length` are zero: fresh pages
+ * are, shrinking zeroes what goes out of view, and moving rows apart zeroes what they
+ * leave.  So a longer length finds zeros without writing any, and pages that were never
+ * in view are never touched.
+ */
 #include "kv_buffer.h"
 
 #include "kv.h"
@@ -5,11 +13,13 @@
 
 #include <string.h>
 
-/* Bytes of one position, of one row of `capacity` positions, and of all rows. */
+/* Bytes of one position (`step`) and of one row of `capacity` positions (`row`), the
+ * number of rows, and the bytes of all rows (`total`). */
 typedef struct extent {
     size_t step, row, rows, total;
 } extent;
 
+/* The extent of a buffer if it had this capacity; false where its bytes are too many. */
 static bool extent_of(const mls_kv_buffer *b, size_t capacity, extent *out)
 {
     extent e;
@@ -23,6 +33,7 @@ static bool extent_of(const mls_kv_buffer *b, size_t capacity, extent *out)
     return true;
 }
 
+/* The failure that goes with extent_of, with the shape as users know it. */
 static mls_code too_large(const mls_kv_buffer *b, size_t capacity, mls_status *st)
 {
     return mls_fail(st, MLS_E_SIZE, "(%zu, %zu, %zu, %zu) of %s is larger than memory",
@@ -30,6 +41,7 @@ static mls_code too_large(const mls_kv_buffer *b, size_t capacity, mls_status *s
                     mls_dtype_of(b->dtype)->name);
 }
 
+/* MLS_E_CAPACITY: `what` is `got`, and `limit`, which is `most`, forbids it. */
 static mls_code beyond(mls_status *st, const char *what, size_t got, const char *limit,
                        size_t most)
 {
@@ -65,6 +77,7 @@ mls_code mls_kv_buffer_init(mls_kv_buffer *out, const size_t *shape, size_t capa
     return MLS_OK;
 }
 
+/* A zeroed buffer has no pages, so this may be called twice. */
 void mls_kv_buffer_fini(mls_kv_buffer *buffer)
 {
     mls_pages_fini(&buffer->pages);
@@ -102,6 +115,7 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     if (position > shorter) {
         return beyond(st, "current_position", position, "the sequence length", shorter);
     }
+    /* whatever leaves the view, or stays in view without a token, becomes zero */
     if (position < buffer->length) {
         const mls_tensor dropped = positions(buffer, position, buffer->length - position);
         const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
@@ -111,7 +125,9 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* Move rows from `old` to `now` bytes apart, and zero what they leave behind. */
+/* Move rows from `old` to `now` bytes apart, and zero what they leave behind.  The last
+ * row goes first: its new place is beyond all that is still to be moved.  Only `used`
+ * bytes of a row can be other than zero, so only those move. */
 static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t old,
                         size_t now)
 {
@@ -127,6 +143,7 @@ static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t ol
     }
 }
 
+/* Nothing of the buffer changes before the memory is there. */
 mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_status *st)
 {
     extent old, now;

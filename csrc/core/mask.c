@@ -1,7 +1,14 @@
+/* mask: rows of an attention mask.
+ *
+ * A row has at most three parts: masked positions too far back, positions in sight,
+ * masked positions still to come.  Each is one run of equal elements, so a row costs
+ * three fills and no comparison for each column.
+ */
 #include "mask.h"
 
 #include <inttypes.h>
 
+/* The order of the checks is the order of the arguments, as users count them. */
 mls_code mls_mask_check(int64_t seq_length, int64_t attention_size, int64_t position,
                         mls_status *st)
 {
@@ -34,6 +41,7 @@ static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size
     }
 }
 
+/* Rows may lie beyond the columns: all of such a row is cut to what columns there are. */
 void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t first_row,
                    size_t attention_size, mls_element fill)
 {

@@ -1,3 +1,11 @@
+/* mem: heap blocks and page ranges.
+ *
+ * Heap blocks go through calloc with the product checked first, so that no caller can be
+ * handed a block shorter than it asked for.  Page ranges come straight from the system
+ * where it has mmap: pages that nobody touches then cost no memory, and Linux can make a
+ * range larger by moving its page table entries.  Without mmap the heap stands in: the
+ * same contract, at the price of copies.
+ */
 #include "mem.h"
 
 #include "size.h"
@@ -14,6 +22,7 @@
 #    include <unistd.h>
 #endif
 
+/* A block of one byte stands for an empty one, so that NULL always means failure. */
 void *mls_alloc(size_t count, size_t size)
 {
     size_t bytes;
@@ -23,6 +32,8 @@ void *mls_alloc(size_t count, size_t size)
     return calloc(bytes == 0 ? 1 : bytes, 1);
 }
 
+/* Never shrinks to nothing: realloc with 0 bytes may free the block, and be called
+ * failure. */
 void *mls_realloc(void *block, size_t count, size_t size)
 {
     size_t bytes;
@@ -49,6 +60,7 @@ static bool whole_pages(size_t bytes, size_t *out)
     return true;
 }
 
+/* The one message for memory that is not there, whatever the reason. */
 static mls_code no_pages(mls_status *st, size_t bytes)
 {
     return mls_fail(st, MLS_E_MEMORY, "cannot map %zu bytes of memory", bytes);
@@ -62,6 +74,8 @@ size_t mls_page_bytes(void)
     return page > 0 ? (size_t)page : 4096;
 }
 
+/* Anonymous private memory: the system promises zeros, and gives each page at its first
+ * touch. */
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
@@ -83,6 +97,7 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
     if (bytes < pages->bytes || !whole_pages(bytes, &mapped)) {
         return no_pages(st, bytes);
     }
+    /* the last page has room left; nobody wrote there, so it still reads as zeros */
     if (mapped == pages->mapped) {
         pages->bytes = bytes;
         return MLS_OK;
@@ -114,6 +129,8 @@ void mls_pages_fini(mls_pages *pages)
     *pages = (mls_pages){0};
 }
 
+/* Only whole pages inside the range are advised on: those at its ends may hold other
+ * data. */
 void mls_advise_pages(void *data, size_t bytes, bool huge)
 {
 #    if defined(__linux__)
@@ -148,6 +165,7 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
     return MLS_OK;
 }
 
+/* Both blocks exist for the length of the copy: the price of having no mremap. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     mls_pages bigger;

@@ -1,3 +1,13 @@
+/* pool: a few threads that run the same function on many indices.
+ *
+ * Work is handed out by one atomic counter: each thread takes the next index until none
+ * is left, so a slow thread never holds up the others' share.  The caller works too, and
+ * the helpers are only needed where they are quicker to wake than the work is long.
+ *
+ * What could fail is only ever a missing helper, and then those who are there do the
+ * work: this is why mls_pool_run has no status.  Two locks, always taken in this order:
+ * `busy` (one run at a time) and inside it the crew's `lock` (who joins and who leaves).
+ */
 #include "pool.h"
 
 #include "mem.h"
@@ -32,6 +42,8 @@ struct mls_pool {
     crew *crew;           /* NULL until a run wants helpers */
 };
 
+/* Work until the indices run out.  The order of memory is settled by the crew's lock,
+ * which every helper takes before and after; the counter itself needs none. */
 static void take_indices(crew *c)
 {
     for (;;) {
@@ -43,6 +55,9 @@ static void take_indices(crew *c)
     }
 }
 
+/* A helper's life: sleep until there is a round that it has not seen and that still takes
+ * helpers, work, and tell the caller when the last one leaves.  Holds the lock except
+ * while it works. */
 static void *helper_main(void *argument)
 {
     crew *c = argument;
@@ -68,6 +83,7 @@ static void *helper_main(void *argument)
     return NULL;
 }
 
+/* A crew without helpers yet, or NULL where there is no memory. */
 static crew *crew_new(void)
 {
     crew *c = mls_alloc(1, sizeof *c);
@@ -80,6 +96,7 @@ static crew *crew_new(void)
     return c;
 }
 
+/* Wake all helpers for the last time and wait for each.  Accepts NULL. */
 static void crew_free(crew *c)
 {
     if (c == NULL) {
@@ -107,6 +124,8 @@ static void crew_staff(crew *c, size_t wanted)
     }
 }
 
+/* One round: publish the task, work along, and return when no helper is inside any more,
+ * so that `context` may die. */
 static void crew_run(crew *c, mls_task task, void *context, size_t count, size_t helpers)
 {
     pthread_mutex_lock(&c->lock);
@@ -129,11 +148,13 @@ static void crew_run(crew *c, mls_task task, void *context, size_t count, size_t
     pthread_mutex_unlock(&c->lock);
 }
 
+/* The calling thread counts, so that there is always one. */
 static bool threads_valid(size_t threads)
 {
     return threads >= 1 && threads <= MLS_POOL_MAX_THREADS;
 }
 
+/* The one message for a number of threads that cannot be. */
 static mls_code bad_threads(size_t threads, mls_status *st)
 {
     return mls_fail(st, MLS_E_VALUE, "%zu threads: choose 1 to %d", threads,
@@ -172,6 +193,7 @@ static void adopt_after_fork(mls_pool *pool)
     }
 }
 
+/* A forked child adopts the pool first: its parent's threads cannot be joined here. */
 void mls_pool_free(mls_pool *pool)
 {
     if (pool == NULL) {
@@ -188,6 +210,8 @@ size_t mls_pool_threads(const mls_pool *pool)
     return atomic_load(&pool->threads);
 }
 
+/* Fewer threads end the whole crew, and the next run starts what it needs; more threads
+ * are only noted, and started when a run wants them. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 {
     if (!threads_valid(threads)) {
@@ -223,6 +247,8 @@ static bool run_with_helpers(mls_pool *pool, mls_task task, void *context, size_
     return true;
 }
 
+/* A pool that is at work already is not waited for: each caller then does its own
+ * work, and nobody sleeps. */
 void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count)
 {
     if (pool != NULL && count > 1 && atomic_load(&pool->threads) > 1) {

@@ -1,15 +1,25 @@
+/* status: filling in a failure.
+ *
+ * Text goes into the caller's fixed arrays, and what does not fit is cut.  A cut never
+ * leaves half a UTF-8 character, since the bindings decode these texts and names come
+ * from files.  Nothing here allocates or has state of its own: reporting that memory ran
+ * out must not need memory, and threads report at the same time.
+ */
 #include "status.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
+/* Zeros everywhere: MLS_OK is 0, and every string becomes empty. */
 void mls_status_clear(mls_status *st)
 {
     memset(st, 0, sizeof *st);
 }
 
-/* Cut `text`, which filled its `room`, back to the last whole UTF-8 character. */
+/* Cut `text`, which may have filled its `room`, back to the last whole UTF-8 character.
+ * Text that left room was not cut and is left alone.  Only the last character is looked
+ * at: its first byte says how many should follow. */
 static void cut_at_character(char *text, size_t room)
 {
     size_t end = strlen(text);
@@ -30,6 +40,8 @@ static void cut_at_character(char *text, size_t room)
     }
 }
 
+/* snprintf into one of the status's arrays; "" where the format itself cannot be printed.
+ */
 MLS_PRINTF(3, 0)
 static void print_into(char *text, size_t room, const char *format, va_list args)
 {
@@ -76,6 +88,7 @@ static const char *error_text(int os_error, char *buffer, size_t room)
 }
 #endif
 
+/* The reason is appended as far as the room goes: what was tried comes first. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
 {
     mls_status_clear(st);
@@ -93,6 +106,8 @@ mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     return MLS_E_IO;
 }
 
+/* The offset is kept as a number; callers that want it in the text print it themselves.
+ */
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 {
     mls_status_clear(st);
@@ -106,6 +121,7 @@ mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
     return MLS_E_FORMAT;
 }
 
+/* Names may hold a NUL, as text from files may: what follows it is not shown. */
 void mls_status_name(mls_status *st, const char *name, size_t length)
 {
     const size_t kept = length < sizeof st->name - 1 ? length : sizeof st->name - 1;
@@ -130,6 +146,7 @@ void mls_status_got(mls_status *st, const char *format, ...)
     va_end(args);
 }
 
+/* The cast makes a negative code, which only a bug can give, a large one. */
 const char *mls_code_name(mls_code code)
 {
     static const char *const names[MLS_E_COUNT] = {

@@ -1,3 +1,10 @@
+/* tensor: what a strided view covers.
+ *
+ * Sizes are multiplied through size.h, since shapes come from files and from callers. One
+ * rule runs through all of them: an axis of length 0 makes the view empty, whatever the
+ * other axes say, so that it has no elements, is contiguous and overlaps nothing. Strides
+ * are in bytes and may be anything at all; only mls_tensor_init makes them itself.
+ */
 #include "tensor.h"
 
 #include "size.h"
@@ -35,6 +42,7 @@ size_t mls_tensor_item_bytes(const mls_tensor *t)
     return mls_dtype_of(t->dtype)->item_bytes;
 }
 
+/* All axes are looked at before an overflow counts: one that is empty undoes it. */
 bool mls_tensor_count(const mls_tensor *t, size_t *out)
 {
     size_t count = 1;
@@ -59,6 +67,7 @@ bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
            mls_size_mul(count, mls_tensor_item_bytes(t), out);
 }
 
+/* Axes of length 1 are never stepped along, so their strides say nothing. */
 bool mls_tensor_is_contiguous(const mls_tensor *t)
 {
     ptrdiff_t expected = (ptrdiff_t)mls_tensor_item_bytes(t);
@@ -73,6 +82,7 @@ bool mls_tensor_is_contiguous(const mls_tensor *t)
     return packed;
 }
 
+/* A slice of no length may start at the very end: its address is never read. */
 mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length)
 {
     mls_tensor part = *t;
@@ -101,6 +111,8 @@ static bool address_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
     return true;
 }
 
+/* Ranges, not elements: whether two strided views share an element is a hard question,
+ * and refusing two that only interleave costs little. */
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
 {
     uintptr_t low_a, high_a, low_b, high_b;
@@ -108,6 +120,8 @@ bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
            low_a < high_b && low_b < high_a;
 }
 
+/* snprintf says what it would have written, so `used` may pass the room: printing then
+ * ends.  A single dimension gets Python's comma, "(3,)". */
 char *mls_shape_text(char *text, size_t room, int rank, const size_t *shape)
 {
     size_t used = (size_t)snprintf(text, room, "(");
