@@ -1,3 +1,14 @@
+/* copy: strided views turned into contiguous runs, and one element encoded for a fill.
+ *
+ * A view is first reduced (walk): axes of one index go, the others are ordered by the
+ * destination's stride, and axes that run on are merged.  Whatever the layout was, the
+ * innermost axis is then the longest run that memory offers, and it decides how
+ * everything is moved: packed on both sides, a kernel takes it whole; else it goes
+ * through the stack in chunks, where it is packed, brought to this machine's byte order,
+ * converted, and spread out again.
+ *
+ * The order in which elements are moved is free, since the two views share no memory.
+ */
 #include "copy.h"
 
 #include "convert.h"
@@ -13,6 +24,7 @@ enum {
     STREAM_TOTAL = 16 << 20 /* smaller results are worth keeping in the cache */
 };
 
+/* Sets of another architecture get the scalar table, which works everywhere. */
 const mls_kernels *mls_kernels_of(mls_cpu cpu)
 {
     switch (cpu) {
@@ -42,6 +54,7 @@ static size_t swap_unit(mls_dtype dtype)
     return dtype == MLS_C64 ? 4 : mls_dtype_of(dtype)->item_bytes;
 }
 
+/* Turn each `unit` of `bytes` bytes end for end, in place. */
 static void swap_items(unsigned char *items, size_t bytes, size_t unit)
 {
     for (size_t start = 0; start < bytes; start += unit) {
@@ -59,6 +72,7 @@ typedef struct integer_range {
     double low, end; /* low <= value < end; both are exact */
 } integer_range;
 
+/* The range of an integer type; an empty one for all other types. */
 static integer_range range_of(mls_dtype dtype)
 {
     switch (dtype) {
@@ -81,6 +95,7 @@ static integer_range range_of(mls_dtype dtype)
     }
 }
 
+/* Whether a value is 0 or -0, by its bits: floats are not compared for equality here. */
 static bool is_exactly_zero(double value)
 {
     return mls_f64_bits(value) << 1 == 0;
@@ -92,6 +107,9 @@ static void encode_integer(double value, unsigned char *bytes)
     mls_store_le64(bytes, value < 0 ? (uint64_t)(int64_t)value : (uint64_t)value);
 }
 
+/* Store `value` rounded to a float type.  False where a finite value became infinite,
+ * which would not be what the caller asked for; infinity itself, and NaN, are stored as
+ * they are. */
 static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
 {
     double reads_as;
@@ -122,6 +140,8 @@ static bool little_endian(void)
     return first == 1;
 }
 
+/* Three kinds of types: floats round, integers must hold the value exactly, and the rest
+ * take only zero, as bytes that are all 0. */
 mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
                             mls_status *st)
 {
@@ -139,6 +159,7 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
                             mls_dtype_of(dtype)->name);
         }
         encode_integer(value, element.bytes);
+        /* the low bytes, which hold the number, come last on such a machine */
         if (!little_endian()) {
             swap_items(element.bytes, 8, 8);
             memmove(element.bytes, element.bytes + 8 - element.size, element.size);
@@ -166,6 +187,8 @@ typedef struct walk {
     size_t index[MLS_MAX_RANK];
 } walk;
 
+/* The size of a stride; negating it as an unsigned number is right for the smallest too.
+ */
 static size_t magnitude(ptrdiff_t stride)
 {
     return stride < 0 ? (size_t)0 - (size_t)stride : (size_t)stride;
@@ -248,6 +271,7 @@ static bool walk_next(walk *w, unsigned char **dst, const unsigned char **src)
 
 /* ---- copying ---- */
 
+/* The source is what was wanted, the target what was found: users choose the target. */
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
                         mls_status *st)
 {
@@ -277,8 +301,7 @@ mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char
     return MLS_OK;
 }
 
-/* Collect `count` items that lie `stride` apart into `packed`, or spread them out again.
- */
+/* Collect `count` items that lie `stride` apart into `packed`. */
 static void gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                    size_t item, size_t count)
 {
@@ -287,6 +310,7 @@ static void gather(unsigned char *packed, const unsigned char *from, ptrdiff_t s
     }
 }
 
+/* Spread `count` packed items out, `stride` apart. */
 static void scatter(unsigned char *to, ptrdiff_t stride, const unsigned char *packed,
                     size_t item, size_t count)
 {
@@ -326,6 +350,7 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     scatter(dst, dst_stride, ready, c->dst_item, count);
 }
 
+/* A run of any length and any strides, CHUNK elements at a time. */
 static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                         const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -338,6 +363,8 @@ static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_strid
     }
 }
 
+/* Decide once what every run of a copy needs.  Items of one byte have no order to turn.
+ */
 static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
                          const mls_tensor *src, bool stream)
 {
@@ -357,6 +384,8 @@ static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
     return c;
 }
 
+/* Streaming is given up where the runs are too short for it; the kernel decides the rest.
+ */
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
               bool stream)
 {
@@ -397,6 +426,9 @@ static uint64_t pattern_of(mls_element element)
     return pattern;
 }
 
+/* A pattern of eight bytes holds each item size a whole number of times, so runs are
+ * filled without regard to the item; items apart from each other are stored one by one.
+ */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               bool stream)
 {

@@ -1,4 +1,12 @@
-/* The oracle: plain C, one element at a time, for every pair of float formats. */
+/* copy_scalar: the oracle.  Plain C, one element at a time, for every pair of float
+ * formats.
+ *
+ * These runs are what every vector kernel is compared with, bit for bit, and what it
+ * calls for the ends of a run that fill no vector.  They are written to be read: the
+ * rules of rounding are in convert.h, and nothing here depends on the processor.
+ *
+ * The table is also the whole of what a machine without vector kernels uses.
+ */
 #include "convert.h"
 #include "copy_kernels.h"
 
@@ -32,12 +40,15 @@ DEFINE_RUN(mls_run_f64_f16, double, uint16_t, mls_f16_from_f64(x))
 DEFINE_RUN(mls_run_f64_bf16, double, uint16_t, mls_bf16_from_f32((float)x))
 DEFINE_RUN(mls_run_f64_f32, double, float, (float)x)
 
+/* The C library's copy; it has no stores round the cache to offer, so `stream` is
+ * ignored. */
 static void copy_run(void *dst, const void *src, size_t bytes, bool stream)
 {
     (void)stream;
     memcpy(dst, src, bytes);
 }
 
+/* Whole patterns, then as much of one as is left. */
 static void fill_run(void *dst, uint64_t pattern, size_t bytes, bool stream)
 {
     (void)stream;
