@@ -53,6 +53,8 @@ static const uint32_t table[256] = {
 #define X_TO_THE_0 0x80000000U
 #define X_TO_THE_8 0x00800000U
 
+/* The register starts with all bits set and is inverted at the end: so leading zeros
+ * count, and a finished value can be taken up again. */
 static uint32_t update_scalar(uint32_t crc, const void *data, size_t bytes)
 {
     const unsigned char *from = data;
@@ -63,6 +65,8 @@ static uint32_t update_scalar(uint32_t crc, const void *data, size_t bytes)
     return ~crc;
 }
 
+/* The same loop with a store: kept apart, so that each stays as plain as an oracle
+ * should be. */
 static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t bytes)
 {
     const unsigned char *from = src;
@@ -77,6 +81,8 @@ static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t byt
 
 const mls_crc_kernels mls_crc_scalar = {.update = update_scalar, .copy = copy_scalar};
 
+/* A machine with AVX2 has SSE4.2 and PCLMULQDQ (see cpu.c); an early ARMv8 may lack the
+ * CRC extension, and then the oracle serves. */
 const mls_crc_kernels *mls_crc_of(mls_cpu cpu)
 {
 #if defined(__x86_64__)
@@ -90,6 +96,7 @@ const mls_crc_kernels *mls_crc_of(mls_cpu cpu)
 #endif
 }
 
+/* Schoolbook multiplication, one bit of `a` at a time. */
 uint32_t mls_crc_multiply(uint32_t a, uint32_t b)
 {
     uint32_t product = 0;
@@ -100,7 +107,8 @@ uint32_t mls_crc_multiply(uint32_t a, uint32_t b)
     return product;
 }
 
-/* Bytes behind the first run multiply its checksum by x**8 each. */
+/* Bytes behind the first run multiply its checksum by x**8 each; the power is formed by
+ * repeated squaring, so the time grows with the logarithm of the length. */
 uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes)
 {
     uint32_t shift = X_TO_THE_0;

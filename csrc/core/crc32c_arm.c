@@ -30,6 +30,8 @@ bool mls_crc_arm_offered(void)
 #    endif
 }
 
+/* Written as assembly because compilers name the intrinsics and the header differently;
+ * the function's target lets the assembler accept it. */
 TARGET_INLINE uint32_t take8(uint32_t crc, uint64_t word)
 {
     uint32_t result;
@@ -37,6 +39,7 @@ TARGET_INLINE uint32_t take8(uint32_t crc, uint64_t word)
     return result;
 }
 
+/* One byte. */
 TARGET_INLINE uint32_t take1(uint32_t crc, unsigned char byte)
 {
     uint32_t result;
@@ -44,6 +47,7 @@ TARGET_INLINE uint32_t take1(uint32_t crc, unsigned char byte)
     return result;
 }
 
+/* Unaligned load; one instruction. */
 TARGET_INLINE uint64_t load8(const unsigned char *from)
 {
     uint64_t word;
@@ -51,6 +55,7 @@ TARGET_INLINE uint64_t load8(const unsigned char *from)
     return word;
 }
 
+/* Three neighbouring lanes, joined at the end; `to` is not used unless `copies`. */
 TARGET_INLINE uint32_t three_lanes(uint32_t crc, unsigned char *to,
                                    const unsigned char *from, bool copies)
 {
@@ -72,6 +77,8 @@ TARGET_INLINE uint32_t three_lanes(uint32_t crc, unsigned char *to,
     return mls_crc_multiply(crc, PAST_TWO) ^ mls_crc_multiply(second, PAST_ONE) ^ third;
 }
 
+/* Lanes while they fit, then words, then bytes.  `copies` is a constant wherever this
+ * is inlined. */
 TARGET_INLINE uint32_t run(uint32_t start, unsigned char *to, const unsigned char *from,
                            size_t bytes, bool copies)
 {
@@ -98,11 +105,13 @@ TARGET_INLINE uint32_t run(uint32_t start, unsigned char *to, const unsigned cha
     return ~crc;
 }
 
+/* Checksum alone. */
 TARGET static uint32_t update_arm(uint32_t crc, const void *data, size_t bytes)
 {
     return run(crc, NULL, data, bytes, false);
 }
 
+/* Loads, checksums and stores in one pass. */
 TARGET static uint32_t copy_arm(uint32_t crc, void *dst, const void *src, size_t bytes)
 {
     return run(crc, dst, src, bytes, true);

@@ -27,6 +27,7 @@ static const lane_size sizes[] = {
     {64, 0x9e4addf8U, 0x0d3b6092U},
 };
 
+/* Unaligned load; one instruction. */
 TARGET_INLINE uint64_t load8(const unsigned char *from)
 {
     uint64_t word;
@@ -65,6 +66,9 @@ TARGET_INLINE uint64_t three_lanes(uint64_t crc, unsigned char *to,
     return shifted(crc, size->past_two) ^ shifted(second, size->past_one) ^ third;
 }
 
+/* The longest lanes first, then shorter ones for what is left, then words and bytes:
+ * short runs do not pay for the joining of long ones.  `copies` is a constant wherever
+ * this is inlined, and the stores vanish where it is false. */
 TARGET_INLINE uint32_t run(uint32_t start, unsigned char *to, const unsigned char *from,
                            size_t bytes, bool copies)
 {
@@ -94,11 +98,14 @@ TARGET_INLINE uint32_t run(uint32_t start, unsigned char *to, const unsigned cha
     return ~last;
 }
 
+/* Checksum alone. */
 TARGET static uint32_t update_x86(uint32_t crc, const void *data, size_t bytes)
 {
     return run(crc, NULL, data, bytes, false);
 }
 
+/* Loads, checksums and stores in one pass: two passes over a large run cost more than
+ * the arithmetic. */
 TARGET static uint32_t copy_x86(uint32_t crc, void *dst, const void *src, size_t bytes)
 {
     return run(crc, dst, src, bytes, true);

@@ -1,3 +1,12 @@
+/* Reading goes through descriptors that were examined after they were opened.  Replacing
+ * goes: resolve links, hold the folder open, write a temporary in it, sync, rename, sync
+ * the folder.  Of every call that can fail, the test suite makes it fail.
+ *
+ * What the steps of a commit are for, by what is found after a power failure when one is
+ * left out: without the first sync, the new name with none or some of its bytes; without
+ * the rename, half of each file; without the last sync, the old file after success was
+ * reported.
+ */
 #if !defined(_WIN32)
 
 #    include "fsio.h"
@@ -18,6 +27,8 @@
 #        include <sys/random.h>
 #    endif
 
+/* Look at what was opened rather than at the path: between two calls the path could
+ * come to mean another file. */
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st)
 {
     struct stat info;
@@ -42,6 +53,7 @@ mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *
     return st->code;
 }
 
+/* pread leaves the descriptor's own position alone, so threads may share one. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st)
 {
@@ -70,6 +82,9 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
     return MLS_OK;
 }
 
+/* The length is asked for first and believed only as a bound: a file that grows or
+ * shrinks meanwhile is being written by somebody else, and what was read of it may be
+ * two versions mixed. */
 mls_code mls_file_read(const char *path, size_t limit, unsigned char **data,
                        size_t *length, mls_status *st)
 {
@@ -111,6 +126,8 @@ done:
 
 /* ---- mappings ---- */
 
+/* Shared and read-only: the pages are those of the system's cache and count against no
+ * one. */
 mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st)
 {
     size_t length;
@@ -147,6 +164,8 @@ enum {
     PERMISSION_BITS = 0777 /* what chmod sets, without set-user-id and the like */
 };
 
+/* `folder_length` bytes of `folder`, then `name`, as a fresh string; NULL without
+ * memory. */
 static char *join(const char *folder, size_t folder_length, const char *name)
 {
     const size_t name_length = strlen(name);
@@ -167,7 +186,8 @@ static size_t folder_length(const char *path)
     return slash == NULL ? 0 : (size_t)(slash - path) + 1;
 }
 
-/* What the link `path` points to, as a path.  MLS_OK with NULL where it is no link. */
+/* What the link `path` points to, as a path: relative to the link's own folder where it
+ * is relative.  MLS_OK with NULL where it is no link. */
 static mls_code read_link(const char *path, char **out, mls_status *st)
 {
     char target[PATH_MAX];
@@ -182,7 +202,8 @@ static mls_code read_link(const char *path, char **out, mls_status *st)
     return *out != NULL ? MLS_OK : mls_fail(st, MLS_E_MEMORY, "no memory for a path");
 }
 
-/* A copy of `path` with the links at its end followed, dangling ones too.  Gives. */
+/* A copy of `path` with the links at its end followed, dangling ones too, as opening it
+ * for writing would.  Links among the folders are left to the system.  Gives. */
 static mls_code resolve(const char *path, char **out, mls_status *st)
 {
     char *here = join(path, 0, path);
@@ -206,6 +227,8 @@ static mls_code resolve(const char *path, char **out, mls_status *st)
     return mls_fail_os(st, ELOOP, "cannot write the file");
 }
 
+/* The folder is held open from here on: the temporary, the rename and the sync all
+ * happen in this very folder, even if somebody moves it meanwhile. */
 static mls_code open_folder(const char *path, int *out, mls_status *st)
 {
     const size_t length = folder_length(path);
@@ -219,7 +242,9 @@ static mls_code open_folder(const char *path, int *out, mls_status *st)
     return *out >= 0 ? MLS_OK : mls_fail_os(st, reason, "cannot open the file's folder");
 }
 
-/* Examine what is to be replaced.  `*exists` says whether there is anything. */
+/* Examine what is to be replaced.  `*exists` says whether there is anything.  Renaming
+ * would replace a file that may not be written as well, but write protection is how
+ * people protect a file. */
 static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
                                bool *exists, mls_status *st)
 {
@@ -247,6 +272,8 @@ static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
 
 /* ---- the temporary ---- */
 
+/* A random name nobody can lay a trap under beforehand, and O_EXCL for the case that
+ * somebody guesses it all the same. */
 static mls_code open_temporary(mls_atomic_file *file, mls_status *st)
 {
     for (int tries = 0; tries < NAME_TRIES; tries++) {
@@ -286,6 +313,7 @@ static mls_code take_after(int fd, const struct stat *old, mls_status *st)
     return MLS_OK;
 }
 
+/* Everything that can be refused is refused here, before any byte is written. */
 mls_code mls_atomic_begin(const char *path, mls_atomic_file *out, mls_status *st)
 {
     mls_atomic_file file = {.fd = -1, .folder = -1};
@@ -337,6 +365,8 @@ static void start_writeback(mls_atomic_file *file, uint64_t end)
 #    endif
 }
 
+/* A write of nothing counts as an error: some file systems answer so when they are
+ * full, and trying again would never end. */
 mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
                           uint64_t offset, mls_status *st)
 {
@@ -363,7 +393,8 @@ mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
 /* ---- commit ---- */
 
 /* fsync, and on macOS the stronger form that empties the drive's own cache, where the
- * file system has it.  0, or errno. */
+ * file system has it. 0, or errno.  After a failure it must not be tried again: the
+ * system may have dropped the pages it could not write, and would report success. */
 static int sync_whole(int fd)
 {
     int result;
@@ -391,6 +422,7 @@ static void release(mls_atomic_file *file)
     *file = (mls_atomic_file){.fd = -1, .folder = -1};
 }
 
+/* Also the way out of every failure, so that no path leaves a temporary behind. */
 void mls_atomic_abort(mls_atomic_file *file)
 {
     if (file->temporary[0] != '\0') {
@@ -399,6 +431,8 @@ void mls_atomic_abort(mls_atomic_file *file)
     release(file);
 }
 
+/* The order is what makes it safe: the bytes reach the disk before the name points to
+ * them, and the name reaches the disk before success is reported. */
 mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
 {
     int reason = sync_whole(file->fd);

@@ -2,6 +2,15 @@
  * 20 bytes.  Nodes lie in file order, so the first member of a container is the node
  * right after it.  While a container is open its `next` holds its parent: that is the
  * whole stack, so depth costs no memory.
+ *
+ * The parser is a loop over three states (json_state).  Each function below reads one
+ * thing at p->at, leaves p->at behind it, and returns a code; the first failure ends the
+ * loop with the status filled.  Nothing is given to the caller before the whole text was
+ * seen to be good.
+ *
+ * What is refused beyond the grammar, and why: duplicate keys, because readers disagree
+ * on which of the two counts; half surrogates and bad UTF-8, because no name can be made
+ * of them; numbers are only checked, because what they mean is the accessors' business.
  */
 #include "json.h"
 
@@ -11,6 +20,8 @@
 #include <stdbool.h>
 #include <string.h>
 
+/* 20 bytes, so that a hostile text of short values costs ten times its length and no
+ * more.  Type and length share a word. */
 typedef struct json_node {
     uint32_t type : 3;
     uint32_t length : 29; /* bytes of text, or number of members */
@@ -23,12 +34,15 @@ typedef struct json_node {
 /* What the 29 bits of a length can hold. */
 #define MAX_TEXT ((size_t)0x1FFFFFFF)
 
+/* The text is unescaped in place while it is parsed: keys and strings are parts of it. */
 struct mls_json {
     char *text;
     json_node *nodes;
     size_t count, room;
 };
 
+/* Where the parser is.  Everything that grows belongs to `doc`, except the scratch, and
+ * is freed in one place at the end of mls_json_parse. */
 typedef struct json_parser {
     mls_json *doc;
     const mls_json_limits *limits;
@@ -42,6 +56,7 @@ typedef struct json_parser {
     size_t scratch_room;
 } json_parser;
 
+/* What the parser waits for, white space aside. */
 typedef enum json_state {
     JSON_WANTS_VALUE,
     JSON_WANTS_MEMBER, /* right after an opening bracket */
@@ -50,6 +65,7 @@ typedef enum json_state {
 
 /* ---- characters ---- */
 
+/* The four characters that may stand between tokens; form feeds and the like may not. */
 static void skip_space(json_parser *p)
 {
     while (p->at < p->end) {
@@ -67,6 +83,9 @@ static int byte_at(const json_parser *p, size_t at)
     return at < p->end ? (unsigned char)p->doc->text[at] : -1;
 }
 
+/* Say what stands at p->at and what should.  Printable characters are shown as they
+ * are, everything else by its number, so that a message never carries a stray control
+ * character or half of a UTF-8 one. */
 static mls_code unexpected(json_parser *p, const char *expected)
 {
     const int c = byte_at(p, p->at);
@@ -85,6 +104,8 @@ static mls_code unexpected(json_parser *p, const char *expected)
     return MLS_E_FORMAT;
 }
 
+/* The table of well-formed sequences of the Unicode standard: the lead byte fixes the
+ * length, and for four lead bytes the range of the second byte is narrower. */
 size_t mls_utf8_length(const unsigned char *bytes, size_t room)
 {
     if (room == 0) {
@@ -110,6 +131,7 @@ size_t mls_utf8_length(const unsigned char *bytes, size_t room)
     return bad ? 0 : length;
 }
 
+/* One character after the other; a NUL character is a character like any other. */
 bool mls_utf8_valid(const char *text, size_t length)
 {
     size_t at = 0;
@@ -124,6 +146,9 @@ bool mls_utf8_valid(const char *text, size_t length)
     return true;
 }
 
+/* Write a code point that is no surrogate as UTF-8; returns the bytes written.  An
+ * escape takes at least six bytes, so the four of the longest form always fit in its
+ * place. */
 static size_t put_utf8(char *out, unsigned long code)
 {
     if (code < 0x80) {
@@ -173,7 +198,9 @@ static mls_code read_hex4(json_parser *p, unsigned long *out)
     return MLS_OK;
 }
 
-/* A \u escape, p->at being after the 'u'.  A high surrogate takes its low half along. */
+/* A \u escape, p->at being after the 'u'.  A high surrogate takes its low half along;
+ * either half alone has no UTF-8 form and is refused, where other readers would put a
+ * replacement character, and two different names could become one. */
 static mls_code read_unicode(json_parser *p, unsigned long *out)
 {
     const size_t start = p->at - 2;
@@ -226,7 +253,9 @@ static mls_code read_escape(json_parser *p, size_t *write)
     return MLS_OK;
 }
 
-/* A string, p->at being on the opening quote; unescapes it in place. */
+/* A string, p->at being on the opening quote; unescapes it in place.  `write` never
+ * overtakes p->at.  The text up to it is final, and what lies between the two is never
+ * looked at again. */
 static mls_code read_string(json_parser *p, mls_text *out)
 {
     char *text = p->doc->text;
@@ -261,12 +290,15 @@ static mls_code read_string(json_parser *p, mls_text *out)
 
 /* ---- nodes ---- */
 
+/* What the parser was doing when an allocation failed. */
 static mls_code no_memory(json_parser *p)
 {
     return mls_fail(p->st, MLS_E_MEMORY, "no memory for %zu JSON values", p->doc->count);
 }
 
-/* Add a value at offset `at` to the open container. */
+/* Add a value at offset `at` to the open container: after its last member, with the key
+ * that was read before.  The key is used up.  Offsets fit 32 bits, since MAX_TEXT does.
+ */
 static mls_code add_node(json_parser *p, mls_json_type type, size_t at)
 {
     mls_json *doc = p->doc;
@@ -305,6 +337,8 @@ static mls_code add_node(json_parser *p, mls_json_type type, size_t at)
     return MLS_OK;
 }
 
+/* Add a container and make it the open one.  From now on its `next` is its parent,
+ * until close_container takes that back. */
 static mls_code open_container(json_parser *p, mls_json_type type)
 {
     if (p->depth >= p->limits->depth) {
@@ -326,6 +360,8 @@ static mls_code open_container(json_parser *p, mls_json_type type)
 /* ---- duplicate keys: members sorted by key, so that a hostile file cannot make the
  * search quadratic ---- */
 
+/* Any total order will do, so the cheap one: by length first, then by bytes.  Only
+ * equal keys must compare equal. */
 static int compare_keys(const mls_json *doc, uint32_t a, uint32_t b)
 {
     const json_node *x = &doc->nodes[a], *y = &doc->nodes[b];
@@ -348,7 +384,9 @@ static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
     }
 }
 
-/* Sort `count` members; `spare` is as long.  Returns whichever holds the result. */
+/* Sort `count` members; `spare` is as long.  Returns whichever holds the result.
+ * Bottom-up merge sort: no recursion, n log n at worst, and stable, so that of two
+ * equal keys the later one in the file comes second. */
 static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *spare,
                               size_t count)
 {
@@ -366,6 +404,8 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
     return members;
 }
 
+/* Refuse an object that says a key twice: readers disagree on which of the two counts,
+ * which is how files are made that look harmless to one program and not to another. */
 static mls_code check_duplicates(json_parser *p, mls_json_node object)
 {
     const mls_json *doc = p->doc;
@@ -403,7 +443,8 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
     return MLS_E_FORMAT;
 }
 
-/* Close the open container, p->at being on its closing bracket. */
+/* Close the open container, p->at being on its closing bracket.  Its `next` gave the
+ * parent, and becomes a link to a sibling again. */
 static mls_code close_container(json_parser *p)
 {
     const mls_json_node closed = p->open;
@@ -435,6 +476,8 @@ static mls_code read_digits(json_parser *p)
     return p->at > start ? MLS_OK : unexpected(p, "a digit");
 }
 
+/* The grammar of RFC 8259, stricter than strtod: no leading zeros or plus, no bare
+ * point, no hexadecimal, no NaN.  The text is kept; nothing is rounded. */
 static mls_code read_number(json_parser *p)
 {
     const size_t start = p->at;
@@ -468,6 +511,8 @@ static mls_code read_number(json_parser *p)
     return code;
 }
 
+/* true, false or null, to the letter.  What follows it is the business of read_between.
+ */
 static mls_code read_literal(json_parser *p, const char *word, mls_json_type type)
 {
     const size_t start = p->at;
@@ -479,6 +524,8 @@ static mls_code read_literal(json_parser *p, const char *word, mls_json_type typ
     return add_node(p, type, start);
 }
 
+/* A string that is a value.  The key that was read before it stays in p->key until
+ * add_node takes it. */
 static mls_code read_text_value(json_parser *p)
 {
     const size_t start = p->at;
@@ -493,6 +540,8 @@ static mls_code read_text_value(json_parser *p)
     return code;
 }
 
+/* The value at p->at, known by its first character.  `*state` becomes what may come
+ * next: the members of a container, or whatever follows a whole value. */
 static mls_code read_value(json_parser *p, json_state *state)
 {
     const int c = byte_at(p, p->at);
@@ -561,6 +610,8 @@ static mls_code read_between(json_parser *p, bool first, json_state *state)
     return read_key(p);
 }
 
+/* The state machine: between any two tokens it knows which of three things it waits
+ * for, and the innermost open container; nothing else.  So depth costs no stack. */
 static mls_code parse_document(json_parser *p)
 {
     json_state state = JSON_WANTS_VALUE;
@@ -580,6 +631,9 @@ static mls_code parse_document(json_parser *p)
     }
 }
 
+/* The nodes grow as they are needed, and the scratch to the largest object: a text of n
+ * bytes costs n bytes for the copy, at most 30 for each of its values, and 8 for each
+ * member of its largest object. */
 mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                         mls_json **out, mls_status *st)
 {
@@ -622,7 +676,9 @@ void mls_json_free(mls_json *doc)
     }
 }
 
-/* ---- access ---- */
+/* ---- access ----
+ *
+ * A document never changes once it was given out, so threads may share it. */
 
 mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node)
 {
@@ -639,6 +695,7 @@ size_t mls_json_offset(const mls_json *doc, mls_json_node node)
     return doc->nodes[node].at;
 }
 
+/* Nodes lie in file order, so the first member is the next node. */
 mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent)
 {
     return mls_json_size(doc, parent) > 0 ? parent + 1 : MLS_JSON_NONE;
@@ -661,6 +718,8 @@ bool mls_text_is(mls_text text, const char *expected)
            memcmp(expected, text.data, text.length) == 0;
 }
 
+/* Keys are compared as they read after unescaping.  A key that holds a NUL character
+ * equals no C string. */
 mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key)
 {
     if (mls_json_type_of(doc, object) != MLS_JSON_OBJECT) {
@@ -679,6 +738,8 @@ mls_text mls_json_key(const mls_json *doc, mls_json_node node)
     return (mls_text){.data = doc->text + n->key, .length = n->key_length};
 }
 
+/* A string starts after its quote, and was unescaped from there; a number starts where
+ * it was found. */
 mls_text mls_json_text(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];
@@ -689,6 +750,8 @@ mls_text mls_json_text(const mls_json *doc, mls_json_node node)
     return (mls_text){.data = doc->text + n->at, .length = number ? n->length : 0};
 }
 
+/* Digits only: a sign, a fraction or an exponent makes it something else than a count
+ * or an offset, whatever its value. */
 bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
 {
     const mls_text text = mls_json_text(doc, node);

@@ -1,4 +1,15 @@
-/* Reading: the header is checked whole before anything is believed. */
+/* Reading: the header is checked whole before anything is believed.
+ *
+ * What a file can lie about, and where that is caught:
+ *   its header's length      header_length, before a byte is allocated
+ *   its grammar, its names   json.c: one pass, no recursion, no name twice
+ *   a tensor's own facts     read_dtype, read_shape, read_offsets: each against the
+ * others all tensors together     check_coverage: no overlap, no gap, nothing left over
+ *   its age                  read_checksums, and mls_safetensors_read for the contents
+ * Memory: the header, its parsed form, one mls_stored for each tensor and one size_t for
+ * each dimension.  Each of them takes several bytes of header to ask for, so all of it
+ * stays within a constant factor of the header, which the file really holds.
+ */
 #include "safetensors.h"
 
 #include "fsio.h"
@@ -34,7 +45,8 @@ typedef struct header_reader {
 
 /* ---- messages ---- */
 
-/* "tensor 'x': what", at the place of `node` in the file. */
+/* "tensor 'x': what", at the place of `node` in the file.  The name is cut: a hostile
+ * file may give one of megabytes. */
 static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_text name,
                             const char *what)
 {
@@ -45,6 +57,7 @@ static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_text name,
     return MLS_E_FORMAT;
 }
 
+/* As fail_tensor, for what belongs to no tensor. */
 static mls_code fail_node(header_reader *r, mls_json_node node, const char *what)
 {
     return mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
@@ -59,7 +72,9 @@ static mls_code no_memory(header_reader *r)
 
 /* ---- one tensor ---- */
 
-/* The member `key` of a tensor's entry, which must be of `type`. */
+/* The member `key` of a tensor's entry, which must be of `type`.  Members that the
+ * format does not know are passed over, as the package does: a later version may add
+ * some. */
 static mls_code find_member(header_reader *r, mls_json_node entry, mls_text name,
                             const char *key, mls_json_type type, mls_json_node *out)
 {
@@ -78,6 +93,8 @@ static mls_code find_member(header_reader *r, mls_json_node entry, mls_text name
     return MLS_OK;
 }
 
+/* Names are compared to the letter.  The package knows types of less than a byte, which
+ * this library cannot hold: those are refused by name, not misread. */
 static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     mls_json_node node;
@@ -97,6 +114,9 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
     return MLS_OK;
 }
 
+/* The product is formed without the empty axes, as in mls_tensor_init, so that an array
+ * can be made of every shape that passes here.  Any product that fits PTRDIFF_MAX fits
+ * a size_t. */
 static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -132,6 +152,8 @@ static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
     return MLS_OK;
 }
 
+/* Offsets count from the end of the header.  They are compared with the file's length
+ * before anything is added to them, so no sum can wrap. */
 static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -166,6 +188,7 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
     return MLS_OK;
 }
 
+/* One member of the header's object other than "__metadata__". */
 static mls_code read_tensor(header_reader *r, mls_json_node entry)
 {
     mls_stored *t = &r->file.tensors[r->file.count];
@@ -186,6 +209,8 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
 
 /* ---- metadata ---- */
 
+/* A map of strings to strings.  Our own two entries are set aside: they are no text of
+ * the user's. */
 static mls_code read_metadata(header_reader *r, mls_json_node node)
 {
     const mls_json *json = r->file.json;
@@ -214,7 +239,8 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
     return MLS_OK;
 }
 
-/* Eight lower-case hexadecimal digits. */
+/* Eight lower-case hexadecimal digits.  Upper case is refused: a flipped bit must not
+ * go unnoticed because it only changes the case of a digit. */
 static bool read_crc(const char *text, uint32_t *out)
 {
     uint32_t value = 0;
@@ -232,6 +258,8 @@ static bool read_crc(const char *text, uint32_t *out)
     return true;
 }
 
+/* Besides damage there is an innocent cause: programs that copy a file's metadata into
+ * another file carry our checksums along, where they cannot match. */
 static mls_code fail_checksum(header_reader *r, const char *what)
 {
     mls_fail(r->st, MLS_E_CHECKSUM,
@@ -241,7 +269,9 @@ static mls_code fail_checksum(header_reader *r, const char *what)
     return MLS_E_CHECKSUM;
 }
 
-/* Compare the header with its own checksum. */
+/* Compare the header with its own checksum: over the bytes as they lie in the file, its
+ * own digits taken as zeros.  An escape within the digits would move the bytes behind
+ * them, hence the comparison of the length and the characters first. */
 static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
 {
     static const char zeros[] = "00000000";
@@ -267,6 +297,8 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     return MLS_OK;
 }
 
+/* Both entries or none: damage to one of the two keys would otherwise turn the check
+ * off. */
 static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
 {
     if (!verify || (r->header_crc == MLS_JSON_NONE && r->tensor_crcs == MLS_JSON_NONE)) {
@@ -294,6 +326,8 @@ static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, boo
 
 /* ---- the whole ---- */
 
+/* By place in the file.  An empty tensor lies in front of the one that starts where it
+ * does; the address breaks ties, so that the order is the same with every qsort. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_stored *x = *(const mls_stored *const *)a;
@@ -308,7 +342,8 @@ static int compare_places(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* Walk `tensors`, sorted by place: each must start where the one before ended. */
+/* Walk `tensors`, sorted by place: each must start where the one before ended, and the
+ * last must end with the file.  So no byte belongs to two tensors, or to none. */
 static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
 {
     uint64_t end = r->payload;
@@ -333,6 +368,7 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
     return MLS_OK;
 }
 
+/* Writers list tensors in file order, so sorting is rarely needed. */
 static mls_code check_coverage(header_reader *r)
 {
     bool sorted = true;
@@ -352,7 +388,8 @@ static mls_code check_coverage(header_reader *r)
     return code;
 }
 
-/* Number of dimensions of all tensors together. */
+/* Number of dimensions of all tensors together: their shapes share one block.  An upper
+ * bound, since entries are not checked yet; no larger than the header. */
 static size_t count_dims(const mls_json *json)
 {
     size_t count = 0;
@@ -364,6 +401,7 @@ static size_t count_dims(const mls_json *json)
     return count;
 }
 
+/* Room for all entries at once: the parsed JSON says how many there are. */
 static mls_code read_entries(header_reader *r)
 {
     const mls_json *json = r->file.json;
@@ -384,6 +422,8 @@ static mls_code read_entries(header_reader *r)
     return MLS_OK;
 }
 
+/* Parse the header's text.  The format wants '{' as its first byte, not even a space
+ * before it. */
 static mls_code read_json(header_reader *r)
 {
     /* no value is shorter than a byte and the comma behind it */
@@ -404,7 +444,8 @@ static mls_code read_json(header_reader *r)
     return code;
 }
 
-/* The header's length from the first 8 bytes of a file. */
+/* The header's length from the first 8 bytes of a file, believed only as far as the
+ * file reaches.  Compared before anything is allocated. */
 static mls_code header_length(const unsigned char *head, uint64_t file_bytes, size_t *out,
                               mls_status *st)
 {
@@ -434,6 +475,8 @@ static mls_code too_short(uint64_t file_bytes, mls_status *st)
                        (unsigned long long)file_bytes);
 }
 
+/* In this order: grammar, each entry by itself, all entries together, checksums.  What
+ * fails first is nearest to the cause. */
 mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
                                bool verify, mls_safetensors *out, mls_status *st)
@@ -486,6 +529,7 @@ void mls_safetensors_fini(mls_safetensors *file)
 
 #if !defined(_WIN32)
 
+/* The header is read in two steps: its length, then as much as the file really has. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st)
 {
@@ -528,6 +572,7 @@ done:
     return MLS_OK;
 }
 
+/* The checksum says that something changed, not where: the offset is the tensor's. */
 static mls_code tensor_changed(const mls_stored *tensor, uint32_t found, mls_status *st)
 {
     const int shown =
@@ -544,6 +589,8 @@ static mls_code tensor_changed(const mls_stored *tensor, uint32_t found, mls_sta
     return MLS_E_CHECKSUM;
 }
 
+/* In steps that stay in the cache between the system's copy and the checksum, so memory
+ * is passed over once. */
 mls_code mls_safetensors_read(int fd, const mls_stored *tensor, bool has_crc,
                               const mls_crc_kernels *crc, void *data, mls_status *st)
 {

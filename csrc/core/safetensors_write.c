@@ -1,6 +1,11 @@
 /* Writing: the header's length is known before its checksums are, since those have a
  * fixed width.  So the tensors are written first, each byte being touched once, and the
  * header last.
+ *
+ * Where a byte goes: from a large contiguous tensor straight to the system; from a small
+ * one into the buffer, so that twenty thousand of them do not cost as many calls; from a
+ * strided or swapped one into the buffer too, in the largest pieces that fit.  The
+ * buffer is the only memory that does not depend on the number of tensors.
  */
 #if !defined(_WIN32)
 
@@ -35,6 +40,8 @@ typedef struct text_buffer {
     mls_code code; /* sticky: the first failure */
 } text_buffer;
 
+/* Append `length` bytes.  After a failure nothing more is done, so that callers look at
+ * `code` once, at the end. */
 static void put(text_buffer *b, const char *text, size_t length)
 {
     size_t needed;
@@ -60,11 +67,13 @@ static void put(text_buffer *b, const char *text, size_t length)
     b->length = needed;
 }
 
+/* Append a C string. */
 static void put_text(text_buffer *b, const char *text)
 {
     put(b, text, strlen(text));
 }
 
+/* Append a number in decimal digits. */
 static void put_number(text_buffer *b, uint64_t number)
 {
     char text[NUMBER_ROOM];
@@ -94,6 +103,8 @@ static void put_string(text_buffer *b, mls_text text)
 
 /* ---- order ---- */
 
+/* By bytes, which for UTF-8 is the order of code points, on every machine and in every
+ * locale. */
 static int compare_text(mls_text a, mls_text b)
 {
     const size_t common = a.length < b.length ? a.length : b.length;
@@ -114,6 +125,9 @@ static int compare_names(const void *a, const void *b)
     return compare_text(((const placed *)a)->from->name, ((const placed *)b)->from->name);
 }
 
+/* By falling item size, then by name.  Every tensor's size is a multiple of its item
+ * size, which is a power of two, so each starts aligned without any padding between
+ * them. */
 static int compare_places(const void *a, const void *b)
 {
     const size_t x = mls_tensor_item_bytes(((const placed *)a)->from->tensor);
@@ -144,6 +158,7 @@ typedef struct writer {
     uint64_t written; /* offset of what is in the buffer */
 } writer;
 
+/* "what 'name' why", the name cut to a length that leaves room for the reason. */
 static mls_code fail_name(writer *w, const char *what, mls_text name, const char *why)
 {
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
@@ -157,6 +172,8 @@ static mls_code no_memory(writer *w)
     return mls_fail(w->st, MLS_E_MEMORY, "no memory for the file's header");
 }
 
+/* Check names and sizes, and bring the tensors into the file's order.  Sorted by name
+ * first, duplicates are neighbours. */
 static mls_code sort_tensors(writer *w, const mls_safetensors_content *content)
 {
     w->tensors = mls_alloc(content->count, sizeof *w->tensors);
@@ -191,6 +208,7 @@ static mls_code sort_tensors(writer *w, const mls_safetensors_content *content)
 static const char header_key[] = MLS_SAFETENSORS_PREFIX "header.crc32c";
 static const char tensors_key[] = MLS_SAFETENSORS_PREFIX "tensors.crc32c";
 
+/* Metadata that cannot be written, or that could be taken for ours when it is read. */
 static mls_code check_pair(writer *w, const mls_text_pair *pair)
 {
     const size_t prefix = strlen(MLS_SAFETENSORS_PREFIX);
@@ -209,6 +227,7 @@ static mls_code check_pair(writer *w, const mls_text_pair *pair)
     return MLS_OK;
 }
 
+/* The user's entries and our two, by key. */
 static mls_code sort_metadata(writer *w, const mls_safetensors_content *content)
 {
     size_t room;
@@ -249,6 +268,8 @@ static void put_digits(text_buffer *b, size_t count, size_t *at)
     put_text(b, "\"");
 }
 
+/* The first member of the header's object: other readers look for it by its key.  Our
+ * keys are known by their address, since the user's may not start like them. */
 static void put_metadata(writer *w)
 {
     text_buffer *b = &w->header;
@@ -269,6 +290,7 @@ static void put_metadata(writer *w)
     put_text(b, "}");
 }
 
+/* One tensor's entry; its members in the order in which the package writes them. */
 static void put_tensor(text_buffer *b, const mls_named_tensor *t, uint64_t begin,
                        uint64_t end)
 {
@@ -288,6 +310,8 @@ static void put_tensor(text_buffer *b, const mls_named_tensor *t, uint64_t begin
     put_text(b, "]}");
 }
 
+/* The whole header with zeros for length and checksums, padded with spaces, which the
+ * format allows behind the object. */
 static mls_code build_header(writer *w)
 {
     text_buffer *b = &w->header;
@@ -318,6 +342,7 @@ static mls_code build_header(writer *w)
     return MLS_OK;
 }
 
+/* Overwrite eight zeros; nothing else moves. */
 static void store_digits(char *text, uint32_t crc)
 {
     char digits[CRC_DIGITS + 1];
@@ -325,7 +350,8 @@ static void store_digits(char *text, uint32_t crc)
     memcpy(text, digits, CRC_DIGITS);
 }
 
-/* Fill in length and checksums, and write the header. */
+/* Fill in length and checksums, and write the header.  Its own checksum comes last:
+ * over all of it, while its own digits are still zeros. */
 static mls_code finish_header(writer *w)
 {
     char *header = w->header.data;
@@ -339,6 +365,7 @@ static mls_code finish_header(writer *w)
 
 /* ---- tensors ---- */
 
+/* Send on what was gathered.  `written` is then where the next byte goes. */
 static mls_code flush(writer *w)
 {
     const mls_code code =
@@ -442,7 +469,8 @@ static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing h
     return MLS_OK;
 }
 
-/* Step `index` over the axes in front of `axis`; false after the last. */
+/* Step `index` over the axes in front of `axis`, the last of them fastest, as C order
+ * wants it; false after the last. */
 static bool next_index(const mls_tensor *t, int axis, size_t *index)
 {
     for (int i = axis - 1; i >= 0; i--) {
@@ -479,6 +507,7 @@ static mls_code write_packed(writer *w, placed *p)
     return MLS_OK;
 }
 
+/* Three ways, by shape and size; all of them see every byte once. */
 static mls_code write_tensor(writer *w, placed *p)
 {
     const mls_tensor *t = p->from->tensor;
@@ -488,6 +517,8 @@ static mls_code write_tensor(writer *w, placed *p)
     return p->bytes <= DIRECT_BYTES ? write_small(w, p) : write_direct(w, p);
 }
 
+/* Tensors first, header last.  Should the process die in between, the temporary has no
+ * valid header, and nobody takes it for a file. */
 static mls_code write_content(writer *w)
 {
     w->written = w->header.length;
@@ -503,6 +534,8 @@ static mls_code write_content(writer *w)
     return code == MLS_OK ? finish_header(w) : code;
 }
 
+/* Everything about the content is checked before the file system is touched; from begin
+ * on, every way out goes through commit or abort. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
                                mls_status *st)

@@ -1,5 +1,11 @@
 /* py_file: safetensors files.  The public names and their docstrings are in
- * mlstate/checkpoint.py; these take positional arguments only. */
+ * mlstate/checkpoint.py; these take positional arguments only.
+ *
+ * Each function works in three parts: with the GIL, everything that touches Python
+ * objects is turned into plain pointers, which strong references keep valid; without it,
+ * the core does the work; with it again, a status becomes an exception.  The arguments
+ * are tuples made by checkpoint.py for this one call: no other thread can change them.
+ */
 #include "mlsp.h"
 
 #include "fsio.h"
@@ -19,6 +25,8 @@ typedef struct file_path {
     const char *text;  /* of `encoded` */
 } file_path;
 
+/* str, bytes or anything with __fspath__, as the system wants it; a NUL inside is
+ * refused. */
 static int take_path(PyObject *given, file_path *out)
 {
     PyObject *encoded = NULL;
@@ -43,6 +51,7 @@ static PyObject *raise_of(PyObject *module, const mls_status *st, const file_pat
     return mlsp_raise(mlsp_state_of(module), &named, path->given);
 }
 
+/* Checksums follow the instruction set that the module chose, MLSTATE_CPU included. */
 static const mls_crc_kernels *crc_of(PyObject *module)
 {
     return mls_crc_of(mlsp_state_of(module)->kernels->cpu);
@@ -64,6 +73,8 @@ typedef struct save_job {
     mlsp_view *views;
 } save_job;
 
+/* Accepts a job that save_job_init left half done: `count` says how many views there
+ * are. */
 static void save_job_fini(save_job *job)
 {
     for (size_t i = 0; job->views != NULL && i < job->content.count; i++) {
@@ -74,7 +85,8 @@ static void save_job_fini(save_job *job)
     mls_free(job->views);
 }
 
-/* The UTF-8 of a str, which shares its memory. */
+/* The UTF-8 of a str, which shares its memory: the tuple that holds the str outlives
+ * the save. */
 static int take_text(PyObject *object, const char *what, mls_text *out)
 {
     if (!PyUnicode_Check(object)) {
@@ -109,6 +121,8 @@ static int take_pair(PyObject *pairs, Py_ssize_t i, PyObject **first, PyObject *
     return 0;
 }
 
+/* The view holds the array (or its DLPack capsule), so nothing is freed while the GIL
+ * is released, whatever becomes of the dict it came from. */
 static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job *job)
 {
     PyObject *name, *array;
@@ -127,6 +141,7 @@ static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job
     return 0;
 }
 
+/* The pairs of the metadata; the strings stay where they are. */
 static int take_metadata(PyObject *pairs, save_job *job)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i++) {
@@ -142,6 +157,7 @@ static int take_metadata(PyObject *pairs, save_job *job)
     return 0;
 }
 
+/* Everything that needs Python is done here, before the GIL is released. */
 static int save_job_init(PyObject *module, PyObject *items, PyObject *pairs,
                          save_job *job)
 {
@@ -199,11 +215,13 @@ done:
 
 /* ---- loading ---- */
 
+/* The reader checked that it is UTF-8. */
 static PyObject *text_of(mls_text text)
 {
     return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
 }
 
+/* A dict in the header's order. */
 static PyObject *metadata_of(const mls_safetensors *file)
 {
     PyObject *result = PyDict_New();
@@ -220,7 +238,8 @@ static PyObject *metadata_of(const mls_safetensors *file)
 }
 
 /* A new array for `tensor`: over `data`, which `base` keeps alive, or of its own memory
- * where `base` is NULL. */
+ * where `base` is NULL. Over a mapping it may lie unaligned, in files of other writers:
+ * NumPy then reads it more slowly, but rightly, if it is told so. */
 static PyObject *array_of(const mls_stored *tensor, const unsigned char *data,
                           PyObject *base)
 {
@@ -272,6 +291,7 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
 
 static const char capsule_name[] = "mlstate.mapping";
 
+/* The last array over the mapping is gone. */
 static void mapping_end(PyObject *capsule)
 {
     mls_mapping *mapping = PyCapsule_GetPointer(capsule, capsule_name);
@@ -279,7 +299,8 @@ static void mapping_end(PyObject *capsule)
     mls_free(mapping);
 }
 
-/* The file as read-only arrays over one mapping, which lives as long as any of them. */
+/* The file as read-only arrays over one mapping, which lives as long as any of them.  A
+ * capsule is no buffer, so NumPy never lets them be made writeable. */
 static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
@@ -320,7 +341,9 @@ static void **places_of(PyObject *arrays, size_t count)
     return places;
 }
 
-/* The file as arrays of their own memory, read straight into them. */
+/* The file as arrays of their own memory, read straight into them.  They are made
+ * first, since that needs the GIL, and filled without it; nobody else has seen them
+ * yet. */
 static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
@@ -352,7 +375,7 @@ static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
     return arrays;
 }
 
-/* Open a file and read its header, without the GIL. */
+/* Open a file and read its header, without the GIL. -1 with an exception set. */
 static int open_file(PyObject *module, const file_path *path, bool verify, int *fd,
                      mls_safetensors *file)
 {
