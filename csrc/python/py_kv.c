@@ -101,6 +101,7 @@ static int allocate_target(const mlsp_state *state, PyArray_Descr *descr, transi
             return -1;
         }
     }
+    t->is_fresh = true;
     t->is_zeroed =
         t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
     Py_INCREF(descr); /* both calls steal it */
