@@ -1,0 +1,393 @@
+"""KV-cache transitions beside NumPy, torch and the limit of memory: see docs/benchmarks.md.
+
+``python benchmarks/bench_kv.py [--quick] [--json] [--only PART]``; mlstate must be
+installed, torch and ml_dtypes take part if they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import peers
+from first_call import CALLS
+from harness import Candidate, MemoryLimit, Report, Row, measure, rows_of
+
+import mlstate
+from mlstate.kv import (
+    KVState,
+    compact_kv_state,
+    create_attention_size_mask,
+    create_causal_mask,
+    create_decode_mask,
+    transition_kv_state,
+)
+
+try:
+    import torch
+except ImportError:
+    torch = None
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
+THREADS = mlstate.get_num_threads()
+TORCH_THREADS = torch.get_num_threads() if torch else 1
+SMALL = (36, 1, 256, 256)
+LARGE = (28, 8, 2048, 128)
+
+
+def use_threads(threads: int) -> None:
+    """Set our threads, and let the new ones start outside the timed part."""
+    if mlstate.get_num_threads() != threads:
+        mlstate.set_num_threads(threads)
+        cache = np.zeros((4, 1, 1024, 512), np.float16)
+        transition_kv_state(cache, 1024, out=np.empty_like(cache))
+
+
+def use_torch_threads(threads: int) -> None:
+    """Do the same for torch's."""
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+        torch.ones(1 << 21).add_(1)
+
+
+def random_cache(shape: tuple[int, ...], dtype: object) -> np.ndarray:
+    """Make a cache of normal values."""
+    values = np.random.default_rng(1).standard_normal(shape, np.float32)
+    return values.astype(dtype)
+
+
+def torch_source(source: np.ndarray) -> object:
+    """Make a tensor over the array's memory, bfloat16 too."""
+    if source.dtype.name == "bfloat16":
+        return torch.from_numpy(source.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(source)
+
+
+def torch_rows(
+    call: Callable[..., object], source: np.ndarray, length: int, position: int, dtype: object
+) -> list[Candidate]:
+    """Make torch's candidates: one thread and, where it differs, its default."""
+    if torch is None:
+        return []
+    tensor = torch_source(source)
+    wanted = getattr(torch, np.dtype(dtype).name)
+    return [
+        Candidate(
+            f"torch peer: full + to + copy, {count_threads(count)}",
+            partial(call, tensor, length, position, wanted),
+            partial(use_torch_threads, count),
+        )
+        for count in sorted({1, TORCH_THREADS})
+    ]
+
+
+def count_threads(count: int) -> str:
+    """Name a number of threads."""
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def mlstate_rows(
+    name: str, call: Callable[[], object], at_least: float | None = None
+) -> list[Candidate]:
+    """Make our candidates: one thread and the default; the target is for the default."""
+    return [
+        Candidate(
+            f"{name}, {count_threads(count)}",
+            call,
+            partial(use_threads, count),
+            at_least=at_least if count == THREADS else None,
+        )
+        for count in sorted({1, THREADS})
+    ]
+
+
+def transition(
+    report: Report,
+    repeats: int,
+    shape: tuple[int, ...],
+    length: int,
+    dtypes: tuple[object, object],
+    *,
+    position: int | None = None,
+    out_target: float | None = None,
+    fresh_target: float | None = None,
+    reserve: bool = False,
+) -> None:
+    """Time one transition in every way there is."""
+    compact = length < shape[2]
+    used = shape[2] if position is None else position
+    kind, wanted = np.dtype(dtypes[0]), np.dtype(dtypes[1])
+    source = random_cache(shape, kind)
+    out = np.ones(peers.longer(shape, length), wanted)
+    ours = partial(compact_kv_state if compact else transition_kv_state, source, length, used)
+    peer = peers.numpy_compact if compact else peers.numpy_expand
+    how = "zeros" if compact else "full"
+    candidates = [
+        Candidate(
+            f"NumPy peer: {how} + astype + copy",
+            partial(peer, source, length, used, wanted),
+            baseline=True,
+        ),
+        Candidate("NumPy: zeros + copy", partial(peers.numpy_zeros, source, length, used, wanted)),
+        Candidate("NumPy into a preallocated target", partial(peers.numpy_into, source, used, out)),
+        *torch_rows(
+            peers.torch_compact if compact else peers.torch_expand, source, length, used, wanted
+        ),
+        *mlstate_rows("mlstate fresh", partial(ours, dtype=wanted), fresh_target),
+    ]
+    if out.nbytes >= 32 << 20:
+        candidates += mlstate_rows(
+            "mlstate fresh, low_memory", partial(ours, dtype=wanted, low_memory=True)
+        )[-1:]
+    candidates += mlstate_rows("mlstate out=", partial(ours, out=out), out_target)
+    if reserve:
+        candidates.append(reserving(source, length))
+    limit = MemoryLimit(source, out, out.nbytes // length * used)
+    candidates.append(Candidate("limit: memcpy + memset, touched memory", limit, limit=True))
+    dtype_text = kind.name if kind == wanted else f"{kind.name} -> {wanted.name}"
+    report.table(
+        f"{'compact' if compact else 'expand'} {dtype_text}, {shape} -> {length} "
+        f"at {used} tokens: {mib(source.nbytes)} -> {mib(out.nbytes)}",
+        measure(candidates, repeats),
+    )
+
+
+def reserving(source: np.ndarray, length: int) -> Candidate:
+    """Make the candidate that raises a KVState's capacity; it needs a new one each time."""
+    kept: list[KVState] = []
+
+    def prepare() -> None:
+        kept[:] = [KVState.from_array(source)]
+
+    return Candidate(
+        "KVState.reserve (consumes the source)", lambda: kept[0].reserve(length), prepare
+    )
+
+
+def mib(size: int) -> str:
+    """Bytes in MiB."""
+    return f"{size / (1 << 20):.4g} MiB"
+
+
+def growth(report: Report, repeats: int) -> None:
+    """Time growth inside reserved capacity, and show that nothing is copied."""
+    rows = []
+    for shape, filled in (
+        ((36, 1, 256, 256), True),
+        (LARGE, True),
+        ((28, 8, 16384, 128), False),
+        ((64, 8, 65536, 128), False),
+    ):
+        long = 2 * shape[2]
+        state = KVState(shape, long, np.float16)
+        if filled:
+            state.array[...] = 1
+        copied: set[int] = set()
+
+        def grow(state: KVState = state, long: int = long) -> None:
+            state.resize(long)
+            state.array  # noqa: B018
+
+        def prepare(
+            state: KVState = state, shape: tuple[int, ...] = shape, filled: bool = filled
+        ) -> None:
+            if filled:
+                state.resize(shape[2])
+            elif state.seq_length > shape[2]:  # shrinking zeroes: it would touch it all
+                state.__init__(shape, 2 * shape[2], np.float16)  # type: ignore[misc]
+
+        name = f"{shape} -> {long}: {mib(state.nbytes)} more"
+        row = measure([Candidate(name, grow, prepare, at_most=20)], repeats, unit=1e-3)[0]
+        prepare()
+        before = layout(state)
+        state.resize(long)
+        copied.add(0 if layout(state) == before else state.nbytes)
+        row.extra = {"bytes copied": copied.pop()}
+        rows.append(row)
+    report.table(
+        "KVState.resize inside reserved capacity, and .array",
+        rows,
+        unit="us",
+        note="bytes copied is 0 where address and strides stay as they were; the last two "
+        "caches were never written",
+    )
+
+
+def layout(state: KVState) -> tuple[int, tuple[int, ...]]:
+    """Where an element of the cache lies."""
+    array = state.array
+    return array.ctypes.data, array.strides
+
+
+def repeated(call: Callable[[], object], times: int = 100) -> Callable[[], None]:
+    """Call what is too short for the clock many times."""
+
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
+def masks(report: Report, repeats: int) -> None:
+    """Time full masks, and one row and the causal view, in microseconds."""
+    length = 4096
+    out = np.ones((1, 1, length, length), np.float16)
+    full = [
+        Candidate(
+            "NumPy: the formula, row by row",
+            partial(peers.mask_by_rows, length, 1024),
+            baseline=True,
+        ),
+        Candidate("mlstate fresh", partial(create_attention_size_mask, length, 1024, length)),
+        Candidate(
+            "mlstate out=", partial(create_attention_size_mask, length, 1024, length, out=out)
+        ),
+        Candidate(
+            "create_causal_mask: a view of 16 KiB", partial(create_causal_mask, length, 1024)
+        ),
+        Candidate("limit: memset, touched memory", MemoryLimit(out, out, 0), limit=True),
+    ]
+    report.table(f"mask float16, {length} x {length}: {mib(out.nbytes)}", measure(full, repeats))
+    row = np.ones((1, 1, 1, length), np.float16)
+    rows = [
+        Candidate(
+            "NumPy: full + slice",
+            repeated(partial(peers.decode_row, length, 1024, 3000)),
+            baseline=True,
+        ),
+        Candidate("mlstate fresh", repeated(partial(create_decode_mask, length, 1024, 3000))),
+        Candidate(
+            "mlstate out=", repeated(partial(create_decode_mask, length, 1024, 3000, out=row))
+        ),
+    ]
+    report.table(
+        f"mask row for decoding, {length} columns", measure(rows, repeats, unit=1e-5), unit="us"
+    )
+
+
+def child(*arguments: str) -> str:
+    """Run Python in a new process and return what it prints."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def cold(report: Report, repeats: int) -> None:
+    """Time the first call of new processes, which take turns."""
+    names = [name for name in CALLS if torch is not None or "torch" not in name]
+    script = str(Path(__file__).parent / "first_call.py")
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    extra: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(repeats):
+        for name in names:
+            result = json.loads(child(script, name))
+            samples[name].append(result["ms"])
+            extra[name].append(result["extra_mib"])
+    base = names[0]
+    candidates = [
+        Candidate(
+            name, print, baseline=name == base, at_least=10 if name == "mlstate fresh" else None
+        )
+        for name in names
+    ]
+    rows = rows_of(candidates, samples)
+    base_extra = statistics.median(extra[base])
+    for row in rows:
+        mid = statistics.median(extra[row.name])
+        row.extra = {"extra MiB": f"{mid:.0f}", "of base": f"{mid / base_extra:.2f}"}
+    report.table(
+        f"first call of a new process, expand float16 {LARGE} -> 4096",
+        rows,
+        note="to reach: 10x the base, or a third of its extra memory",
+    )
+
+
+IMPORT = """
+import time
+start = time.perf_counter()
+import numpy
+between = time.perf_counter()
+import {}
+print((between - start) * 1e3, (time.perf_counter() - between) * 1e3)
+"""
+
+
+def importing(report: Report, repeats: int) -> None:
+    """Time imports in new processes, which take turns."""
+    numpy_ms: list[float] = []
+    samples: dict[str, list[float]] = {"import mlstate": [], "import numpy.typing": []}
+    for _ in range(repeats):
+        for name, values in samples.items():
+            first, second = child("-c", IMPORT.format(name.split()[1])).split()
+            numpy_ms.append(float(first))
+            values.append(float(second))
+    rows = [Row("import numpy, for comparison", numpy_ms)]
+    rows += [Row(name + " after numpy", values) for name, values in samples.items()]
+    rows[1].at_most = 15
+    report.table("imports in new processes", rows)
+
+
+def compacting(report: Report, repeats: int) -> None:
+    """Time the two compactions."""
+    half = (np.float16, np.float16)
+    transition(report, 5 * repeats, (36, 1, 512, 256), 256, half, position=200)
+    transition(report, repeats, (28, 8, 4096, 128), 2048, half, position=1800)
+
+
+def expanding(report: Report, repeats: int) -> None:
+    """Time the expansions that keep their dtype."""
+    half = (np.float16, np.float16)
+    transition(report, 5 * repeats, SMALL, 512, half, out_target=3.5)
+    transition(report, repeats, LARGE, 4096, half, out_target=5, reserve=True)
+
+
+def converting(report: Report, repeats: int) -> None:
+    """Time the expansions that convert."""
+    shape = (28, 8, 512, 128)
+    single = (np.float32, np.float16)
+    transition(report, 2 * repeats, shape, 1024, single, out_target=10, fresh_target=5)
+    if ml_dtypes is not None:
+        brain = (ml_dtypes.bfloat16, np.float16)
+        transition(report, 2 * repeats, shape, 1024, brain)
+    else:
+        report.say("\nbfloat16 -> float16: skipped, ml_dtypes is not installed")
+
+
+PARTS: dict[str, Callable[[Report, int], None]] = {
+    "expand": expanding,
+    "convert": converting,
+    "compact": compacting,
+    "grow": growth,
+    "mask": masks,
+    "cold": cold,
+    "import": importing,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--only", choices=PARTS, help="one part of it")
+    options = parser.parse_args()
+    report = Report("mlstate: KV-cache transitions", options.json)
+    report.say("figures are medians; 'x base': times faster than the first line of the table")
+    report.say("'/limit': times the duration of what the C library needs for the same bytes")
+    for name, part in PARTS.items():
+        if options.only in (None, name):
+            part(report, 3 if options.quick else 9)
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

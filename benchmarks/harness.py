@@ -1,0 +1,267 @@
+"""Timing of named candidates side by side, and the table that shows it.
+
+Candidates take turns within each round, in an order that is shuffled anew for every round
+(with a fixed seed), so that a slow moment of the machine and the state of the caches hit
+all of them alike.  Figures are medians over the rounds; the quartiles beside them show how
+far to trust them.  What a call returns is dropped inside the timed part: a user pays for
+giving memory back too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import numpy as np
+
+Action = Callable[[], object]
+
+
+def nothing() -> None:
+    """Prepare nothing."""
+
+
+@dataclass
+class Candidate:
+    """Something to time; `before` runs untimed ahead of each call."""
+
+    name: str
+    call: Action
+    before: Action = nothing
+    baseline: bool = False
+    limit: bool = False
+    at_least: float | None = None  # times faster than the baseline, to reach
+    at_most: float | None = None  # in the case's unit, to reach
+
+
+@dataclass
+class Row:
+    """One line of a table."""
+
+    name: str
+    values: list[float]
+    ratio: float | None = None  # times faster than the baseline
+    limit_ratio: float | None = None  # times the limit's duration
+    at_least: float | None = None
+    at_most: float | None = None
+    extra: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float:
+        """Middle of the values."""
+        return statistics.median(self.values)
+
+    def quartiles(self) -> tuple[float, float]:
+        """First and third quartile."""
+        if len(self.values) < 2:
+            return self.values[0], self.values[0]
+        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return low, high
+
+    def target(self) -> str:
+        """The figure to reach and whether it is."""
+        if self.at_least is not None and self.ratio is not None:
+            verdict = "yes" if self.ratio >= self.at_least else "NO"
+            return f">= {self.at_least:g}x: {verdict}"
+        if self.at_most is not None:
+            verdict = "yes" if self.median <= self.at_most else "NO"
+            return f"<= {self.at_most:g}: {verdict}"
+        return ""
+
+
+def measure(
+    candidates: list[Candidate], repeats: int, *, unit: float = 1e-6, warm_up: int = 2
+) -> list[Row]:
+    """Time every candidate `repeats` times; `unit` turns nanoseconds into the table's unit."""
+    samples: dict[str, list[float]] = {c.name: [] for c in candidates}
+    order = random.Random(20)
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(warm_up + repeats):
+            for candidate in order.sample(candidates, len(candidates)):
+                candidate.before()
+                start = time.perf_counter_ns()
+                candidate.call()
+                elapsed = time.perf_counter_ns() - start
+                if turn >= warm_up:
+                    samples[candidate.name].append(elapsed * unit)
+    finally:
+        gc.enable()
+    return rows_of(candidates, samples)
+
+
+def rows_of(candidates: list[Candidate], samples: dict[str, list[float]]) -> list[Row]:
+    """Compare samples, however they were taken, with the baseline and the limit."""
+    rows = [
+        Row(c.name, samples[c.name], at_least=c.at_least, at_most=c.at_most) for c in candidates
+    ]
+    base = next((r for r, c in zip(rows, candidates, strict=True) if c.baseline), None)
+    limit = next((r for r, c in zip(rows, candidates, strict=True) if c.limit), None)
+    for row in rows:
+        row.ratio = base.median / row.median if base else None
+        row.limit_ratio = row.median / limit.median if limit else None
+    return rows
+
+
+class MemoryLimit:
+    """What the machine needs for a result's bytes with the C library alone, one thread.
+
+    `np.copyto` (a memcpy) of as many bytes as the result has in tokens and memset of as
+    many as it has in padding, each in one piece, from and to the candidates' own buffers.
+    """
+
+    def __init__(self, source: np.ndarray, target: np.ndarray, token_bytes: int) -> None:
+        self.source = source.reshape(-1).view(np.uint8)[:token_bytes]
+        self.target = target.reshape(-1).view(np.uint8)
+
+    def __call__(self) -> None:
+        """Move the bytes once."""
+        tokens = self.source.size
+        np.copyto(self.target[:tokens], self.source)
+        ctypes.memset(self.target.ctypes.data + tokens, 0, self.target.size - tokens)
+
+
+class Report:
+    """Prints tables as they come, or all of them as JSON at the end."""
+
+    WIDTH = 46
+
+    def __init__(self, title: str, as_json: bool) -> None:
+        self.as_json = as_json
+        self.document: dict[str, object] = {"title": title, "machine": machine()}
+        self.tables: list[dict[str, object]] = []
+        self.say(f"{title}\n")
+        for name, value in machine().items():
+            self.say(f"{name:<8} {value}")
+        self.say(f"{'busy':<8} {load()}")
+
+    def say(self, text: str = "") -> None:
+        """Print a line unless the output is JSON."""
+        if not self.as_json:
+            print(text, flush=True)
+
+    def table(self, title: str, rows: list[Row], *, unit: str = "ms", note: str = "") -> None:
+        """Print one table; `extra` of the rows become columns ahead of the target."""
+        extras = list(dict.fromkeys(name for row in rows for name in row.extra))
+        compared = any(row.ratio is not None for row in rows)
+        limited = any(row.limit_ratio is not None for row in rows)
+        head = f"{'':<{self.WIDTH}}{unit:>9}{'quartiles':>16}"
+        head += f"{'x base':>8}" if compared else ""
+        head += f"{'/limit':>8}" if limited else ""
+        head += "".join(f"{name:>14}" for name in extras) + "  to reach"
+        self.say(f"\n{title}" + (f"\n({note})" if note else ""))
+        self.say(head)
+        for row in rows:
+            low, high = row.quartiles()
+            line = f"{row.name:<{self.WIDTH}}{show(row.median):>9}"
+            line += f"{show(low) + '-' + show(high):>16}"
+            line += f"{row.ratio:>8.1f}" if row.ratio is not None else ""
+            line += f"{row.limit_ratio:>8.2f}" if row.limit_ratio is not None else ""
+            line += "".join(f"{row.extra.get(name, '')!s:>14}" for name in extras)
+            self.say(f"{line}  {row.target()}".rstrip())
+        self.tables.append(
+            {"title": title, "unit": unit, "note": note, "rows": [as_dict(r) for r in rows]}
+        )
+
+    def close(self) -> None:
+        """Say how busy the machine was at the end; print the JSON."""
+        self.say(f"\n{'busy':<8} {load()}")
+        if self.as_json:
+            print(json.dumps(self.document | {"tables": self.tables}, indent=2))
+
+
+def as_dict(row: Row) -> dict[str, object]:
+    """Turn a row into what JSON knows."""
+    low, high = row.quartiles()
+    return {
+        "name": row.name,
+        "median": row.median,
+        "quartiles": [low, high],
+        "range": [min(row.values), max(row.values)],
+        "repeats": len(row.values),
+        "times_baseline": row.ratio,
+        "times_limit": row.limit_ratio,
+        "to_reach": row.target() or None,
+    } | row.extra
+
+
+def show(value: float) -> str:
+    """Three significant digits, never an exponent."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def load() -> str:
+    """How many processes wanted the processors, if the system tells."""
+    if not hasattr(os, "getloadavg"):
+        return "unknown"
+    return f"load {os.getloadavg()[0]:.2f} over the last minute, of {processors()} processors"
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor_model() -> str:
+    """The processor's name, where the system tells."""
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
+            lines = [line for line in file if line.startswith("model name")]
+        return lines[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+def versions() -> str:
+    """Python and the packages that take part."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("mlstate", "numpy", "torch", "safetensors", "ml_dtypes"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if name != "mlstate":
+                continue
+            import mlstate
+
+            version = mlstate.__version__
+        found.append(f"{name} {version}")
+    return ", ".join(found)
+
+
+def huge_pages() -> str:
+    """The system's policy for huge pages."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="utf-8") as f:  # noqa: PTH123
+            return f.read().partition("[")[2].partition("]")[0]
+    except OSError:
+        return "unknown"
+
+
+def machine() -> dict[str, str]:
+    """Date and kind of machine; nothing that names it."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{processor_model()}, {processors()} processors, {memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.machine()}, huge pages: {huge_pages()}",
+        "software": versions(),
+    }

@@ -1,0 +1,76 @@
+"""What people write today, each as plainly as possible: the baselines of `bench_kv.py`.
+
+The algorithm of the transitions is the one of ``anemll.utils.state_transition``: fill the
+whole target, make a converted copy of the tokens, copy that into the target.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def longer(shape: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """Return the shape of a cache with another sequence length."""
+    return (*shape[:2], length, shape[3])
+
+
+def numpy_expand(source: Any, length: int, position: int, dtype: Any) -> Any:
+    """Fill, convert, copy."""
+    target = np.full(longer(source.shape, length), 0.0, dtype)
+    target[:, :, :position] = source[:, :, :position].astype(dtype)
+    return target
+
+
+def numpy_compact(source: Any, length: int, position: int, dtype: Any) -> Any:
+    """Compact as the peer does: the target comes from np.zeros."""
+    target = np.zeros(longer(source.shape, length), dtype)
+    target[:, :, :position] = source[:, :, :position].astype(dtype)
+    return target
+
+
+def numpy_zeros(source: Any, length: int, position: int, dtype: Any) -> Any:
+    """Do it in the way of a careful NumPy user: no fill, no temporary."""
+    target = np.zeros(longer(source.shape, length), dtype)
+    target[:, :, :position] = source[:, :, :position]
+    return target
+
+
+def numpy_into(source: Any, position: int, out: Any) -> None:
+    """Write into a preallocated target, with NumPy."""
+    out[:, :, :position] = source[:, :, :position]
+    out[:, :, position:] = 0
+
+
+def torch_expand(source: Any, length: int, position: int, dtype: Any) -> Any:
+    """Fill, convert, copy, with torch."""
+    import torch
+
+    target = torch.full(longer(source.shape, length), 0.0, dtype=dtype)
+    target[:, :, :position] = source[:, :, :position].to(dtype)
+    return target
+
+
+def torch_compact(source: Any, length: int, position: int, dtype: Any) -> Any:
+    """Compact as the peer does, with torch."""
+    import torch
+
+    target = torch.zeros(longer(source.shape, length), dtype=dtype)
+    target[:, :, :position] = source[:, :, :position].to(dtype)
+    return target
+
+
+def mask_by_rows(length: int, reach: int) -> Any:
+    """Make a mask by the formula of the source, row by row, but in float16."""
+    mask = np.full((1, 1, length, length), float("-inf"), np.float16)
+    for row in range(length):
+        mask[0, 0, row, max(0, row - reach) : row + 1] = 0.0
+    return mask
+
+
+def decode_row(length: int, reach: int, position: int) -> Any:
+    """Make the row of one position."""
+    row = np.full((1, 1, 1, length), float("-inf"), np.float16)
+    row[0, 0, 0, max(0, position - reach) : position + 1] = 0.0
+    return row
