@@ -255,7 +255,8 @@ def test_memory_and_time_grow_with_the_file(kind, tmp_path):
         capture_output=True, text=True, timeout=60, env=environment, check=True,
     )  # fmt: skip
     assert time.monotonic() - start < 20
-    assert int(done.stdout) < 24 * len(data) + (8 << 20)
+    factor = 100 if "asan" in os.environ.get("LD_PRELOAD", "") else 24  # it keeps freed blocks
+    assert int(done.stdout) < factor * len(data) + (8 << 20)
 
 
 def test_a_lying_length_allocates_nothing(tmp_path):
