@@ -27,6 +27,7 @@
 
 #include <string.h>
 
+/* FIELD_X_Y is the number of field Y in message X. */
 enum {
     FIELD_MODEL_DESCRIPTION = 2,
     FIELD_DESCRIPTION_STATE = 13,
@@ -72,7 +73,9 @@ static mls_code read_name(mls_pb bytes, const char *what, mls_text *out, mls_sta
     return MLS_OK;
 }
 
-/* The one name that every function and state has, in field `number` of its message. */
+/* The one name that every function and state has, in field `number` of its message;
+ * `what` says whose.  A missing name is a failure as well: nothing could refer to its
+ * owner. */
 static mls_code find_name(mls_pb message, uint32_t number, const char *what,
                           mls_text *out, mls_status *st)
 {
@@ -98,7 +101,8 @@ static bool same_name(mls_text a, mls_text b)
 
 /* ---- a state ---- */
 
-/* The status of a fault in the state called `name`: the caller returns it. */
+/* Put the state's name into a failure that was filled in before; the caller returns it.
+ */
 static mls_code blame_state(mls_status *st, mls_text name)
 {
     mls_status_name(st, name.data, name.length);
@@ -229,7 +233,8 @@ static mls_code open_array(mls_pb type, mls_pb *out, bool *found, mls_status *st
     return code;
 }
 
-/* FeatureDescription -> a state. */
+/* FeatureDescription -> a state.  The name is read first, wherever it stands, so that
+ * whatever is wrong afterwards can be told by name.  `out` is untouched on failure. */
 static mls_code read_state(mls_pb feature, mls_ml_state *out, mls_status *st)
 {
     mls_ml_state state = {.rank = 0};
@@ -305,7 +310,8 @@ static mls_code add_state(mls_mlpackage *package, mls_pb feature, mls_status *st
     return code;
 }
 
-/* Append a function that has no states yet. */
+/* Append a function that has no states yet; its states will be the next ones added.
+ * `offset` is where errors point. */
 static mls_code add_function(mls_mlpackage *package, mls_text name, uint64_t offset,
                              mls_status *st)
 {
@@ -331,7 +337,8 @@ static mls_code add_function(mls_mlpackage *package, mls_text name, uint64_t off
 
 /* ---- the description ---- */
 
-/* What to do with one sub-message. */
+/* What to do with one sub-message.  A visitor may add to the package, and nothing else.
+ */
 typedef mls_code (*visitor)(mls_mlpackage *package, mls_pb message, mls_status *st);
 
 /* Visit every field `number` of a message in order; `what` names one in errors.  The
@@ -426,6 +433,7 @@ static mls_code read_description(mls_mlpackage *package, mls_pb description,
     return code != MLS_OK ? code : choose_default(package, description, st);
 }
 
+/* The names lie in `text`: all views of them end here. */
 void mls_mlpackage_fini(mls_mlpackage *package)
 {
     mls_free(package->functions);
@@ -556,6 +564,8 @@ static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status 
     return MLS_OK;
 }
 
+/* The description is copied as from a file, so that the two ways differ in reading only.
+ */
 mls_code mls_mlpackage_parse(const unsigned char *spec, size_t length, mls_mlpackage *out,
                              mls_status *st)
 {
@@ -574,6 +584,7 @@ mls_code mls_mlpackage_parse(const unsigned char *spec, size_t length, mls_mlpac
 #    include <sys/stat.h>
 #    include <unistd.h>
 
+/* A manifest names a handful of items: these limits are far above any real one. */
 enum { MANIFEST_BYTES = 1 << 20, MANIFEST_DEPTH = 16, MANIFEST_NODES = 1 << 16 };
 
 /* The same for an open file: pread, since nothing else shares its position. */
@@ -598,7 +609,8 @@ static mls_code blame_file(mls_status *st, const char *name)
     return st->code;
 }
 
-/* The specification in the regular file `path`. */
+/* The specification in the regular file `path`, which is closed again whatever happens.
+ */
 static mls_code read_spec_file(const char *path, mls_mlpackage *out, mls_status *st)
 {
     source from = {.read = read_descriptor, .file = -1};
@@ -610,7 +622,8 @@ static mls_code read_spec_file(const char *path, mls_mlpackage *out, mls_status 
     return code;
 }
 
-/* Whether `part` may be one component of a path inside a package. */
+/* Whether `part` may be one component of a path inside a package: not empty, not "." or
+ * "..", without a backslash (a separator elsewhere) and without a NUL (an end for C). */
 static bool part_is_plain(const char *part, size_t length)
 {
     return length > 0 && !(length == 1 && part[0] == '.') &&
@@ -756,6 +769,8 @@ done:
     return code;
 }
 
+/* A folder is a package, anything else a specification: names and endings are not looked
+ * at. */
 mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st)
 {
     struct stat facts;

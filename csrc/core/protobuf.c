@@ -9,6 +9,8 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+/* The text is printed first, then put behind its offset: the two formats know nothing of
+ * each other. */
 mls_code mls_pb_fail(mls_status *st, uint64_t offset, const char *format, ...)
 {
     char text[MLS_TEXT_BYTES - 32]; /* room for "byte " and the largest offset */
@@ -26,6 +28,8 @@ mls_pb mls_pb_init(const unsigned char *data, size_t length, uint64_t base)
     return (mls_pb){.data = data, .length = length, .at = 0, .base = base};
 }
 
+/* `at` cannot pass `length`; >= all the same, so that a bug ends a loop instead of a
+ * page. */
 bool mls_pb_done(const mls_pb *message)
 {
     return message->at >= message->length;
@@ -61,7 +65,8 @@ mls_code mls_pb_varint(mls_pb *message, uint64_t *out, mls_status *st)
     return mls_pb_fail(st, mls_pb_offset(message), "a number of more than 64 bits");
 }
 
-/* A little-endian number of 4 or 8 bytes. */
+/* A little-endian number of `width` bytes, 4 or 8; `message` moves only where all are
+ * there. */
 static mls_code read_fixed(mls_pb *message, size_t width, uint64_t *out, mls_status *st)
 {
     if (message->length - message->at < width) {
@@ -94,7 +99,8 @@ static mls_code read_tag(mls_pb *message, mls_pb_field *field, mls_status *st)
     return MLS_OK;
 }
 
-/* Groups end where a matching tag says so: skipping one would need a stack. */
+/* The failure for a wire type that is not read.  Groups end where a matching tag says so:
+ * skipping one would need a stack. */
 static mls_code refuse_wire(const mls_pb_field *field, mls_status *st)
 {
     const unsigned wire = (unsigned)field->wire;
@@ -134,6 +140,8 @@ mls_code mls_pb_header(mls_pb *message, mls_pb_field *out, mls_status *st)
     return code;
 }
 
+/* As mls_pb_header, on a copy; the payload is bounded here, before anyone may look at it.
+ */
 mls_code mls_pb_next(mls_pb *message, mls_pb_field *out, mls_status *st)
 {
     mls_pb rest = *message;

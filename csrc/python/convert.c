@@ -1,4 +1,13 @@
-/* convert: NumPy arrays and DLPack exporters to views, dtypes both ways. */
+/* convert: NumPy arrays and DLPack exporters to views, dtypes both ways.
+ *
+ * A view says where the elements lie and keeps one reference to whatever owns them;
+ * nothing is copied here.  NumPy arrays are read through NumPy's own API, which is the
+ * fastest way and the only one for the types of ml_dtypes, since those have no buffer
+ * protocol.  All others come through DLPack, which has names for every type of the core.
+ *
+ * A type of the core is known to NumPy by its number where NumPy has it, and else by the
+ * name under which ml_dtypes registered it.
+ */
 #include "mlsp.h"
 
 #include "dlpack.h"
@@ -38,6 +47,7 @@ static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
            mls_dtype_of(*out)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
 }
 
+/* Registered types have numbers that differ from run to run: they go by name. */
 bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
 {
     const int number = descr->type_num;
@@ -105,6 +115,7 @@ static PyArray_Descr *registered_descr(const char *name)
     return descr;
 }
 
+/* ml_dtypes is imported only when one of its types is wanted. */
 PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype)
 {
     const int number = type_number(dtype);
@@ -112,6 +123,7 @@ PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype)
                                 : PyArray_DescrFromType(number);
 }
 
+/* The core's own names first: NumPy knows "bfloat16" only once ml_dtypes was imported. */
 PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
                                     mls_dtype *out)
 {
@@ -138,6 +150,8 @@ PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
 
 /* ---- ndarrays ---- */
 
+/* The array itself is the owner.  Only its dtype can be refused: shape and strides may be
+ * whatever NumPy allows. */
 static int view_of_ndarray(const mlsp_state *state, PyArrayObject *array,
                            const char *what, mlsp_view *out)
 {
@@ -166,6 +180,8 @@ static int view_of_ndarray(const mlsp_state *state, PyArrayObject *array,
 
 /* ---- DLPack ---- */
 
+/* The core's dtype of a DLPack element; false where there is none, or where several lanes
+ * make up one element. */
 static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
 {
     if (kind.lanes != 1) {
@@ -272,6 +288,8 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
     return true;
 }
 
+/* As mlsp_view_of, for an object with __dlpack__: device, type and shape are checked
+ * first. */
 static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *what,
                           mlsp_view *out)
 {
@@ -304,6 +322,7 @@ static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *
 
 /* ---- views ---- */
 
+/* Subclasses of ndarray are taken as arrays, whatever else they offer. */
 int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
                  mlsp_view *out)
 {

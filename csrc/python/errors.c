@@ -1,4 +1,12 @@
 /* errors: the exception classes, and the one place where a status becomes an exception.
+ *
+ * Each class derives from MLStateError and, where users of other libraries would catch a
+ * builtin class, from that one too: a missing tensor is a KeyError, a missing file a
+ * FileNotFoundError.  Facts (name, expected, got, path, offset) are attributes that every
+ * instance has, None where they do not apply.
+ *
+ * What is wrong with an argument by itself, with no state or file behind it, stays a
+ * plain ValueError, as in all of Python.
  */
 #include "mlsp.h"
 
@@ -20,6 +28,7 @@ static const char *const base_doc =
     "offset : int or None\n    Byte offset in that file.\n"
     "rank : int or None\n    Rank of the process concerned.";
 
+/* Class attributes of the root, so that they exist on every instance. */
 static const char *const field_names[] = {"name", "expected", "got",
                                           "path", "offset",   "rank"};
 
@@ -95,6 +104,7 @@ static int restore_plain_text(PyObject *root)
     return failed;
 }
 
+/* Give the root class its attributes and its plain text. */
 static int add_fields(PyObject *root)
 {
     for (size_t i = 0; i < sizeof field_names / sizeof field_names[0]; i++) {
@@ -105,6 +115,7 @@ static int add_fields(PyObject *root)
     return restore_plain_text(root);
 }
 
+/* In the table's order: a class comes after the one that it derives from. */
 int mlsp_errors_add(PyObject *module)
 {
     mlsp_state *state = mlsp_state_of(module);
@@ -169,16 +180,19 @@ static int set_field(PyObject *error, const char *field, PyObject *value)
     return failed;
 }
 
+/* New reference to a str; bytes that are no UTF-8 are shown escaped, never an error. */
 static PyObject *text_object(const char *text)
 {
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
 }
 
+/* As set_field for a text; an empty one leaves the class's None in place. */
 static int set_text(PyObject *error, const char *field, const char *text)
 {
     return text[0] == '\0' ? 0 : set_field(error, field, text_object(text));
 }
 
+/* Copy the facts of a status onto the exception.  -1 with an exception set. */
 static int set_fields(PyObject *error, const mls_status *st, PyObject *path)
 {
     if (set_text(error, "name", st->name) < 0 ||
@@ -211,6 +225,7 @@ static PyObject *make_error(PyObject *type, const mls_status *st, PyObject *path
     return error;
 }
 
+/* Where making the exception fails, what went wrong there is raised in its place. */
 PyObject *mlsp_raise(const mlsp_state *state, const mls_status *st, PyObject *path)
 {
     PyObject *type = class_of(state, st);

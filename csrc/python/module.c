@@ -1,19 +1,31 @@
-/* module: the extension module's state, its life, and the table of its functions. */
+/* module: the extension module's state, its life, and the table of its functions.
+ *
+ * Everything that lives as long as the module hangs off its state: the exception classes,
+ * the types, the kernel table and the thread pool.  The state starts zeroed, so traverse,
+ * clear and free may meet it half filled, after any step of core_exec failed.
+ *
+ * The module is loaded once in a process and in its main interpreter only: refuse_second
+ * says why.
+ */
 #define MLSP_IMPORT_NUMPY
 #include "mlsp.h"
 
 static struct PyModuleDef core_module;
 
+/* Never NULL for a module made from core_module; `m_size` asks for the memory. */
 mlsp_state *mlsp_state_of(PyObject *module)
 {
     return PyModule_GetState(module);
 }
 
+/* Searches the bases, so that a Python subclass finds us too. */
 PyObject *mlsp_module_of(PyTypeObject *type)
 {
     return PyType_GetModuleByDef(type, &core_module);
 }
 
+/* The GIL is released because a run may be going on, which holds the pool for its length.
+ */
 static PyObject *set_num_threads(PyObject *module, PyObject *number)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -35,12 +47,14 @@ static PyObject *set_num_threads(PyObject *module, PyObject *number)
     Py_RETURN_NONE;
 }
 
+/* What was asked for; that many threads need not have been started yet. */
 static PyObject *get_num_threads(PyObject *module, PyObject *unused)
 {
     (void)unused;
     return PyLong_FromSize_t(mls_pool_threads(mlsp_state_of(module)->pool));
 }
 
+/* The set chosen at import; it stays the same for the life of the process. */
 static PyObject *cpu_name(PyObject *module, PyObject *unused)
 {
     (void)unused;
@@ -94,6 +108,8 @@ static size_t default_threads(void)
     return cpus < ENOUGH ? cpus : ENOUGH;
 }
 
+/* Choose kernels and make the pool, which starts no thread yet.  A wrong MLSTATE_CPU
+ * fails the import: whoever sets it wants to know. */
 static int start_core(mlsp_state *state)
 {
     mls_status st;
@@ -110,6 +126,8 @@ static int start_core(mlsp_state *state)
     return 0;
 }
 
+/* NumPy first, since the other steps may use its API.  What a failing step leaves behind
+ * is freed with the module. */
 static int core_exec(PyObject *module)
 {
     static PyMethodDef *const tables[] = {module_methods, mlsp_kv_methods,
@@ -127,6 +145,7 @@ static int core_exec(PyObject *module)
     return 0;
 }
 
+/* Every Python object of the state; kernels and pool hold none. */
 static int core_traverse(PyObject *module, visitproc visit, void *arg)
 {
     mlsp_state *state = mlsp_state_of(module);
@@ -138,6 +157,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     return 0;
 }
 
+/* May run more than once, and while functions of the module are still referred to. */
 static int core_clear(PyObject *module)
 {
     mlsp_state *state = mlsp_state_of(module);
@@ -149,6 +169,8 @@ static int core_clear(PyObject *module)
     return 0;
 }
 
+/* The pool's threads hold no Python objects and never take the GIL: joining them is safe.
+ */
 static void core_free(void *module)
 {
     mlsp_state *state = mlsp_state_of(module);
@@ -157,6 +179,7 @@ static void core_free(void *module)
     state->pool = NULL;
 }
 
+/* What the version of Python knows of: sub-interpreters refused, the GIL not needed. */
 static PyModuleDef_Slot core_slots[] = {
     {Py_mod_exec, core_exec},
 #if PY_VERSION_HEX >= 0x030C0000

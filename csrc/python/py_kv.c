@@ -1,5 +1,11 @@
 /* py_kv: KV-cache transitions and masks.  The public names and their docstrings are in
- * mlstate/kv.py; these take positional arguments only. */
+ * mlstate/kv.py; these take positional arguments only.
+ *
+ * A transition goes through fixed steps: view the source, take the numbers and check
+ * them, find or make the target, encode the padding, move.  Nothing is allocated before
+ * the request was checked, and nothing can fail once the target is written to, so that a
+ * caller who passed `out` keeps it untouched on every error.
+ */
 #include "mlsp.h"
 
 #include "kv.h"
@@ -10,6 +16,7 @@
  * zeros is a matter of not touching them; below, the allocator may have to clear it. */
 enum { UNTOUCHED_BYTES = 32 << 20 };
 
+/* TypeError for the number of arguments; -1 always. */
 static int wrong_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
 {
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
@@ -54,6 +61,7 @@ typedef struct transition {
     PyObject *result;
 } transition;
 
+/* Release what a transition holds, at whatever step it stopped. */
 static void transition_fini(transition *t)
 {
     mlsp_view_release(&t->source);
@@ -124,6 +132,8 @@ typedef struct result_kind {
     PyArray_Descr *descr; /* strong reference */
 } result_kind;
 
+/* Decide `out` for a source that is no ndarray, from a dtype's name or None.  Names only:
+ * NumPy may have no descriptor to hand over. */
 static int foreign_kind(const mlsp_state *state, PyObject *dtype, result_kind *out)
 {
     static const int unsigned_of[] = {
@@ -209,6 +219,8 @@ static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtyp
     return -1;
 }
 
+/* Encode the padding and move.  The views hold references, so that the memory stays where
+ * it is while other threads run. */
 static int run_transition(const mlsp_state *state, transition *t)
 {
     mls_status st;
@@ -348,6 +360,7 @@ typedef struct mask_request {
     double fill;
 } mask_request;
 
+/* Take and check the numbers of a mask; `decode` asks for the row `position` alone. */
 static int take_mask(const mlsp_state *state, PyObject *const *args, mask_request *m)
 {
     mls_status st;

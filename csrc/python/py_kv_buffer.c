@@ -1,7 +1,12 @@
 /* py_kv_buffer: the memory behind mlstate.kv.KVState.
  *
  * A view is an ndarray whose base is a lease: the lease holds the buffer alive and
- * counts, so that memory never moves under an array that somebody still has.
+ * counts, so that memory never moves under an array that somebody still has.  Changing
+ * the length moves nothing and is always allowed; reserving more may move everything and
+ * is refused while a lease is out.
+ *
+ * One lock guards each buffer.  Whoever waits for it has let go of the GIL first, so that
+ * its holder can always go on, even where that means waiting for the GIL.
  */
 #include "mlsp.h"
 
@@ -18,6 +23,7 @@ typedef struct buffer_object {
     size_t leases;
 } buffer_object;
 
+/* What an ndarray holds on to: the base of every view. */
 typedef struct lease_object {
     PyObject_HEAD buffer_object *owner;
 } lease_object;
@@ -29,11 +35,13 @@ static void lock_buffer(buffer_object *self)
     Py_END_ALLOW_THREADS
 }
 
+/* The other half of lock_buffer; never waits, so the GIL stays as it is. */
 static void unlock_buffer(buffer_object *self)
 {
     pthread_mutex_unlock(&self->lock);
 }
 
+/* The module's state from one of our types (borrowed); NULL with TypeError set. */
 static const mlsp_state *state_of_type(PyTypeObject *type)
 {
     PyObject *module = mlsp_module_of(type);
@@ -86,6 +94,7 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
+/* Nobody has a lease any more, since each holds a reference; so no lock is needed. */
 static void buffer_dealloc(buffer_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -96,6 +105,7 @@ static void buffer_dealloc(buffer_object *self)
     Py_DECREF(type);
 }
 
+/* Give the lease back, then the buffer, which may die with it. */
 static void lease_dealloc(lease_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -125,6 +135,7 @@ static PyObject *take_lease(const mlsp_state *state, buffer_object *self, mls_te
     return (PyObject *)lease;
 }
 
+/* view() -> a writable ndarray of the present length, over the buffer's own memory */
 static PyObject *buffer_view(buffer_object *self, PyObject *unused)
 {
     (void)unused;
@@ -222,12 +233,14 @@ static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
                          (Py_ssize_t)now.capacity);
 }
 
+/* The descriptor that the buffer was made with, and that its views have. */
 static PyObject *buffer_dtype(buffer_object *self, void *unused)
 {
     (void)unused;
     return Py_NewRef((PyObject *)self->descr);
 }
 
+/* mlstate/kv.py is the only caller; it holds the public names and their checks. */
 static PyMethodDef buffer_methods[] = {
     {"view", (PyCFunction)(void (*)(void))buffer_view, METH_NOARGS,
      "view($self, /)\n--\n\nThe cache as it is now, as an ndarray."},
@@ -264,6 +277,7 @@ static PyType_Spec buffer_spec = {
     .slots = buffer_slots,
 };
 
+/* Nothing but a life: a lease has neither methods nor a constructor. */
 static PyType_Slot lease_slots[] = {
     {Py_tp_dealloc, (void *)lease_dealloc},
     {0, NULL},
@@ -277,6 +291,7 @@ static PyType_Spec lease_spec = {
     .slots = lease_slots,
 };
 
+/* The lease's type is not added to the module: it has no name for users. */
 int mlsp_kv_buffer_add(PyObject *module)
 {
     mlsp_state *state = mlsp_state_of(module);

@@ -2,16 +2,21 @@
  *
  * Both functions give (default, [(function, [(state, dtype, shape), ...]), ...]), where
  * `default` is an index or None.  mlstate/coreml.py makes the public objects of it.
+ *
+ * The core's package is turned into Python objects at once and released: nothing of it
+ * outlives the call, so no object has to own it.
  */
 #include "mlsp.h"
 
 #include "mlpackage.h"
 
+/* New reference to a str.  The core checked the UTF-8, so only memory can be missing. */
 static PyObject *name_object(mls_text name)
 {
     return PyUnicode_DecodeUTF8(name.data, (Py_ssize_t)name.length, NULL);
 }
 
+/* New reference to a tuple of int. */
 static PyObject *shape_object(const mls_ml_state *state)
 {
     PyObject *shape = PyTuple_New(state->rank);
@@ -60,6 +65,7 @@ static PyObject *function_object(const mls_mlpackage *package,
     return result;
 }
 
+/* The whole, as the head of this file shows it.  The format "N" takes the list over. */
 static PyObject *package_object(const mls_mlpackage *package)
 {
     PyObject *functions = PyList_New((Py_ssize_t)package->function_count);
