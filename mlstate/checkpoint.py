@@ -30,9 +30,13 @@ __all__ = ["load_file", "load_metadata", "save_file"]
 
 
 def _array(name: object, value: object) -> object:
-    """Let scalars of NumPy and ml_dtypes pass as arrays of no dimensions."""
+    """Take scalars of NumPy and ml_dtypes as arrays, and parameters without their graph."""
+    if isinstance(value, np.ndarray):
+        return value
     if isinstance(value, np.generic):
         return np.asarray(value)
+    if getattr(value, "requires_grad", False):
+        return value.detach()  # type: ignore[attr-defined]
     if type(value) in (bool, int, float, complex, str, bytes, list, tuple):
         raise TypeError(
             f"{name!r} is a {type(value).__name__}: state files hold arrays; "
@@ -57,7 +61,7 @@ def save_file(
     ----------
     state : mapping of str to array
         NumPy arrays (any strides, either byte order, read-only), ml_dtypes arrays, torch
-        tensors in main memory, or anything else with ``__dlpack__``.
+        tensors in main memory (parameters too), or anything else with ``__dlpack__``.
     path : str, bytes or os.PathLike
         File to write. A symbolic link is followed and stays. An existing file keeps its
         permission bits, and must be writable; a new one gets 0666 less the umask.
@@ -71,6 +75,8 @@ def save_file(
     ValueError
         A name or text cannot be written as UTF-8 or is reserved, or `path` is neither
         absent nor a regular file.
+    BufferError
+        A tensor has no memory to export, such as one on torch's ``meta`` device.
     CompatibilityError
         A dtype that safetensors has no name for (``complex128``, ``datetime64``, ...).
     CapacityError

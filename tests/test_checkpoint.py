@@ -325,6 +325,17 @@ def test_torch_both_ways(name, tmp_path):
     assert back["s"].shape == ()
 
 
+@pytest.mark.torch
+def test_parameters_are_saved_as_they_are(tmp_path):
+    torch = pytest.importorskip("torch", reason="the real peer")
+    layer = torch.nn.Linear(3, 2)
+    save_file(dict(layer.named_parameters()), tmp_path / "f")
+    loaded = load_file(tmp_path / "f")
+    assert loaded["weight"].tolist() == layer.weight.tolist() and layer.weight.requires_grad
+    with pytest.raises(BufferError, match="meta"):
+        save_file({"m": torch.empty(2, device="meta")}, tmp_path / "g")
+
+
 # ---- replacing files ----
 
 
