@@ -124,7 +124,8 @@ done:
     return MLS_OK;
 }
 
-/* ---- mappings ---- */
+/* ---- mappings: for those who want to read a part of a large file, or to share it ----
+ */
 
 /* Shared and read-only: the pages are those of the system's cache and count against no
  * one. */
@@ -155,7 +156,11 @@ void mls_mapping_fini(mls_mapping *mapping)
     *mapping = (mls_mapping){0};
 }
 
-/* ---- the target: folder and name, links resolved ---- */
+/* ---- the target: folder and name, links resolved ----
+ *
+ * A link is followed because a program that opens the path for writing would follow it:
+ * people put links where large files must lie on another disk.
+ */
 
 enum {
     MAX_LINKS = 40,        /* as many as Linux follows */
@@ -390,7 +395,11 @@ mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
     return MLS_OK;
 }
 
-/* ---- commit ---- */
+/* ---- commit ----
+ *
+ * Up to the rename every failure is undone by removing the temporary.  After it nothing
+ * can be undone, and nothing needs to be: the new file is whole.
+ */
 
 /* fsync, and on macOS the stronger form that empties the drive's own cache, where the
  * file system has it. 0, or errno.  After a failure it must not be tried again: the

@@ -63,7 +63,11 @@ typedef enum json_state {
     JSON_HAS_VALUE
 } json_state;
 
-/* ---- characters ---- */
+/* ---- characters ----
+ *
+ * Bytes are compared as int, with -1 for the end of the text: so no check of a character
+ * needs a check of the length beside it, and nothing is read beyond the end.
+ */
 
 /* The four characters that may stand between tokens; form feeds and the like may not. */
 static void skip_space(json_parser *p)
@@ -288,7 +292,11 @@ static mls_code read_string(json_parser *p, mls_text *out)
     }
 }
 
-/* ---- nodes ---- */
+/* ---- nodes ----
+ *
+ * Nodes are known by index, since the array moves when it grows; no pointer to one is
+ * kept across add_node.
+ */
 
 /* What the parser was doing when an allocation failed. */
 static mls_code no_memory(json_parser *p)
@@ -464,7 +472,7 @@ static mls_code close_container(json_parser *p)
     return MLS_OK;
 }
 
-/* ---- values ---- */
+/* ---- values: each function adds one node, or opens a container ---- */
 
 /* Step over digits, at least one. */
 static mls_code read_digits(json_parser *p)
@@ -565,6 +573,7 @@ static mls_code read_value(json_parser *p, json_state *state)
     }
 }
 
+/* Whether what comes next is a member with a key. */
 static bool in_object(const json_parser *p)
 {
     return p->open != MLS_JSON_NONE && p->doc->nodes[p->open].type == MLS_JSON_OBJECT;
@@ -667,6 +676,7 @@ done:
     return code;
 }
 
+/* A document is three blocks, however many values it has. */
 void mls_json_free(mls_json *doc)
 {
     if (doc != NULL) {
@@ -685,6 +695,7 @@ mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node)
     return (mls_json_type)doc->nodes[node].type;
 }
 
+/* Whether `length` counts members and not bytes. */
 static bool is_container(const json_node *node)
 {
     return node->type == MLS_JSON_OBJECT || node->type == MLS_JSON_ARRAY;
@@ -706,6 +717,7 @@ mls_json_node mls_json_next(const mls_json *doc, mls_json_node node)
     return doc->nodes[node].next;
 }
 
+/* 0 for what has no members. */
 size_t mls_json_size(const mls_json *doc, mls_json_node parent)
 {
     const json_node *node = &doc->nodes[parent];
@@ -732,6 +744,7 @@ mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const cha
     return member;
 }
 
+/* Members of arrays, and the root, have the empty text. */
 mls_text mls_json_key(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];

@@ -1,11 +1,12 @@
 /* Reading: the header is checked whole before anything is believed.
  *
  * What a file can lie about, and where that is caught:
- *   its header's length      header_length, before a byte is allocated
- *   its grammar, its names   json.c: one pass, no recursion, no name twice
- *   a tensor's own facts     read_dtype, read_shape, read_offsets: each against the
- * others all tensors together     check_coverage: no overlap, no gap, nothing left over
- *   its age                  read_checksums, and mls_safetensors_read for the contents
+ *   its header's length     header_length, before a byte is allocated
+ *   its grammar and names   json.c: one pass, no recursion, no name twice
+ *   a tensor's own facts    read_dtype, read_shape, read_offsets
+ *   all tensors together    check_coverage: no overlap, no gap, nothing left over
+ *   its age                 read_checksums; mls_safetensors_read for the contents
+ *
  * Memory: the header, its parsed form, one mls_stored for each tensor and one size_t for
  * each dimension.  Each of them takes several bytes of header to ask for, so all of it
  * stays within a constant factor of the header, which the file really holds.
@@ -32,18 +33,23 @@ enum {
     READ_STEP = 256 << 10 /* stays in the cache between reading and checksum */
 };
 
-/* A header while it is read. */
+/* A header while it is read.  What is found goes straight into `file`, which is given to
+ * the caller whole or released whole. */
 typedef struct header_reader {
     const char *text; /* the JSON as it is in the file */
     size_t length;
     uint64_t payload, file_bytes; /* where the tensors start and end */
     mls_safetensors file;
-    size_t dims_used;
+    size_t dims_used;                      /* of file.dims; shapes are parts of it */
     mls_json_node header_crc, tensor_crcs; /* our entries, or MLS_JSON_NONE */
     mls_status *st;
 } header_reader;
 
-/* ---- messages ---- */
+/* ---- messages ----
+ *
+ * Offsets in messages are those in the file, so that a hex dump shows the place: JSON
+ * offsets are moved by the 8 bytes in front of the header.
+ */
 
 /* "tensor 'x': what", at the place of `node` in the file.  The name is cut: a hostile
  * file may give one of megabytes. */
@@ -64,13 +70,18 @@ static mls_code fail_node(header_reader *r, mls_json_node node, const char *what
                        "safetensors header: %s", what);
 }
 
+/* All that is allocated is in proportion to the header, so that is what the text names.
+ */
 static mls_code no_memory(header_reader *r)
 {
     return mls_fail(r->st, MLS_E_MEMORY, "no memory for a header of %zu bytes",
                     r->length);
 }
 
-/* ---- one tensor ---- */
+/* ---- one tensor ----
+ *
+ * dtype, shape, offsets: in this order, since each is checked against what came before.
+ */
 
 /* The member `key` of a tensor's entry, which must be of `type`.  Members that the
  * format does not know are passed over, as the package does: a later version may add
@@ -207,7 +218,11 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
     return code;
 }
 
-/* ---- metadata ---- */
+/* ---- metadata and checksums ----
+ *
+ * The header's checksum guards everything the header says, the tensors' checksums
+ * included; those guard the payload.  So a file is whole when all of them match.
+ */
 
 /* A map of strings to strings.  Our own two entries are set aside: they are no text of
  * the user's. */
@@ -324,7 +339,10 @@ static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, boo
     return MLS_OK;
 }
 
-/* ---- the whole ---- */
+/* ---- the whole ----
+ *
+ * Facts about all tensors together, and the two ways in: from memory and from a path.
+ */
 
 /* By place in the file.  An empty tensor lies in front of the one that starts where it
  * does; the address breaks ties, so that the order is the same with every qsort. */
@@ -468,6 +486,7 @@ static mls_code header_length(const unsigned char *head, uint64_t file_bytes, si
     return MLS_OK;
 }
 
+/* Too few bytes even for the length: also what an empty file is told. */
 static mls_code too_short(uint64_t file_bytes, mls_status *st)
 {
     return mls_fail_at(st, file_bytes,
@@ -518,6 +537,7 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
     return MLS_OK;
 }
 
+/* The names and the metadata lie in the JSON document, which goes last. */
 void mls_safetensors_fini(mls_safetensors *file)
 {
     mls_free(file->tensors);

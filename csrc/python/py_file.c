@@ -63,7 +63,12 @@ static int wrong_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
     return -1;
 }
 
-/* ---- saving ---- */
+/* ---- saving ----
+ *
+ * file_save -> save_job_init (views of all arrays, with the GIL)
+ *           -> mls_safetensors_write (without)
+ *           -> save_job_fini (references given back, with the GIL again)
+ */
 
 /* What a save holds on to while the GIL is released. */
 typedef struct save_job {
@@ -131,6 +136,7 @@ static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job
         take_text(name, "tensor name", &t->name) < 0) {
         return -1;
     }
+    /* names the tensor in errors about the array; cut, and never in a file */
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "tensor '%.140s'", t->name.data);
     if (mlsp_view_of(mlsp_state_of(module), array, what, &job->views[i]) < 0) {
@@ -213,7 +219,12 @@ done:
     return result;
 }
 
-/* ---- loading ---- */
+/* ---- loading ----
+ *
+ * The header is read first, and says how large each array is; file_load then maps the
+ * file or reads it.  A file that is replaced in between does no harm: the descriptor
+ * stays with the version whose header was read.
+ */
 
 /* The reader checked that it is UTF-8. */
 static PyObject *text_of(mls_text text)
@@ -243,10 +254,12 @@ static PyObject *metadata_of(const mls_safetensors *file)
 static PyObject *array_of(const mls_stored *tensor, const unsigned char *data,
                           PyObject *base)
 {
+    /* the reader bounded each dimension, so none changes its value in npy_intp */
     npy_intp dims[MLS_MAX_RANK];
     for (int axis = 0; axis < tensor->rank; axis++) {
         dims[axis] = (npy_intp)tensor->shape[axis];
     }
+    /* PyArray_NewFromDescr takes this reference, even when it fails */
     PyArray_Descr *descr = mlsp_descr_of_dtype(tensor->dtype);
     if (descr == NULL) {
         return NULL;
@@ -305,6 +318,7 @@ static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
     mls_status st;
+    /* up to the end of the last tensor, which is the end of the file that was checked */
     uint64_t bytes = 0;
     for (size_t i = 0; i < file->count; i++) {
         const uint64_t end = file->tensors[i].offset + file->tensors[i].bytes;
@@ -347,6 +361,7 @@ static void **places_of(PyObject *arrays, size_t count)
 static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
+    /* both are constant tables, valid without the GIL */
     const mls_crc_kernels *crc = crc_of(module);
     mls_status st;
     mls_code code = MLS_OK;
