@@ -80,7 +80,7 @@ def moves(_):
         lambda: kv.transition_kv_state(strided, 16, dtype=np.float32, low_memory=True),
         lambda: kv.compact_kv_state(source, 4, 3),
         lambda: kv.compact_kv_state(source, 4, 3, np.float32),
-    ), [source, out, strided, np.dtype(np.float32)]
+    ), [source, out, strided]
 
 
 @case()

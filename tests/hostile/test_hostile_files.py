@@ -243,6 +243,7 @@ except mlstate.FormatError:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.skipif("MLSTATE_UNDER_SANITIZER" in os.environ, reason="ASan pads every block")
 @pytest.mark.parametrize("kind", COSTLY)
 def test_memory_and_time_grow_with_the_file(kind, tmp_path):
     path = tmp_path / "costly"

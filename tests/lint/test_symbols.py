@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import house
-import mlstate._core
 import pytest
+
+import mlstate._core
 
 nm = shutil.which("nm")
 needs_nm = pytest.mark.skipif(
