@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
+/* A float's bits and back, without the aliasing that a pointer cast would be. */
 static inline uint32_t mls_f32_bits(float value)
 {
     uint32_t bits;
@@ -43,6 +44,7 @@ static inline uint64_t mls_round_shift(uint64_t value, unsigned shift)
     return whole + (uint64_t)(rest > half || (rest == half && (whole & 1U) != 0));
 }
 
+/* Exact: every float16 is a float.  A signalling NaN becomes quiet. */
 static inline float mls_f32_from_f16(uint16_t half)
 {
     const uint32_t sign = (uint32_t)(half & 0x8000U) << 16;
@@ -60,6 +62,8 @@ static inline float mls_f32_from_f16(uint16_t half)
     return mls_f32_from_bits(sign | mls_f32_bits(small));
 }
 
+/* The exponent is rebiased by subtraction, so that rounding may carry out of the mantissa
+ * into it, and from the largest subnormal to the smallest normal number. */
 static inline uint16_t mls_f16_from_f32(float value)
 {
     const uint32_t bits = mls_f32_bits(value);
@@ -81,6 +85,7 @@ static inline uint16_t mls_f16_from_f32(float value)
     return (uint16_t)(sign | half);
 }
 
+/* Directly, and not by way of float: rounding twice could go the wrong way at a tie. */
 static inline uint16_t mls_f16_from_f64(double value)
 {
     const uint64_t bits = mls_f64_bits(value);
@@ -102,11 +107,14 @@ static inline uint16_t mls_f16_from_f64(double value)
     return (uint16_t)(sign | half);
 }
 
+/* Exact: a bfloat16 is the upper half of a float. */
 static inline float mls_f32_from_bf16(uint16_t brain)
 {
     return mls_f32_from_bits((uint32_t)brain << 16);
 }
 
+/* Rounding the bits rounds the value, infinity included; only a NaN must not be rounded.
+ */
 static inline uint16_t mls_bf16_from_f32(float value)
 {
     const uint32_t bits = mls_f32_bits(value);

@@ -43,6 +43,7 @@ const mls_kernels *mls_kernels_of(mls_cpu cpu)
     }
 }
 
+/* Stores round the cache pay only where the cache could not hold the result anyway. */
 bool mls_should_stream(size_t bytes)
 {
     return bytes >= STREAM_TOTAL;
@@ -68,6 +69,8 @@ static void swap_items(unsigned char *items, size_t bytes, size_t unit)
 
 /* ---- encoding one element ---- */
 
+/* What an integer type holds.  The upper end is excluded, since 2**64 is a double and the
+ * number before it is not. */
 typedef struct integer_range {
     double low, end; /* low <= value < end; both are exact */
 } integer_range;
@@ -180,11 +183,11 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 /* The axes of a destination and, in step with it, of a source: those of length 1 dropped,
  * ordered by the destination's stride, neighbours merged where they run on. */
 typedef struct walk {
-    int rank;
+    int rank; /* at least 1 once walk_init returned true */
     size_t shape[MLS_MAX_RANK];
     ptrdiff_t dst_strides[MLS_MAX_RANK];
     ptrdiff_t src_strides[MLS_MAX_RANK];
-    size_t index[MLS_MAX_RANK];
+    size_t index[MLS_MAX_RANK]; /* of each outer axis, as walk_next counts it */
 } walk;
 
 /* The size of a stride; negating it as an unsigned number is right for the smallest too.
@@ -397,6 +400,7 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
     const size_t count = w.shape[w.rank - 1];
     const ptrdiff_t dst_stride = w.dst_strides[w.rank - 1];
     const ptrdiff_t src_stride = w.src_strides[w.rank - 1];
+    /* packed on both sides and in this machine's order: kernels take it as it is */
     const bool run = dst_stride == (ptrdiff_t)c.dst_item &&
                      src_stride == (ptrdiff_t)c.src_item && !c.dst_swapped &&
                      !c.src_swapped;
@@ -439,8 +443,11 @@ void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element ele
     const size_t count = w.shape[w.rank - 1];
     const ptrdiff_t stride = w.dst_strides[w.rank - 1];
     const uint64_t pattern = pattern_of(element);
+    /* as in mls_copy: what is too short for streaming is stored the plain way */
     const bool streams = stream && count * element.size >= STREAM_RUN;
     unsigned char *to = dst->data;
+    /* walk_next moves two pointers; the second follows the same strides and is not read
+     */
     const unsigned char *unused = dst->data;
     do {
         if (stride == (ptrdiff_t)element.size) {

@@ -1,10 +1,15 @@
 /* copy_kernels: what the kernel files share; private to copy*.c.
+ *
+ * Each kernel file defines one table and nothing else that is seen outside.  A table
+ * exists only where its architecture does; whether the machine at hand can run it is for
+ * mls_cpu_offers to say, and mls_kernels_of is the one place that chooses.
  */
 #ifndef MLS_COPY_KERNELS_H
 #define MLS_COPY_KERNELS_H
 
 #include "copy.h"
 
+/* The tables, constant and complete: no entry but the diagonal of `convert` is NULL. */
 extern const mls_kernels mls_kernels_scalar;
 #if defined(__x86_64__)
 extern const mls_kernels mls_kernels_avx2;
@@ -44,14 +49,16 @@ void mls_run_f64_f32(void *dst, const void *src, size_t count, bool stream);
                      [MLS_F32] = mls_run_f64_f32},                                       \
     }
 
-/* The pattern as it reads `offset` bytes further on. */
+/* The pattern as it reads `offset` bytes further on: what a fill goes on with after
+ * storing that many bytes. */
 static inline uint64_t mls_pattern_at(uint64_t pattern, size_t offset)
 {
     const unsigned bits = (unsigned)(offset % 8) * 8;
     return bits == 0 ? pattern : (pattern >> bits) | (pattern << (64 - bits));
 }
 
-/* Bytes from `address` up to the next multiple of `alignment` (a power of two). */
+/* Bytes from `address` up to the next multiple of `alignment` (a power of two); 0 where
+ * it is one already. */
 static inline size_t mls_bytes_to_align(const void *address, size_t alignment)
 {
     return (size_t)(-(uintptr_t)address & (alignment - 1));

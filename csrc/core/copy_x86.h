@@ -49,6 +49,8 @@ TARGET MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src
                                     size_t to_bytes, vector_function convert,
                                     mls_convert_run scalar)
 {
+    /* `head` elements bring the destination to a multiple of WIDTH, which streaming needs
+     */
     const size_t items = WIDTH / to_bytes;
     const size_t block = (size_t)LANES * PAGE / to_bytes;
     const size_t head = mls_bytes_to_align(dst, WIDTH) / to_bytes;
@@ -98,6 +100,8 @@ TARGET static void copy_run(void *dst, const void *src, size_t bytes, bool strea
     }
 }
 
+/* Aligned stores whether streaming or not: the bytes in front are filled first, and the
+ * pattern is then turned so that it goes on where they end. */
 TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, bool stream)
 {
     unsigned char *to = dst;

@@ -3,6 +3,9 @@
  */
 #include "crc32c.h"
 
+/* The checksum register after eight shifts, for each byte that can leave it: the
+ * remainder of that byte's polynomial.  A constant, so that no thread need wait for it to
+ * be filled. */
 static const uint32_t table[256] = {
     0x00000000U, 0xf26b8303U, 0xe13b70f7U, 0x1350f3f4U, 0xc79a971fU, 0x35f1141cU,
     0x26a1e7e8U, 0xd4ca64ebU, 0x8ad958cfU, 0x78b2dbccU, 0x6be22838U, 0x9989ab3bU,
@@ -49,6 +52,8 @@ static const uint32_t table[256] = {
     0xbe2da0a5U, 0x4c4623a6U, 0x5f16d052U, 0xad7d5351U,
 };
 
+/* The polynomial without its highest power, and two powers of x, in the register's bit
+ * order: x**0 in the highest bit. */
 #define POLYNOMIAL 0x82F63B78U
 #define X_TO_THE_0 0x80000000U
 #define X_TO_THE_8 0x00800000U

@@ -20,6 +20,7 @@ enum { LANE_BYTES = 8192 };
 #    define PAST_ONE 0x28461564U /* x**(8 * LANE_BYTES) */
 #    define PAST_TWO 0xbf455269U /* x**(16 * LANE_BYTES) */
 
+/* Asks the system: user code may not read the registers that say so. */
 bool mls_crc_arm_offered(void)
 {
 #    if defined(__linux__)

@@ -9,9 +9,11 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+/* Floats come first, in the order in which tables of conversions are indexed.  The
+ * numbers never leave the process: files hold names. */
 typedef enum mls_dtype {
     MLS_F16,
-    MLS_BF16,
+    MLS_BF16, /* the upper half of a float32 */
     MLS_F32,
     MLS_F64,
     MLS_I8,
@@ -23,12 +25,12 @@ typedef enum mls_dtype {
     MLS_U32,
     MLS_U64,
     MLS_BOOL,
-    MLS_C64,
-    MLS_F8_E4M3,
+    MLS_C64,     /* two float32 */
+    MLS_F8_E4M3, /* no infinity; "FN" in other places */
     MLS_F8_E5M2,
-    MLS_F8_E8M0,
-    MLS_F8_E4M3FNUZ,
-    MLS_F8_E5M2FNUZ,
+    MLS_F8_E8M0,     /* a power of two, no sign and no zero */
+    MLS_F8_E4M3FNUZ, /* no infinity, no negative zero */
+    MLS_F8_E5M2FNUZ, /* the same with a wider range */
     MLS_DTYPE_COUNT
 } mls_dtype;
 

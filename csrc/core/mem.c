@@ -68,6 +68,7 @@ static mls_code no_pages(mls_status *st, size_t bytes)
 
 #if MLS_HAVE_MMAP
 
+/* Asked each time: a cached value would be a mutable static. */
 size_t mls_page_bytes(void)
 {
     const long page = sysconf(_SC_PAGESIZE);
@@ -91,6 +92,7 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
     return MLS_OK;
 }
 
+/* Never shrinks: a smaller size is refused like one that cannot be had. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     size_t mapped;
@@ -121,6 +123,7 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
     return MLS_OK;
 }
 
+/* `mapped` and not `bytes` is what the system gave. */
 void mls_pages_fini(mls_pages *pages)
 {
     if (pages->data != NULL) {
@@ -149,6 +152,7 @@ void mls_advise_pages(void *data, size_t bytes, bool huge)
 
 #else /* no mmap: the heap serves, and growing copies */
 
+/* Only a unit to round up to: nothing is mapped here. */
 size_t mls_page_bytes(void)
 {
     return 4096;

@@ -419,6 +419,8 @@ static mls_code read_description(mls_mlpackage *package, mls_pb description,
                                  mls_status *st)
 {
     static const mls_text main_name = {"main", 4};
+    /* states outside of functions are an error until it is known that there are no
+     * functions */
     visitor visit = refuse_state;
     mls_code code = visit_each(package, description, FIELD_DESCRIPTION_FUNCTION,
                                "a function", read_function, st);
@@ -546,6 +548,7 @@ static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status 
         return mls_pb_fail(st, start, "a description of %llu bytes, where %d are allowed",
                            (unsigned long long)length, MLS_ML_MAX_DESCRIPTION);
     }
+    /* from here on the package owns it: mls_mlpackage_fini releases all on failure */
     package.text = mls_alloc((size_t)length, 1);
     if (package.text == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a description of %llu bytes",
@@ -782,6 +785,8 @@ mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st
         const mls_code code = read_spec_file(path, out, st);
         return code == MLS_OK ? code : blame_file(st, path);
     }
+    /* a package: its manifest leads to the specification, whose errors name it from
+     * `inner` on */
     char *spec = NULL;
     size_t inner = 0;
     mls_code code = find_spec(path, &spec, &inner, st);

@@ -50,6 +50,7 @@ mls_code mls_pb_varint(mls_pb *message, uint64_t *out, mls_status *st)
             return mls_pb_fail(st, mls_pb_offset(message),
                                "the data ends inside a number");
         }
+        /* looked at in place: `at` moves only when the number is whole */
         const unsigned char byte = message->data[message->at + i];
         /* overlong forms of small numbers are allowed: writers reserve room with them */
         if (i == MLS_PB_VARINT_BYTES - 1 && byte > 1) {

@@ -34,6 +34,8 @@ enum {
 
 /* ---- text that grows ---- */
 
+/* Text under construction.  After a failure every further put does nothing, so that
+ * whoever builds a long text asks once, at its end. */
 typedef struct text_buffer {
     char *data;
     size_t length, room;
@@ -120,6 +122,7 @@ typedef struct placed {
     uint32_t crc;
 } placed;
 
+/* For qsort: by name, bytes compared as numbers. */
 static int compare_names(const void *a, const void *b)
 {
     return compare_text(((const placed *)a)->from->name, ((const placed *)b)->from->name);
@@ -135,6 +138,7 @@ static int compare_places(const void *a, const void *b)
     return x != y ? (x < y ? 1 : -1) : compare_names(a, b);
 }
 
+/* For qsort: metadata by key, in the same order. */
 static int compare_pairs(const void *a, const void *b)
 {
     return compare_text(((const mls_text_pair *)a)->key, ((const mls_text_pair *)b)->key);
@@ -142,6 +146,7 @@ static int compare_pairs(const void *a, const void *b)
 
 /* ---- what a file is made of ---- */
 
+/* One file in the making; all of it is released at the end of mls_safetensors_write. */
 typedef struct writer {
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
@@ -167,6 +172,7 @@ static mls_code fail_name(writer *w, const char *what, mls_text name, const char
     return MLS_E_VALUE;
 }
 
+/* For the tables of tensors and metadata too: they are what becomes the header. */
 static mls_code no_memory(writer *w)
 {
     return mls_fail(w->st, MLS_E_MEMORY, "no memory for the file's header");

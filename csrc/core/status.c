@@ -51,6 +51,8 @@ static void print_into(char *text, size_t room, const char *format, va_list args
     cut_at_character(text, room);
 }
 
+/* Facts of an earlier failure must not stay beside the text of this one: all is cleared.
+ */
 mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
 {
     mls_status_clear(st);
@@ -70,17 +72,20 @@ static const char *error_text(int os_error, char *buffer, size_t room)
     return strerror_s(buffer, room, os_error) == 0 ? buffer : "unknown error";
 }
 #else
+/* The XSI variant fills the buffer and returns 0, or an error number. */
 static const char *take_xsi(int result, const char *buffer)
 {
     return result == 0 ? buffer : "unknown error";
 }
 
+/* The GNU variant returns the text, which may lie in the buffer or elsewhere. */
 static const char *take_gnu(const char *result, const char *buffer)
 {
     (void)buffer;
     return result;
 }
 
+/* The type of the result picks the variant at compile time. */
 static const char *error_text(int os_error, char *buffer, size_t room)
 {
     return _Generic(strerror_r(os_error, buffer, room), int: take_xsi, char *: take_gnu)(
@@ -130,6 +135,7 @@ void mls_status_name(mls_status *st, const char *name, size_t length)
     cut_at_character(st->name, kept + 1);
 }
 
+/* A short fact, in the words of the message: "at least 4", not a sentence. */
 void mls_status_expected(mls_status *st, const char *format, ...)
 {
     va_list args;

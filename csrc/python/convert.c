@@ -231,12 +231,15 @@ static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
  * by the versioned form, which older exporters do not know. */
 static PyObject *export_capsule(PyObject *array)
 {
+    /* max_version=(1, 1); the stream argument is left out, since only devices have
+     * streams */
     PyObject *method = PyObject_GetAttrString(array, "__dlpack__");
     PyObject *options = Py_BuildValue("{s(ii)}", "max_version", 1, 1);
     PyObject *nothing = PyTuple_New(0);
     PyObject *capsule = NULL;
     if (method != NULL && options != NULL && nothing != NULL) {
         capsule = PyObject_Call(method, nothing, options);
+        /* an exporter from before the protocol had versions */
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
             capsule = PyObject_CallNoArgs(method);
@@ -255,6 +258,7 @@ static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
     if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
         const dlpack_managed_versioned *m =
             PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        /* a higher major version may lay the structure out in another way */
         if (m->major == 1) {
             *readonly = (m->flags & DLPACK_READ_ONLY) != 0;
             return &m->tensor;
@@ -270,6 +274,7 @@ static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
 /* Fill the shape and strides of `t`; false where they do not fit. */
 static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
 {
+    /* `packed` grows to the stride that C order gives the axis, should there be none */
     size_t packed = mls_tensor_item_bytes(t);
     const ptrdiff_t item = (ptrdiff_t)packed;
     if (from->rank < 0 || from->rank > MLS_MAX_RANK) {
@@ -339,6 +344,7 @@ int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
     return -1;
 }
 
+/* A view of a read-only array is released again: `out` is zeroed then. */
 int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *what,
                        mlsp_view *out)
 {
@@ -353,6 +359,7 @@ int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *wha
     return 0;
 }
 
+/* Needs the GIL: the owner may die here. */
 void mlsp_view_release(mlsp_view *view)
 {
     Py_CLEAR(view->owner);

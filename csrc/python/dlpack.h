@@ -1,5 +1,10 @@
 /* dlpack: the structures of the DLPack exchange protocol, as its specification lays them
  * out (version 1.1, https://dmlc.github.io/dlpack/latest/c_api.html).
+ *
+ * An exporter's __dlpack__ gives a capsule around one of the two managed structures.  Who
+ * consumes a capsule renames it and calls the deleter in the end; who does not leaves
+ * that to the capsule itself, which is what convert.c relies on.  Field order and widths
+ * are an interface between binaries: nothing here may be changed.
  */
 #ifndef MLSP_DLPACK_H
 #define MLSP_DLPACK_H
@@ -25,12 +30,14 @@ enum {
 
 enum { DLPACK_READ_ONLY = 1 }; /* bit of dlpack_managed_versioned.flags */
 
+/* `bits` of one lane; vectors have several lanes, and the core takes none of them. */
 typedef struct dlpack_dtype {
     uint8_t code; /* element kind */
     uint8_t bits;
     uint16_t lanes;
 } dlpack_dtype;
 
+/* The first element lies at `data` + `byte_offset`. */
 typedef struct dlpack_tensor {
     void *data;
     int32_t device_type;

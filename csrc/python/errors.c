@@ -12,6 +12,7 @@
 
 #include <errno.h>
 
+/* What a class is made of. */
 typedef struct error_spec {
     const char *name; /* dotted, as pickled */
     const char *doc;  /* the class docstring */
@@ -214,6 +215,7 @@ static PyObject *make_error(PyObject *type, const mls_status *st, PyObject *path
     if (text == NULL) {
         return NULL;
     }
+    /* an OSError made of (errno, text, path) shows all three */
     PyObject *error = NULL;
     if (st->code != MLS_E_IO) {
         error = PyObject_CallOneArg(type, text);

@@ -39,12 +39,13 @@ typedef enum mlsp_error {
     MLSP_ERROR_COUNT
 } mlsp_error;
 
+/* Everything that lives as long as the module; zeroed before core_exec fills it. */
 typedef struct mlsp_state {
     PyObject *errors[MLSP_ERROR_COUNT];
     PyTypeObject *kv_buffer_type;
     PyTypeObject *kv_lease_type;
-    const mls_kernels *kernels;
-    mls_pool *pool;
+    const mls_kernels *kernels; /* constant table, chosen at import */
+    mls_pool *pool;             /* owned; NULL until start_core */
 } mlsp_state;
 
 /* The state of the module object that every function gets as `self`. */

@@ -61,6 +61,7 @@ static PyObject *cpu_name(PyObject *module, PyObject *unused)
     return PyUnicode_FromString(mls_cpu_name(mlsp_state_of(module)->kernels->cpu));
 }
 
+/* The text in front of the "--" is the signature that inspect.signature shows. */
 static PyMethodDef module_methods[] = {
     {"set_num_threads", set_num_threads, METH_O,
      "set_num_threads(threads, /)\n--\n\nThreads that a call may use."},
@@ -191,6 +192,8 @@ static PyModuleDef_Slot core_slots[] = {
     {0, NULL},
 };
 
+/* `m_size` above zero and no static objects: every module object has a state of its own.
+ */
 static struct PyModuleDef core_module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "mlstate._core",
@@ -204,6 +207,7 @@ static struct PyModuleDef core_module = {
 
 PyMODINIT_FUNC PyInit__core(void);
 
+/* The one symbol that the library shows; all work is done later, by core_exec. */
 PyMODINIT_FUNC PyInit__core(void)
 {
     return PyModuleDef_Init(&core_module);

@@ -34,6 +34,8 @@ static int take_int64(PyObject *object, const char *what, int64_t *out)
         }
         return -1;
     }
+    /* an int of any size is understood; what exceeds 64 bits is no position of anything
+     */
     int overflow;
     const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     Py_DECREF(number);
@@ -54,7 +56,7 @@ static int take_int64(PyObject *object, const char *what, int64_t *out)
 typedef struct transition {
     mls_kv_request request;
     mlsp_view source, target;
-    double pad_value;
+    double pad_value; /* of the positions behind the tokens */
     bool low_memory;
     bool is_fresh;  /* the target was allocated here */
     bool is_zeroed; /* it reads as zeros already */
@@ -136,6 +138,7 @@ typedef struct result_kind {
  * NumPy may have no descriptor to hand over. */
 static int foreign_kind(const mlsp_state *state, PyObject *dtype, result_kind *out)
 {
+    /* by item size; every type of the core has one of these */
     static const int unsigned_of[] = {
         [1] = NPY_UINT8, [2] = NPY_UINT16, [4] = NPY_UINT32, [8] = NPY_UINT64};
     Py_ssize_t length = 0;
@@ -172,6 +175,7 @@ static int take_kind(const mlsp_state *state, PyObject *source, PyObject *dtype,
             return -1;
         }
     }
+    /* only the dtypes can differ between these two: the shapes are the source's */
     mls_tensor target = t->source.tensor;
     target.dtype = out->dtype;
     if (mls_copy_check(&target, &t->source.tensor, "dtype", &st) != MLS_OK) {
@@ -231,6 +235,7 @@ static int run_transition(const mlsp_state *state, transition *t)
         return -1;
     }
     (void)mls_tensor_bytes(&t->target.tensor, &bytes);
+    /* short moves are over before another thread could take the GIL */
     PyThreadState *released = bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
                 (size_t)t->request.position, t->is_zeroed ? NULL : &pad, t->is_fresh);
@@ -356,8 +361,8 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
 /* What a mask call asks for. */
 typedef struct mask_request {
     int64_t seq_length, attention_size, position;
-    size_t rows, first_row;
-    double fill;
+    size_t rows, first_row; /* written: all of them, or only that of `position` */
+    double fill;            /* at masked positions */
 } mask_request;
 
 /* Take and check the numbers of a mask; `decode` asks for the row `position` alone. */
@@ -398,6 +403,7 @@ static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject 
         return NULL;
     }
     mls_status st;
+    /* an `out` must have this shape exactly; a new array passes by construction */
     mls_tensor wanted = view->tensor;
     wanted.rank = 4;
     for (int axis = 0; axis < 4; axis++) {
@@ -447,6 +453,7 @@ static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
+/* PyMethodDef wants one kind of pointer for functions of every kind. */
 #define FAST(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
 
 PyMethodDef mlsp_kv_methods[] = {

@@ -15,6 +15,7 @@
 
 #include <pthread.h>
 
+/* The memory, what its elements are, and how many arrays look at it. */
 typedef struct buffer_object {
     PyObject_HEAD pthread_mutex_t
         lock; /* guards `buffer` and `leases`; taken without the GIL */
@@ -173,6 +174,8 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
     if (state == NULL || !PyArg_ParseTuple(args, "nn", &length, &position)) {
         return NULL;
     }
+    /* sizes have no sign in the core: what is negative is refused here, in the core's
+     * words */
     if (length < 0 || position < 0) {
         mls_fail(&st, MLS_E_CAPACITY, "%s %zd is negative",
                  length < 0 ? "sequence length" : "current_position",
@@ -270,6 +273,8 @@ static PyType_Slot buffer_slots[] = {
     {0, NULL},
 };
 
+/* No subclasses, and no garbage collection: a buffer refers to a descriptor and nothing
+ * else, so it can be in no cycle. */
 static PyType_Spec buffer_spec = {
     .name = "mlstate._core.KVBuffer",
     .basicsize = sizeof(buffer_object),
@@ -283,6 +288,7 @@ static PyType_Slot lease_slots[] = {
     {0, NULL},
 };
 
+/* Made by take_lease only; it refers to a buffer, so it is in no cycle either. */
 static PyType_Spec lease_spec = {
     .name = "mlstate._core.KVLease",
     .basicsize = sizeof(lease_object),
