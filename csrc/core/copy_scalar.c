@@ -60,6 +60,7 @@ static void fill_run(void *dst, uint64_t pattern, size_t bytes, bool stream)
     memcpy(to + done, &pattern, bytes - done);
 }
 
+/* Complete by itself: every pair, nothing borrowed from another table. */
 const mls_kernels mls_kernels_scalar = {
     .cpu = MLS_CPU_SCALAR,
     .copy = copy_run,

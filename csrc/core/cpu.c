@@ -50,6 +50,8 @@ enum {
     LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
 };
 
+/* Instructions by CPUID, registers by XCR0; xgetbv exists only where OSXSAVE is set, so
+ * that is asked first. */
 bool mls_cpu_offers(mls_cpu cpu)
 {
     unsigned a, b, c, d;
@@ -74,6 +76,7 @@ bool mls_cpu_offers(mls_cpu cpu)
 
 #elif defined(__aarch64__)
 
+/* NEON is part of the architecture. */
 bool mls_cpu_offers(mls_cpu cpu)
 {
     return cpu == MLS_CPU_SCALAR || cpu == MLS_CPU_NEON;

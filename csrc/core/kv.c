@@ -45,6 +45,8 @@ static mls_code out_of_capacity(mls_status *st, int64_t limit, int64_t got)
     return MLS_E_CAPACITY;
 }
 
+/* Shape first, then the target's length against the source's, then the tokens against
+ * both: the first message is the one that a user should mend first. */
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st)
 {
@@ -85,6 +87,8 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
     return MLS_OK;
 }
 
+/* Each axis but the sequence belongs to the model, so a difference there is no question
+ * of capacity. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
                              const size_t *target, mls_kv_kind kind, mls_status *st)
 {
@@ -169,6 +173,8 @@ static void move_layer(void *context, size_t layer)
     }
 }
 
+/* Layers are what threads take: enough of them to share, and few enough that handing one
+ * out costs nothing beside moving it. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                  const mls_tensor *src, size_t position, const mls_element *pad,
                  bool fresh)

@@ -51,6 +51,7 @@ static mls_code beyond(mls_status *st, const char *what, size_t got, const char 
     return MLS_E_CAPACITY;
 }
 
+/* The pages are zeros as they come, which is the invariant for every length at once. */
 mls_code mls_kv_buffer_init(mls_kv_buffer *out, const size_t *shape, size_t capacity,
                             mls_dtype dtype, mls_status *st)
 {
@@ -104,6 +105,7 @@ mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
     return positions(buffer, 0, buffer->length);
 }
 
+/* Checks both numbers before it touches memory: on failure the buffer is what it was. */
 mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
                               size_t length, size_t position, mls_status *st)
 {

@@ -34,6 +34,8 @@ typedef struct crew {
     pthread_t helpers[MLS_POOL_MAX_THREADS];
 } crew;
 
+/* The crew is made late and can be left behind, so that what a fork does not copy
+ * (threads) is kept apart from what it does. */
 struct mls_pool {
     pthread_mutex_t busy; /* held for the length of a run or a resize */
     atomic_size_t threads;

@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
+/* Strides from the last axis outwards, each the bytes of everything inside it.  What is
+ * counted must fit a ptrdiff_t, since strides are signed and pointers are subtracted. */
 mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
                          const size_t *shape, mls_status *st)
 {
@@ -60,6 +62,7 @@ bool mls_tensor_count(const mls_tensor *t, size_t *out)
     return fits;
 }
 
+/* As if packed, whatever the strides: what a copy of the view would take. */
 bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
 {
     size_t count;

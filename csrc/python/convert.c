@@ -42,6 +42,7 @@ static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
 {
     const char *name = descr->typeobj->tp_name;
     const char *dot = strrchr(name, '.');
+    /* tp_name may or may not have the module in front */
     name = dot == NULL ? name : dot + 1;
     return mls_dtype_from_name(name, strlen(name), out) &&
            mls_dtype_of(*out)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
@@ -81,6 +82,7 @@ bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
 /* NumPy's type number, or NPY_NOTYPE where ml_dtypes has the type. */
 static int type_number(mls_dtype dtype)
 {
+    /* the 8-bit floats lie behind the end of this table, and are ml_dtypes' as well */
     static const int numbers[] = {
         [MLS_F16] = NPY_HALF,   [MLS_BF16] = NPY_NOTYPE, [MLS_F32] = NPY_FLOAT,
         [MLS_F64] = NPY_DOUBLE, [MLS_I8] = NPY_INT8,     [MLS_I16] = NPY_INT16,
@@ -138,6 +140,7 @@ PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
                PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
         return NULL;
     }
+    /* NumPy has types that the core does not: text, dates, objects, long double */
     if (descr != NULL && !mlsp_dtype_of_descr(descr, out)) {
         mls_status st;
         mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported",

@@ -28,6 +28,7 @@ static int take_int64(PyObject *object, const char *what, int64_t *out)
 {
     PyObject *number = PyNumber_Index(object);
     if (number == NULL) {
+        /* __index__ itself may raise something else, which is the caller's to see */
         if (PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", what,
                          Py_TYPE(object)->tp_name);
@@ -112,6 +113,7 @@ static int allocate_target(const mlsp_state *state, PyArray_Descr *descr, transi
         }
     }
     t->is_fresh = true;
+    /* a zero pad without a sign is stored as bits 0 in every dtype; -0.0 is not */
     t->is_zeroed =
         t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
     Py_INCREF(descr); /* both calls steal it */
@@ -248,6 +250,7 @@ static int run_transition(const mlsp_state *state, transition *t)
 /* Nothing to do: same length, every position in use, nothing else asked for. */
 static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
 {
+    /* compacting never gives the source itself, nor does any `out` or dtype */
     const int64_t length = (int64_t)t->source.tensor.shape[MLS_KV_AXIS];
     return t->request.kind == MLS_KV_EXPAND && dtype == Py_None && out == Py_None &&
            t->request.target_length == length && t->request.position == length;
@@ -379,6 +382,7 @@ static int take_mask(const mlsp_state *state, PyObject *const *args, mask_reques
         mlsp_raise(state, &st, NULL);
         return -1;
     }
+    /* decoding makes one token at a time and needs its row alone */
     m->rows = decode ? 1 : (size_t)m->seq_length;
     m->first_row = decode ? (size_t)m->position : 0;
     m->fill = PyFloat_AsDouble(args[4]);

@@ -75,6 +75,7 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     for (int i = 0; i < MLS_KV_RANK; i++) {
         shape[i] = (size_t)dims[i];
     }
+    /* order of the arguments: layers, heads, length, head_dim, capacity */
     capacity = (size_t)dims[4];
     PyArray_Descr *descr = mlsp_descr_of_object(state, dtype, &wanted);
     if (descr == NULL) {
@@ -85,6 +86,7 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         Py_DECREF(descr);
         return NULL;
     }
+    /* the lock first: from here on buffer_dealloc may run, and it destroys the lock */
     pthread_mutex_init(&self->lock, NULL);
     self->descr = descr;
     if (mls_kv_buffer_init(&self->buffer, shape, capacity, wanted, &st) != MLS_OK) {
@@ -152,6 +154,7 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
         strides[axis] = (npy_intp)now.strides[axis];
     }
     Py_INCREF(self->descr); /* stolen */
+    /* the strides are the buffer's: rows lie `capacity` positions apart, not `length` */
     PyObject *array = PyArray_NewFromDescr(&PyArray_Type, self->descr, MLS_KV_RANK, shape,
                                            strides, now.data, NPY_ARRAY_WRITEABLE, NULL);
     if (array == NULL) {
@@ -208,6 +211,7 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
         return mlsp_raise(state, &st, NULL);
     }
     Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->lock);
+    /* asked under the lock: no lease can be taken between this and the move */
     if (self->leases > 0) {
         code = mls_fail(&st, MLS_E_BUSY,
                         "%zu arrays still view this cache, and its memory is about to "
@@ -257,11 +261,13 @@ static PyMethodDef buffer_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* Read-only: the dtype of a buffer never changes. */
 static PyGetSetDef buffer_properties[] = {
     {"dtype", (getter)(void (*)(void))buffer_dtype, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+/* No traverse and no clear: see buffer_spec. */
 static PyType_Slot buffer_slots[] = {
     {Py_tp_new, (void *)buffer_new},
     {Py_tp_dealloc, (void *)buffer_dealloc},
