@@ -11,6 +11,7 @@
  */
 #include "kv.h"
 
+#include "mem.h"
 #include "size.h"
 
 #include <inttypes.h>
@@ -153,6 +154,7 @@ typedef struct job {
     mls_tensor padding;     /* the rest of the target */
     const mls_element *pad; /* NULL: the padding is right already */
     bool stream;            /* stores go round the cache */
+    bool populate;          /* ask for the pages of a head before it is copied */
 } job;
 
 /* One layer, as a task for the pool: `context` is a job, which all threads only read. */
@@ -165,6 +167,11 @@ static void move_layer(void *context, size_t layer)
     for (size_t head = 0; head < filled.shape[1]; head++) {
         const mls_tensor to = mls_tensor_slice(&filled, 1, head, 1);
         const mls_tensor from = mls_tensor_slice(&tokens, 1, head, 1);
+        if (j->populate) {
+            size_t bytes = 0;
+            (void)mls_tensor_bytes(&to, &bytes); /* the target as a whole fitted */
+            mls_populate_pages(to.data, bytes);
+        }
         mls_copy(j->kernels, &to, &from, j->stream);
         if (j->pad != NULL) {
             const mls_tensor rest = mls_tensor_slice(&padding, 1, head, 1);
@@ -177,7 +184,7 @@ static void move_layer(void *context, size_t layer)
  * out costs nothing beside moving it. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                  const mls_tensor *src, size_t position, const mls_element *pad,
-                 bool fresh)
+                 mls_kv_memory memory)
 {
     const size_t length = dst->shape[MLS_KV_AXIS];
     size_t bytes = 0;
@@ -187,6 +194,7 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
              .tokens = mls_tensor_slice(src, MLS_KV_AXIS, 0, position),
              .padding = mls_tensor_slice(dst, MLS_KV_AXIS, position, length - position),
              .pad = pad,
-             .stream = !fresh && mls_should_stream(bytes)};
+             .stream = memory == MLS_KV_TOUCHED && mls_should_stream(bytes),
+             .populate = memory == MLS_KV_SPARSE};
     mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, move_layer, &j, dst->shape[0]);
 }

@@ -44,13 +44,20 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st);
 
+/* What is known of the target's memory. */
+typedef enum mls_kv_memory {
+    MLS_KV_TOUCHED, /* it was used before: large results are stored past the cache */
+    MLS_KV_FRESH, /* just allocated: the system clears each page when it is touched, which
+                   * leaves it in the cache, so that stores past the cache would lose */
+    MLS_KV_SPARSE /* the same in small pages, C-contiguous: those that tokens go to are
+                   * asked for head by head, which is cheaper than a fault for each */
+} mls_kv_memory;
+
 /* Copy the first `position` positions of `src` to `dst` and put `pad` into the others, or
- * leave those alone where `pad` is NULL.  `fresh` says that the target's memory was only
- * just allocated: its pages are cleared as they are touched, which leaves them in the
- * cache, so that stores round the cache would be a loss.  Both views passed the checks.
- * Cannot fail. */
+ * leave those alone where `pad` is NULL.  `memory` only steers the speed.  Both views
+ * passed the checks.  Cannot fail. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                  const mls_tensor *src, size_t position, const mls_element *pad,
-                 bool fresh);
+                 mls_kv_memory memory);
 
 #endif

@@ -132,21 +132,37 @@ void mls_pages_fini(mls_pages *pages)
     *pages = (mls_pages){0};
 }
 
-/* Only whole pages inside the range are advised on: those at its ends may hold other
- * data. */
-void mls_advise_pages(void *data, size_t bytes, bool huge)
-{
 #    if defined(__linux__)
+/* Advise on the whole pages inside the range: those at its ends may hold other data. */
+static void advise(void *data, size_t bytes, int advice)
+{
     const uintptr_t page = mls_page_bytes();
     const uintptr_t start = ((uintptr_t)data + page - 1) / page * page;
     const uintptr_t end = ((uintptr_t)data + bytes) / page * page;
     if (end > start) {
         const int saved = errno; /* advice that is refused is no error */
-        (void)madvise((void *)start, end - start, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+        (void)madvise((void *)start, end - start, advice);
         errno = saved;
     }
+}
+#    endif
+
+void mls_advise_pages(void *data, size_t bytes, bool huge)
+{
+#    if defined(__linux__)
+    advise(data, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #    else
     (void)data, (void)bytes, (void)huge;
+#    endif
+}
+
+/* Systems that lack the request clear each page when it is touched. */
+void mls_populate_pages(void *data, size_t bytes)
+{
+#    if defined(MADV_POPULATE_WRITE) /* Linux 5.14 */
+    advise(data, bytes, MADV_POPULATE_WRITE);
+#    else
+    (void)data, (void)bytes;
 #    endif
 }
 
@@ -192,6 +208,11 @@ void mls_pages_fini(mls_pages *pages)
 void mls_advise_pages(void *data, size_t bytes, bool huge)
 {
     (void)data, (void)bytes, (void)huge;
+}
+
+void mls_populate_pages(void *data, size_t bytes)
+{
+    (void)data, (void)bytes;
 }
 
 #endif

@@ -45,4 +45,9 @@ void mls_pages_fini(mls_pages *pages); /* accepts a zeroed struct; zeroes it */
  * costs one small page. */
 void mls_advise_pages(void *data, size_t bytes, bool huge);
 
+/* Ask for the memory behind the whole pages inside [data, data + bytes), which is about
+ * to be written: one request instead of a page fault for each.  A hint, which may be
+ * ignored; the content stays as it is. */
+void mls_populate_pages(void *data, size_t bytes);
+
 #endif

@@ -59,8 +59,8 @@ typedef struct transition {
     mlsp_view source, target;
     double pad_value; /* of the positions behind the tokens */
     bool low_memory;
-    bool is_fresh;  /* the target was allocated here */
-    bool is_zeroed; /* it reads as zeros already */
+    bool is_zeroed;       /* it reads as zeros already */
+    mls_kv_memory memory; /* the target's */
     PyObject *result;
 } transition;
 
@@ -112,7 +112,7 @@ static int allocate_target(const mlsp_state *state, PyArray_Descr *descr, transi
             return -1;
         }
     }
-    t->is_fresh = true;
+    t->memory = MLS_KV_FRESH;
     /* a zero pad without a sign is stored as bits 0 in every dtype; -0.0 is not */
     t->is_zeroed =
         t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
@@ -123,6 +123,7 @@ static int allocate_target(const mlsp_state *state, PyArray_Descr *descr, transi
         return -1;
     }
     if (t->is_zeroed && t->low_memory) {
+        t->memory = MLS_KV_SPARSE;
         mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes, false);
     }
     return mlsp_view_writable(state, t->result, "the new state", &t->target);
@@ -240,7 +241,7 @@ static int run_transition(const mlsp_state *state, transition *t)
     /* short moves are over before another thread could take the GIL */
     PyThreadState *released = bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
-                (size_t)t->request.position, t->is_zeroed ? NULL : &pad, t->is_fresh);
+                (size_t)t->request.position, t->is_zeroed ? NULL : &pad, t->memory);
     if (released != NULL) {
         PyEval_RestoreThread(released);
     }

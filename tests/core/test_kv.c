@@ -61,7 +61,7 @@ static void tokens_move_and_the_rest_is_padded(void)
     for (size_t position = 0; position <= 8; position++) {
         memset(to, 0xEE, sizeof to);
         mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, position, &pad,
-                    false);
+                    MLS_KV_TOUCHED);
         for (size_t row = 0; row < 6; row++) {
             for (size_t i = 0; i < (size_t)16 * 4; i++) {
                 const uint16_t want = i < position * 4 ? from[row * 32 + i] : 9;
@@ -70,7 +70,7 @@ static void tokens_move_and_the_rest_is_padded(void)
         }
     }
     memset(to, 0xEE, sizeof to);
-    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, 2, NULL, true);
+    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, 2, NULL, MLS_KV_SPARSE);
     CHECK(to[8] == 0xEEEE && to[7] == from[7]); /* no padding asked for */
 }
 
@@ -96,8 +96,9 @@ static void threads_give_the_same_bytes(void)
     REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
     memset(one, 1, sizeof one);
     memset(many, 2, sizeof many);
-    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, 1000, &pad, true);
-    mls_kv_move(mls_kernels_of(best), pool, &again, &src, 1000, &pad, false);
+    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, 1000, &pad,
+                MLS_KV_FRESH);
+    mls_kv_move(mls_kernels_of(best), pool, &again, &src, 1000, &pad, MLS_KV_TOUCHED);
     CHECK(memcmp(one, many, sizeof one) == 0);
     mls_pool_free(pool);
 }

@@ -37,7 +37,9 @@ static void pages_grow_with_their_content_and_zeros_behind(void)
     mls_advise_pages(pages.data, pages.mapped, false);
     mls_advise_pages(pages.data, pages.mapped, true);
     mls_advise_pages(pages.data + 1, 10, true); /* holds no whole page */
-    CHECK(pages.data[99] == 7);
+    mls_populate_pages(pages.data, pages.mapped);
+    mls_populate_pages(pages.data + 1, 10);
+    CHECK(pages.data[99] == 7 && pages.data[200 * page] == 0);
     mls_pages_fini(&pages);
     CHECK(pages.data == NULL);
     mls_pages_fini(&pages);
