@@ -64,7 +64,8 @@ static inline size_t mls_bytes_to_align(const void *address, size_t alignment)
     return (size_t)(-(uintptr_t)address & (alignment - 1));
 }
 
-/* Ask for the cache lines of `bytes` bytes; a wish, which may reach past the end. */
+/* Ask for the cache lines of `bytes` bytes; a wish, which may reach past the end: a
+ * prefetch of memory that is not there does nothing. */
 static inline void mls_prefetch(const void *address, size_t bytes)
 {
     for (size_t line = 0; line < bytes; line += 64) {

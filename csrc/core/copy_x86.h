@@ -20,7 +20,8 @@ enum {
     AHEAD = 512  /* bytes of source that a conversion asks for in advance */
 };
 
-/* Any of the vector_A_B. */
+/* Any of the vector_A_B.  Always a constant where it is passed, and inlined with its
+ * caller: no pointer is left in the machine code. */
 typedef vector (*vector_function)(const unsigned char *src);
 
 /* Write LANES pages side by side, past the cache.  Memory serves several streams better
@@ -30,6 +31,7 @@ TARGET MLS_INLINED void stream_block(unsigned char *dst, const unsigned char *sr
                                      size_t from_bytes, size_t to_bytes,
                                      vector_function convert)
 {
+    /* one register of each page in turn */
     for (size_t i = 0; i < PAGE; i += WIDTH) {
         for (size_t lane = 0; lane < LANES; lane++) {
             const size_t at = lane * PAGE + i;
@@ -75,7 +77,8 @@ TARGET MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src
     scalar(dst, src, count, false);
 }
 
-/* The run that converts A to B, whose items have the given sizes. */
+/* The run that converts A to B, whose items have the given sizes.  Those of a table's
+ * entry take void pointers; the sizes become constants of the inlined loop. */
 #define MLS_DEFINE_RUN(A, B, from_bytes, to_bytes)                                       \
     TARGET static void A##_##B(void *dst, const void *src, size_t count, bool stream)    \
     {                                                                                    \
@@ -90,7 +93,8 @@ MLS_DEFINE_RUN(bf16, f32, 2, 4)
 MLS_DEFINE_RUN(f32, f16, 4, 2)
 MLS_DEFINE_RUN(f32, bf16, 4, 2)
 
-/* The C library copies best inside the cache. */
+/* The C library copies best inside the cache; past it, bytes are "converted" by loading
+ * them. */
 TARGET static void copy_run(void *dst, const void *src, size_t bytes, bool stream)
 {
     if (stream) {

@@ -16,7 +16,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* a + b in memory. */
+/* a + b in memory.  The builtins need no branch of their own: they read the processor's
+ * carry or overflow flag. */
 static inline bool mls_size_add(size_t a, size_t b, size_t *out)
 {
     size_t sum;
@@ -64,6 +65,7 @@ static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
 /* A file quantity as a memory size; false where size_t is too small for it. */
 static inline bool mls_size_from_u64(uint64_t value, size_t *out)
 {
+    /* never true where size_t has 64 bits */
     if (value > SIZE_MAX) {
         return false;
     }
