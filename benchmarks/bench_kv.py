@@ -7,10 +7,13 @@ installed, torch and ml_dtypes take part if they are.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -74,16 +77,17 @@ def torch_source(source: np.ndarray) -> object:
 
 
 def torch_rows(
-    call: Callable[..., object], source: np.ndarray, length: int, position: int, dtype: object
+    how: str, source: np.ndarray, length: int, position: int, dtype: object
 ) -> list[Candidate]:
     """Make torch's candidates: one thread and, where it differs, its default."""
     if torch is None:
         return []
     tensor = torch_source(source)
     wanted = getattr(torch, np.dtype(dtype).name)
+    call = peers.torch_compact if how == "zeros" else peers.torch_expand
     return [
         Candidate(
-            f"torch peer: full + to + copy, {count_threads(count)}",
+            f"torch peer: {how} + to + copy, {count_threads(count)}",
             partial(call, tensor, length, position, wanted),
             partial(use_torch_threads, count),
         )
@@ -140,9 +144,7 @@ def transition(
         ),
         Candidate("NumPy: zeros + copy", partial(peers.numpy_zeros, source, length, used, wanted)),
         Candidate("NumPy into a preallocated target", partial(peers.numpy_into, source, used, out)),
-        *torch_rows(
-            peers.torch_compact if compact else peers.torch_expand, source, length, used, wanted
-        ),
+        *torch_rows(how, source, length, used, wanted),
         *mlstate_rows("mlstate fresh", partial(ours, dtype=wanted), fresh_target),
     ]
     if out.nbytes >= 32 << 20:
@@ -276,10 +278,16 @@ def masks(report: Report, repeats: int) -> None:
     )
 
 
-def child(*arguments: str) -> str:
-    """Run Python in a new process and return what it prints."""
+def child(*arguments: str, cache: str | None = None) -> str:
+    """Run Python in a new process, its bytecode in `cache`, and return what it prints."""
+    environment = dict(os.environ)
+    if cache is not None:
+        environment["PYTHONPYCACHEPREFIX"] = cache
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    ).stdout
 
 
 def cold(report: Report, repeats: int) -> None:
@@ -323,18 +331,28 @@ print((between - start) * 1e3, (time.perf_counter() - between) * 1e3)
 
 
 def importing(report: Report, repeats: int) -> None:
-    """Time imports in new processes, which take turns."""
+    """Time imports in new processes, which take turns, with bytecode as pip leaves it."""
     numpy_ms: list[float] = []
-    samples: dict[str, list[float]] = {"import mlstate": [], "import numpy.typing": []}
-    for _ in range(repeats):
-        for name, values in samples.items():
-            first, second = child("-c", IMPORT.format(name.split()[1])).split()
-            numpy_ms.append(float(first))
-            values.append(float(second))
+    samples: dict[str, list[float]] = {"import mlstate": [], "import safetensors.numpy": []}
+    if not has("safetensors"):
+        del samples["import safetensors.numpy"]
+    with tempfile.TemporaryDirectory() as cache:
+        for turn in range(1 + 2 * repeats):
+            for name, values in samples.items():
+                code = IMPORT.format(name.split()[1])
+                first, second = child("-c", code, cache=cache).split()
+                if turn > 0:  # the first ones compile
+                    numpy_ms.append(float(first))
+                    values.append(float(second))
     rows = [Row("import numpy, for comparison", numpy_ms)]
     rows += [Row(name + " after numpy", values) for name, values in samples.items()]
     rows[1].at_most = 15
     report.table("imports in new processes", rows)
+
+
+def has(package: str) -> bool:
+    """Whether a package is installed, without importing it."""
+    return importlib.util.find_spec(package) is not None
 
 
 def compacting(report: Report, repeats: int) -> None:
