@@ -26,6 +26,7 @@ def _move(
     compact: bool,
 ) -> Any:
     """Hand a transition to the core, or to torch where the core must not touch the data."""
+    low_memory = bool(low_memory)  # the core takes nothing but True and False
     if not isinstance(source, np.ndarray):
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(source, torch.Tensor):

@@ -55,7 +55,7 @@ typedef struct mls_safetensors {
     size_t count;
     mls_text_pair *metadata; /* without our own entries */
     size_t metadata_count;
-    bool has_crc; /* ours: the header's checksum was right, or was not to be looked at */
+    bool has_crc; /* `crc` of the tensors may be relied on: one of our files, verified */
     mls_json *json;
     size_t *dims;
 } mls_safetensors;

@@ -286,10 +286,12 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
     t->rank = from->rank;
     for (int axis = t->rank - 1; axis >= 0; axis--) {
         t->shape[axis] = (size_t)from->shape[axis];
-        t->strides[axis] = from->strides == NULL ? (ptrdiff_t)packed
-                                                 : (ptrdiff_t)from->strides[axis] * item;
+        t->strides[axis] = (ptrdiff_t)packed;
         if (from->shape[axis] < 0 ||
-            !mls_size_mul(packed, t->shape[axis] == 0 ? 1 : t->shape[axis], &packed)) {
+            (from->strides != NULL &&
+             __builtin_mul_overflow(from->strides[axis], item, &t->strides[axis])) ||
+            !mls_size_mul(packed, t->shape[axis] == 0 ? 1 : t->shape[axis], &packed) ||
+            packed > PTRDIFF_MAX) {
             return false;
         }
     }

@@ -64,6 +64,19 @@ int mlsp_errors_add(PyObject *module);
  * Returns NULL, always. */
 PyObject *mlsp_raise(const mlsp_state *state, const mls_status *st, PyObject *path);
 
+/* ---- args.c: positional arguments ---- */
+
+/* TypeError unless a function called `name` got as many arguments as it wants. */
+int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got);
+
+/* An int, or anything with __index__, NumPy's integers too; `what` names it in errors.
+ * -1 with TypeError or ValueError set, and `*out` untouched. */
+int mlsp_take_int64(PyObject *object, const char *what, int64_t *out);
+
+/* A METH_FASTCALL function as PyMethodDef holds it, which has one pointer type for all.
+ */
+#define MLSP_FASTCALL(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
+
 /* ---- convert.c: arrays to views ---- */
 
 /* A view of an array and what keeps its memory alive: zero it, fill it, release it. */

@@ -39,9 +39,10 @@ static PyObject *set_num_threads(PyObject *module, PyObject *number)
     }
     mls_status st;
     mls_code code;
-    Py_BEGIN_ALLOW_THREADS code = mls_pool_resize(state->pool, threads, &st);
-    Py_END_ALLOW_THREADS if (code != MLS_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_pool_resize(state->pool, threads, &st);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
         return mlsp_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;

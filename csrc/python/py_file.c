@@ -57,12 +57,6 @@ static const mls_crc_kernels *crc_of(PyObject *module)
     return mls_crc_of(mlsp_state_of(module)->kernels->cpu);
 }
 
-static int wrong_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
-{
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
-    return -1;
-}
-
 /* ---- saving ----
  *
  * file_save -> save_job_init (views of all arrays, with the GIL)
@@ -188,8 +182,7 @@ static int save_job_init(PyObject *module, PyObject *items, PyObject *pairs,
 /* file_save(path, ((name, array), ...), ((key, value), ...)) */
 static PyObject *file_save(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 3) {
-        wrong_count("file_save", 3, count);
+    if (mlsp_take_count("file_save", 3, count) < 0) {
         return NULL;
     }
     if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2])) {
@@ -207,12 +200,10 @@ static PyObject *file_save(PyObject *module, PyObject *const *args, Py_ssize_t c
         save_job_init(module, args[1], args[2], &job) < 0) {
         goto done;
     }
-    /* clang-format off */
     Py_BEGIN_ALLOW_THREADS
-    code = mls_safetensors_write(path.text, &job.content, kernels, crc, &st);
+        code = mls_safetensors_write(path.text, &job.content, kernels, crc, &st);
     Py_END_ALLOW_THREADS
-        /* clang-format on */
-        result = code == MLS_OK ? Py_NewRef(Py_None) : raise_of(module, &st, &path);
+    result = code == MLS_OK ? Py_NewRef(Py_None) : raise_of(module, &st, &path);
 done:
     save_job_fini(&job);
     Py_XDECREF(path.encoded);
@@ -374,15 +365,13 @@ static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
         Py_DECREF(arrays);
         return PyErr_NoMemory();
     }
-    /* clang-format off */
     Py_BEGIN_ALLOW_THREADS
-    for (size_t i = 0; code == MLS_OK && i < file->count; i++) {
-        code = mls_safetensors_read(fd, &file->tensors[i], file->has_crc, crc, places[i],
-                                    &st);
-    }
+        for (size_t i = 0; code == MLS_OK && i < file->count; i++) {
+            code = mls_safetensors_read(fd, &file->tensors[i], file->has_crc, crc,
+                                        places[i], &st);
+        }
     Py_END_ALLOW_THREADS
-        /* clang-format on */
-        mls_free(places);
+    mls_free(places);
     if (code != MLS_OK) {
         Py_CLEAR(arrays);
         raise_of(module, &st, path);
@@ -397,13 +386,10 @@ static int open_file(PyObject *module, const file_path *path, bool verify, int *
     const mls_crc_kernels *crc = crc_of(module);
     mls_status st;
     mls_code code;
-    /* clang-format off */
     Py_BEGIN_ALLOW_THREADS
-    code = mls_safetensors_open(path->text, crc, verify, fd, file, &st);
+        code = mls_safetensors_open(path->text, crc, verify, fd, file, &st);
     Py_END_ALLOW_THREADS
-        /* clang-format on */
-        if (code != MLS_OK)
-    {
+    if (code != MLS_OK) {
         raise_of(module, &st, path);
         return -1;
     }
@@ -413,8 +399,7 @@ static int open_file(PyObject *module, const file_path *path, bool verify, int *
 /* file_load(path, mmap, verify) -> {name: array} */
 static PyObject *file_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 3) {
-        wrong_count("file_load", 3, count);
+    if (mlsp_take_count("file_load", 3, count) < 0) {
         return NULL;
     }
     const int maps = PyObject_IsTrue(args[1]);
@@ -441,8 +426,7 @@ done:
 /* file_metadata(path, verify) -> {key: value} */
 static PyObject *file_metadata(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 2) {
-        wrong_count("file_metadata", 2, count);
+    if (mlsp_take_count("file_metadata", 2, count) < 0) {
         return NULL;
     }
     const int verifies = PyObject_IsTrue(args[1]);
@@ -460,15 +444,12 @@ static PyObject *file_metadata(PyObject *module, PyObject *const *args, Py_ssize
     return result;
 }
 
-/* PyMethodDef wants one kind of pointer for functions of every kind. */
-#define FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
-
 PyMethodDef mlsp_file_methods[] = {
-    {"file_save", FASTCALL(file_save), METH_FASTCALL,
-     "file_save(path, tensors, metadata): write a safetensors file atomically."},
-    {"file_load", FASTCALL(file_load), METH_FASTCALL,
-     "file_load(path, mmap, verify): the arrays of a safetensors file."},
-    {"file_metadata", FASTCALL(file_metadata), METH_FASTCALL,
-     "file_metadata(path, verify): the metadata of a safetensors file."},
+    {"file_save", MLSP_FASTCALL(file_save),
+     "file_save(path, tensors, metadata, /)\n--\n\nWrite a safetensors file atomically."},
+    {"file_load", MLSP_FASTCALL(file_load),
+     "file_load(path, mmap, verify, /)\n--\n\nThe arrays of a safetensors file."},
+    {"file_metadata", MLSP_FASTCALL(file_metadata),
+     "file_metadata(path, verify, /)\n--\n\nThe metadata of a safetensors file."},
     {NULL, NULL, 0, NULL},
 };

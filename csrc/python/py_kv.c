@@ -16,41 +16,6 @@
  * zeros is a matter of not touching them; below, the allocator may have to clear it. */
 enum { UNTOUCHED_BYTES = 32 << 20 };
 
-/* TypeError for the number of arguments; -1 always. */
-static int wrong_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
-{
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
-    return -1;
-}
-
-/* An int, or anything with __index__; NumPy integers too.  -1 with an exception set. */
-static int take_int64(PyObject *object, const char *what, int64_t *out)
-{
-    PyObject *number = PyNumber_Index(object);
-    if (number == NULL) {
-        /* __index__ itself may raise something else, which is the caller's to see */
-        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", what,
-                         Py_TYPE(object)->tp_name);
-        }
-        return -1;
-    }
-    /* an int of any size is understood; what exceeds 64 bits is no position of anything
-     */
-    int overflow;
-    const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
-    Py_DECREF(number);
-    if (overflow != 0) {
-        PyErr_Format(PyExc_ValueError, "%s is too large", what);
-        return -1;
-    }
-    if (value == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    *out = value;
-    return 0;
-}
-
 /* ---- transitions ---- */
 
 /* Everything one transition needs; released by transition_fini. */
@@ -77,12 +42,12 @@ static int take_request(const mlsp_state *state, PyObject *const *args, transiti
 {
     mls_status st;
     if (mlsp_view_of(state, args[0], "source_state", &t->source) < 0 ||
-        take_int64(args[1], "target_seq_length", &t->request.target_length) < 0) {
+        mlsp_take_int64(args[1], "target_seq_length", &t->request.target_length) < 0) {
         return -1;
     }
     const mls_tensor *source = &t->source.tensor;
     if (args[2] != Py_None) {
-        if (take_int64(args[2], "current_position", &t->request.position) < 0) {
+        if (mlsp_take_int64(args[2], "current_position", &t->request.position) < 0) {
             return -1;
         }
     } else if (source->rank == MLS_KV_RANK) {
@@ -263,14 +228,12 @@ static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
 static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
-    if (count != 8) {
-        wrong_count("kv_move", 8, count);
+    if (mlsp_take_count("kv_move", 8, count) < 0) {
         return NULL;
     }
     PyObject *dtype = args[4], *out = args[5];
-    transition t = {.low_memory = PyObject_IsTrue(args[6]) == 1,
-                    .request.kind =
-                        PyObject_IsTrue(args[7]) == 1 ? MLS_KV_COMPACT : MLS_KV_EXPAND};
+    transition t = {.low_memory = args[6] == Py_True,
+                    .request.kind = args[7] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND};
     PyObject *result = NULL;
     if (take_request(state, args, &t) == 0) {
         if (is_identity(&t, dtype, out)) {
@@ -298,7 +261,7 @@ static int take_shape(PyObject *object, const char *what, int *rank, size_t *sha
     }
     for (Py_ssize_t i = 0; i < count && !failed; i++) {
         int64_t length = 0;
-        failed = take_int64(PySequence_Fast_GET_ITEM(items, i), what, &length);
+        failed = mlsp_take_int64(PySequence_Fast_GET_ITEM(items, i), what, &length);
         if (!failed && length < 0) {
             PyErr_Format(PyExc_ValueError, "%s has the negative dimension %lld", what,
                          (long long)length);
@@ -319,14 +282,13 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
     mls_status st;
     int rank;
     size_t shape[MLS_MAX_RANK];
-    if (count != 4) {
-        wrong_count("kv_check", 4, count);
+    if (mlsp_take_count("kv_check", 4, count) < 0) {
         return NULL;
     }
-    request.kind = PyObject_IsTrue(args[3]) == 1 ? MLS_KV_COMPACT : MLS_KV_EXPAND;
+    request.kind = args[3] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
     if (take_shape(args[0], "the state's shape", &rank, shape) < 0 ||
-        take_int64(args[1], "target_seq_length", &request.target_length) < 0 ||
-        take_int64(args[2], "current_position", &request.position) < 0) {
+        mlsp_take_int64(args[1], "target_seq_length", &request.target_length) < 0 ||
+        mlsp_take_int64(args[2], "current_position", &request.position) < 0) {
         return NULL;
     }
     if (mls_kv_check(rank, shape, request, &st) != MLS_OK) {
@@ -343,16 +305,14 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
     mls_status st;
     int source_rank, target_rank;
     size_t source[MLS_MAX_RANK], target[MLS_MAX_RANK];
-    if (count != 3) {
-        wrong_count("kv_check_shapes", 3, count);
+    if (mlsp_take_count("kv_check_shapes", 3, count) < 0) {
         return NULL;
     }
     if (take_shape(args[0], "the source state's shape", &source_rank, source) < 0 ||
         take_shape(args[1], "the target state's shape", &target_rank, target) < 0) {
         return NULL;
     }
-    const mls_kv_kind kind =
-        PyObject_IsTrue(args[2]) == 1 ? MLS_KV_COMPACT : MLS_KV_EXPAND;
+    const mls_kv_kind kind = args[2] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
     if (mls_kv_check_shapes(source_rank, source, target_rank, target, kind, &st) !=
         MLS_OK) {
         return mlsp_raise(state, &st, NULL);
@@ -373,10 +333,10 @@ typedef struct mask_request {
 static int take_mask(const mlsp_state *state, PyObject *const *args, mask_request *m)
 {
     mls_status st;
-    const int decode = PyObject_IsTrue(args[6]);
-    if (decode < 0 || take_int64(args[0], "seq_length", &m->seq_length) < 0 ||
-        take_int64(args[1], "attention_size", &m->attention_size) < 0 ||
-        take_int64(args[2], "current_position", &m->position) < 0) {
+    const bool decode = args[6] == Py_True;
+    if (mlsp_take_int64(args[0], "seq_length", &m->seq_length) < 0 ||
+        mlsp_take_int64(args[1], "attention_size", &m->attention_size) < 0 ||
+        mlsp_take_int64(args[2], "current_position", &m->position) < 0) {
         return -1;
     }
     if (mls_mask_check(m->seq_length, m->attention_size, m->position, &st) != MLS_OK) {
@@ -435,8 +395,7 @@ static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t cou
     mlsp_view view = {0};
     mls_element fill;
     mls_status st;
-    if (count != 7) {
-        wrong_count("kv_mask", 7, count);
+    if (mlsp_take_count("kv_mask", 7, count) < 0) {
         return NULL;
     }
     if (take_mask(state, args, &m) < 0) {
@@ -450,28 +409,26 @@ static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t cou
         mlsp_raise(state, &st, NULL);
         Py_CLEAR(result);
     } else {
-        Py_BEGIN_ALLOW_THREADS mls_mask_rows(state->kernels, &view.tensor, m.first_row,
-                                             (size_t)m.attention_size, fill);
+        Py_BEGIN_ALLOW_THREADS
+            mls_mask_rows(state->kernels, &view.tensor, m.first_row,
+                          (size_t)m.attention_size, fill);
         Py_END_ALLOW_THREADS
     }
     mlsp_view_release(&view);
     return result;
 }
 
-/* PyMethodDef wants one kind of pointer for functions of every kind. */
-#define FAST(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
-
 PyMethodDef mlsp_kv_methods[] = {
-    {"kv_move", FAST(kv_move),
+    {"kv_move", MLSP_FASTCALL(kv_move),
      "kv_move(source, target_length, position, pad_value, dtype, out, low_memory, "
      "compact, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
-    {"kv_check", FAST(kv_check),
+    {"kv_check", MLSP_FASTCALL(kv_check),
      "kv_check(shape, target_length, position, compact, /)\n--\n\nRaise what kv_move "
      "would raise for a source of this shape."},
-    {"kv_check_shapes", FAST(kv_check_shapes),
+    {"kv_check_shapes", MLSP_FASTCALL(kv_check_shapes),
      "kv_check_shapes(source, target, compact, /)\n--\n\nRaise unless a state of one "
      "shape can become one of the other."},
-    {"kv_mask", FAST(kv_mask),
+    {"kv_mask", MLSP_FASTCALL(kv_mask),
      "kv_mask(seq_length, attention_size, position, dtype, fill, out, decode, "
      "/)\n--\n\nAn attention mask, or its row `position`."},
     {NULL, NULL, 0, NULL},

@@ -32,7 +32,8 @@ typedef struct lease_object {
 /* Take the lock with the GIL released: its holder may be at work for a while. */
 static void lock_buffer(buffer_object *self)
 {
-    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->lock);
+    Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
     Py_END_ALLOW_THREADS
 }
 
@@ -185,12 +186,13 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
                  length < 0 ? length : position);
         return mlsp_raise(state, &st, NULL);
     }
-    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->lock);
-    code = mls_kv_buffer_resize(&self->buffer, state->kernels, (size_t)length,
-                                (size_t)position, &st);
-    pthread_mutex_unlock(&self->lock);
-    Py_END_ALLOW_THREADS if (code != MLS_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+        code = mls_kv_buffer_resize(&self->buffer, state->kernels, (size_t)length,
+                                    (size_t)position, &st);
+        pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
         return mlsp_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
@@ -210,19 +212,21 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
         mls_fail(&st, MLS_E_CAPACITY, "capacity %zd is negative", capacity);
         return mlsp_raise(state, &st, NULL);
     }
-    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->lock);
-    /* asked under the lock: no lease can be taken between this and the move */
-    if (self->leases > 0) {
-        code = mls_fail(&st, MLS_E_BUSY,
-                        "%zu arrays still view this cache, and its memory is about to "
-                        "move: delete them first",
-                        self->leases);
-    } else {
-        code = mls_kv_buffer_reserve(&self->buffer, (size_t)capacity, &st);
-    }
-    pthread_mutex_unlock(&self->lock);
-    Py_END_ALLOW_THREADS if (code != MLS_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+        /* asked under the lock: no lease can be taken between this and the move */
+        if (self->leases > 0) {
+            code =
+                mls_fail(&st, MLS_E_BUSY,
+                         "%zu arrays still view this cache, and its memory is about to "
+                         "move: delete them first",
+                         self->leases);
+        } else {
+            code = mls_kv_buffer_reserve(&self->buffer, (size_t)capacity, &st);
+        }
+        pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
         return mlsp_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;

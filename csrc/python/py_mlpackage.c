@@ -109,8 +109,9 @@ static PyObject *read_mlpackage(PyObject *module, PyObject *path)
     mls_mlpackage package = {0};
     mls_status st;
     mls_code code;
-    Py_BEGIN_ALLOW_THREADS;
-    code = mls_mlpackage_read(name, &package, &st);
+    Py_BEGIN_ALLOW_THREADS
+        ;
+        code = mls_mlpackage_read(name, &package, &st);
     Py_END_ALLOW_THREADS;
     PyObject *shown = PyOS_FSPath(path); /* what the exception's `path` says */
     Py_DECREF(encoded);

@@ -1,0 +1,42 @@
+/* args: what the bindings take from positional arguments, each with one clear error.
+ *
+ * The public functions in Python name their parameters; these are the last line behind
+ * them.  Numbers are taken as Python means them: anything with __index__ counts as an
+ * integer, a float never does.
+ */
+#include "mlsp.h"
+
+int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
+{
+    if (wanted == got) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+    return -1;
+}
+
+int mlsp_take_int64(PyObject *object, const char *what, int64_t *out)
+{
+    PyObject *number = PyNumber_Index(object);
+    if (number == NULL) {
+        /* __index__ itself may raise something else, which is the caller's to see */
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", what,
+                         Py_TYPE(object)->tp_name);
+        }
+        return -1;
+    }
+    /* an int of any size is understood; beyond 64 bits it is no position of anything */
+    int overflow;
+    const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    Py_DECREF(number);
+    if (overflow != 0) {
+        PyErr_Format(PyExc_ValueError, "%s is too large", what);
+        return -1;
+    }
+    if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    *out = value;
+    return 0;
+}
