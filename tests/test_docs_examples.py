@@ -1,0 +1,122 @@
+"""What README and the pages of docs/ show is run, page by page, top to bottom.
+
+A page's blocks share one namespace and one temporary working directory:
+
+- ``python`` blocks run; with ``no-run`` behind it they are only compiled, with
+  ``needs=NAME`` they are skipped where that module is missing.
+- ``pycon`` blocks are doctests: what they print is compared.
+- ``console`` blocks: lines that start with ``$ mlstate`` run, and what they print is
+  compared. Other commands are not run.
+
+The directory has the demo's packages where a checkout has them, so that a reader can do
+the same from the repository's root.
+"""
+
+import doctest
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import mlstate
+from mlstate.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(python|pycon|console)\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """One fenced block."""
+
+    language: str
+    words: list[str]
+    text: str
+    line: int
+
+
+def blocks_of(page):
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found[1], found[2].split(), found[3], text.count("\n", 0, found.start()) + 2)
+        for found in FENCE.finditer(text)
+    ]
+
+
+def run_python(block, where, namespace):
+    padded = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+    code = compile(padded, where, "exec", dont_inherit=True)
+    missing = [
+        word.removeprefix("needs=")
+        for word in block.words
+        if word.startswith("needs=") and not importlib.util.find_spec(word[len("needs=") :])
+    ]
+    if "no-run" not in block.words and not missing:
+        exec(code, namespace)
+
+
+def run_doctest(block, where, namespace):
+    test = doctest.DocTestParser().get_doctest(block.text, namespace, where, where, block.line - 1)
+    assert test.examples, f"{where}:{block.line}: a pycon block without >>>"
+    report = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(test, out=report.append, clear_globs=False)
+    namespace.update(test.globs)
+    assert not runner.failures, "".join(report)
+
+
+def run_commands(block, where, capsys):
+    for command in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        line, _, expected = command.partition("\n")
+        words = shlex.split(line)
+        if words[0] != "mlstate":
+            continue
+        capsys.readouterr()
+        main(words[1:])
+        printed = capsys.readouterr()
+        assert (printed.out + printed.err).split() == expected.split(), f"{where}:{block.line}"
+
+
+def test_there_are_pages():
+    if not (ROOT / "README.md").exists():
+        pytest.skip("no documentation beside these tests")
+    assert {"README", "kv", "coreml", "files"} <= {page.stem for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.exists()], ids=lambda page: page.stem)
+def test_page_runs(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlstate").mkdir()
+    (tmp_path / "mlstate" / "demo").symlink_to(Path(mlstate.__file__).parent / "demo")
+    where = page.relative_to(ROOT).as_posix()
+    namespace = {"__name__": "__page__"}
+    for block in blocks_of(page):
+        if block.language == "python":
+            run_python(block, where, namespace)
+        elif block.language == "pycon":
+            run_doctest(block, where, namespace)
+        else:
+            run_commands(block, where, capsys)
+
+
+def test_a_wrong_page_fails(tmp_path, capsys):
+    """The test above can fail: wrong code, wrong output, wrong command."""
+    wrong = {
+        "python": "assert 1 == 2\n",
+        "pycon": ">>> 1 + 1\n3\n",
+        "console": "$ mlstate --version\nanother program\n",
+    }
+    for language, text in wrong.items():
+        page = tmp_path / f"{language}.md"
+        page.write_text(f"Text.\n\n```{language}\n{text}```\n", encoding="utf-8")
+        (block,) = blocks_of(page)
+        with pytest.raises(AssertionError):
+            if language == "python":
+                run_python(block, "page", {})
+            elif language == "pycon":
+                run_doctest(block, "page", {})
+            else:
+                run_commands(block, "page", capsys)
