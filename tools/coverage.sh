@@ -9,6 +9,7 @@ find . -name '*.gcda' -delete
 make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT="-O0 -g" \
     EXTRA=--coverage run
 MLSTATE_COVERAGE=1 "$python" setup.py -q build_ext --inplace
+export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too
 status=0 # a failing test is reported after what was reached
 "$python" -m pytest -q --ignore=tests/lint --ignore=tests/test_core_c.py ${PYTEST_ARGS:-} ||
     status=$?

@@ -24,6 +24,7 @@ CC=gcc MLSTATE_SANITIZE=address "$python" setup.py -q build_ext --inplace
 marks=()
 [ "$part" = all ] || marks=(-m "not slow and not torch and not coremltools")
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
+export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too
 export UBSAN_OPTIONS=print_stacktrace=1 MLSTATE_UNDER_SANITIZER=1
 # --capture=sys: with file descriptors captured, a report would be swallowed.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \
