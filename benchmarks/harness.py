@@ -27,9 +27,22 @@ import numpy as np
 
 Action = Callable[[], object]
 
+SETTLE_SECONDS = 0.003
+
 
 def nothing() -> None:
     """Prepare nothing."""
+
+
+def settle() -> None:
+    """Wait without going to sleep, which would let caches and clock rate go.
+
+    OpenMP threads (torch's) spin for a while after their work, and would take a processor
+    from whoever comes next.
+    """
+    end = time.perf_counter() + SETTLE_SECONDS
+    while time.perf_counter() < end:
+        pass
 
 
 @dataclass
@@ -92,6 +105,7 @@ def measure(
         for turn in range(warm_up + repeats):
             for candidate in order.sample(candidates, len(candidates)):
                 candidate.before()
+                settle()
                 start = time.perf_counter_ns()
                 candidate.call()
                 elapsed = time.perf_counter_ns() - start
