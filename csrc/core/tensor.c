@@ -85,11 +85,14 @@ bool mls_tensor_is_contiguous(const mls_tensor *t)
     return packed;
 }
 
-/* A slice of no length may start at the very end: its address is never read. */
+/* A slice of no length may start at the very end: its address is never read.  An empty
+ * view may have no memory at all, and nothing may be added to a null pointer. */
 mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length)
 {
     mls_tensor part = *t;
-    part.data += (ptrdiff_t)start * t->strides[axis];
+    if (part.data != NULL) {
+        part.data += (ptrdiff_t)start * t->strides[axis];
+    }
     part.shape[axis] = length;
     return part;
 }

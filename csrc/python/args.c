@@ -15,7 +15,8 @@ int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
     return -1;
 }
 
-int mlsp_take_int64(PyObject *object, const char *what, int64_t *out)
+int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
+                    int64_t *out)
 {
     PyObject *number = PyNumber_Index(object);
     if (number == NULL) {
@@ -31,10 +32,30 @@ int mlsp_take_int64(PyObject *object, const char *what, int64_t *out)
     const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     Py_DECREF(number);
     if (overflow != 0) {
-        PyErr_Format(PyExc_ValueError, "%s is too large", what);
+        mls_status st;
+        mls_fail(&st, MLS_E_CAPACITY, "%s does not fit into 64 bits", what);
+        mlsp_raise(state, &st, NULL);
         return -1;
     }
     if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    *out = value;
+    return 0;
+}
+
+int mlsp_take_double(PyObject *object, const char *what, double *out)
+{
+    const double value = PyFloat_AsDouble(object);
+    if (value == -1.0 && PyErr_Occurred()) {
+        /* an int too large for a double is a value that fits no dtype, not a new kind of
+         * error */
+        if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Format(PyExc_ValueError, "%s is beyond the range of every dtype", what);
+        } else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s must be a number, got %.100s", what,
+                         Py_TYPE(object)->tp_name);
+        }
         return -1;
     }
     *out = value;

@@ -93,19 +93,21 @@ static PyObject *bases_of(const mlsp_state *state, mlsp_error which)
     return PyTuple_Pack(2, state->errors[spec.base], *spec.mixin);
 }
 
-/* KeyError prints the repr of its argument: the root class restores the plain text. */
-static int restore_plain_text(PyObject *root)
+/* KeyError prints the repr of its argument: its subclass restores the plain text.  The
+ * root class must not, since an OSError prints its number, text and path by a __str__ of
+ * its own. */
+static int restore_plain_text(PyObject *class)
 {
     PyObject *plain = PyObject_GetAttrString(PyExc_Exception, "__str__");
     if (plain == NULL) {
         return -1;
     }
-    const int failed = PyObject_SetAttrString(root, "__str__", plain);
+    const int failed = PyObject_SetAttrString(class, "__str__", plain);
     Py_DECREF(plain);
     return failed;
 }
 
-/* Give the root class its attributes and its plain text. */
+/* Give the root class its attributes. */
 static int add_fields(PyObject *root)
 {
     for (size_t i = 0; i < sizeof field_names / sizeof field_names[0]; i++) {
@@ -113,7 +115,7 @@ static int add_fields(PyObject *root)
             return -1;
         }
     }
-    return restore_plain_text(root);
+    return 0;
 }
 
 /* In the table's order: a class comes after the one that it derives from. */
@@ -130,6 +132,7 @@ int mlsp_errors_add(PyObject *module)
         Py_DECREF(bases);
         if (state->errors[i] == NULL ||
             (i == MLSP_ERROR_BASE && add_fields(state->errors[i]) < 0) ||
+            (i == MLSP_ERROR_NOT_FOUND && restore_plain_text(state->errors[i]) < 0) ||
             PyModule_AddObjectRef(module, strrchr(spec.name, '.') + 1, state->errors[i]) <
                 0) {
             return -1;

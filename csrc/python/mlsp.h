@@ -70,8 +70,13 @@ PyObject *mlsp_raise(const mlsp_state *state, const mls_status *st, PyObject *pa
 int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got);
 
 /* An int, or anything with __index__, NumPy's integers too; `what` names it in errors.
- * -1 with TypeError or ValueError set, and `*out` untouched. */
-int mlsp_take_int64(PyObject *object, const char *what, int64_t *out);
+ * -1 with TypeError or CapacityError set, and `*out` untouched. */
+int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
+                    int64_t *out);
+
+/* A float, or anything with __float__.  -1 with TypeError or ValueError set, and `*out`
+ * untouched. */
+int mlsp_take_double(PyObject *object, const char *what, double *out);
 
 /* A METH_FASTCALL function as PyMethodDef holds it, which has one pointer type for all.
  */

@@ -10,6 +10,8 @@
 #define MLSP_IMPORT_NUMPY
 #include "mlsp.h"
 
+#include <inttypes.h>
+
 static struct PyModuleDef core_module;
 
 /* Never NULL for a module made from core_module; `m_size` asks for the memory. */
@@ -29,18 +31,20 @@ PyObject *mlsp_module_of(PyTypeObject *type)
 static PyObject *set_num_threads(PyObject *module, PyObject *number)
 {
     const mlsp_state *state = mlsp_state_of(module);
-    const size_t threads = PyLong_AsSize_t(number);
-    if (threads == (size_t)-1 && PyErr_Occurred()) {
-        if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-            PyErr_Format(PyExc_ValueError, "%S threads: choose 1 to %d", number,
-                         (int)MLS_POOL_MAX_THREADS);
-        }
+    int64_t threads;
+    if (mlsp_take_int64(state, number, "threads", &threads) < 0) {
         return NULL;
     }
     mls_status st;
     mls_code code;
+    /* the core counts without a sign: what is negative is refused in its words */
+    if (threads < 0) {
+        mls_fail(&st, MLS_E_VALUE, "%" PRId64 " threads: choose 1 to %d", threads,
+                 (int)MLS_POOL_MAX_THREADS);
+        return mlsp_raise(state, &st, NULL);
+    }
     Py_BEGIN_ALLOW_THREADS
-        code = mls_pool_resize(state->pool, threads, &st);
+        code = mls_pool_resize(state->pool, (size_t)threads, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
         return mlsp_raise(state, &st, NULL);
@@ -99,6 +103,14 @@ static int refuse_second(void)
                         "loaded again: restart Python");
         return -1;
     }
+    return 0;
+}
+
+/* Note that the module is loaded, for refuse_second.  The last step, so that an import
+ * which failed, over a wrong MLSTATE_CPU say, can be tried again. */
+static int note_loaded(void)
+{
+    PyObject *registry = PyInterpreterState_GetDict(PyInterpreterState_Get());
     return PyDict_SetItemString(registry, "mlstate._core", Py_True);
 }
 
@@ -128,13 +140,14 @@ static int start_core(mlsp_state *state)
     return 0;
 }
 
-/* NumPy first, since the other steps may use its API.  What a failing step leaves behind
- * is freed with the module. */
+/* NumPy before the steps that may use its API; whether we may load at all even before
+ * that, since NumPy complains of sub-interpreters in words of its own.  What a failing
+ * step leaves behind is freed with the module. */
 static int core_exec(PyObject *module)
 {
     static PyMethodDef *const tables[] = {module_methods, mlsp_kv_methods,
                                           mlsp_file_methods, mlsp_mlpackage_methods};
-    if (PyArray_ImportNumPyAPI() < 0 || refuse_second() < 0 ||
+    if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         start_core(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0) {
         return -1;
@@ -144,7 +157,7 @@ static int core_exec(PyObject *module)
             return -1;
         }
     }
-    return 0;
+    return note_loaded();
 }
 
 /* Every Python object of the state; kernels and pool hold none. */

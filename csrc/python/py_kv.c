@@ -12,6 +12,8 @@
 #include "mask.h"
 #include "mem.h"
 
+#include <inttypes.h>
+
 /* Fresh zeroed memory of this size comes as untouched pages of its own, so padding with
  * zeros is a matter of not touching them; below, the allocator may have to clear it. */
 enum { UNTOUCHED_BYTES = 32 << 20 };
@@ -42,12 +44,14 @@ static int take_request(const mlsp_state *state, PyObject *const *args, transiti
 {
     mls_status st;
     if (mlsp_view_of(state, args[0], "source_state", &t->source) < 0 ||
-        mlsp_take_int64(args[1], "target_seq_length", &t->request.target_length) < 0) {
+        mlsp_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
+            0) {
         return -1;
     }
     const mls_tensor *source = &t->source.tensor;
     if (args[2] != Py_None) {
-        if (mlsp_take_int64(args[2], "current_position", &t->request.position) < 0) {
+        if (mlsp_take_int64(state, args[2], "current_position", &t->request.position) <
+            0) {
             return -1;
         }
     } else if (source->rank == MLS_KV_RANK) {
@@ -57,41 +61,7 @@ static int take_request(const mlsp_state *state, PyObject *const *args, transiti
         mlsp_raise(state, &st, NULL);
         return -1;
     }
-    t->pad_value = PyFloat_AsDouble(args[3]);
-    return t->pad_value == -1.0 && PyErr_Occurred() ? -1 : 0;
-}
-
-/* A new ndarray of the target's shape.  Zeroed ones above UNTOUCHED_BYTES stay untouched
- * where nothing is written. */
-static int allocate_target(const mlsp_state *state, PyArray_Descr *descr, transition *t)
-{
-    npy_intp shape[MLS_KV_RANK];
-    size_t bytes = (size_t)PyDataType_ELSIZE(descr);
-    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
-        shape[axis] = (npy_intp)t->source.tensor.shape[axis];
-    }
-    shape[MLS_KV_AXIS] = (npy_intp)t->request.target_length;
-    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
-        if (__builtin_mul_overflow(bytes, (size_t)shape[axis], &bytes)) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    t->memory = MLS_KV_FRESH;
-    /* a zero pad without a sign is stored as bits 0 in every dtype; -0.0 is not */
-    t->is_zeroed =
-        t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
-    Py_INCREF(descr); /* both calls steal it */
-    t->result = t->is_zeroed ? PyArray_Zeros(MLS_KV_RANK, shape, descr, 0)
-                             : PyArray_Empty(MLS_KV_RANK, shape, descr, 0);
-    if (t->result == NULL) {
-        return -1;
-    }
-    if (t->is_zeroed && t->low_memory) {
-        t->memory = MLS_KV_SPARSE;
-        mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes, false);
-    }
-    return mlsp_view_writable(state, t->result, "the new state", &t->target);
+    return mlsp_take_double(args[3], "pad_value", &t->pad_value);
 }
 
 /* What the result of a transition shall be: its dtype in the core, and the descriptor to
@@ -101,6 +71,43 @@ typedef struct result_kind {
     mls_dtype dtype;
     PyArray_Descr *descr; /* strong reference */
 } result_kind;
+
+/* A new ndarray of the target's shape.  Zeroed ones above UNTOUCHED_BYTES stay untouched
+ * where nothing is written. */
+static int allocate_target(const mlsp_state *state, const result_kind *kind,
+                           transition *t)
+{
+    npy_intp shape[MLS_KV_RANK];
+    size_t bytes = 0;
+    mls_tensor wanted = t->source.tensor;
+    mls_status st;
+    wanted.shape[MLS_KV_AXIS] = (size_t)t->request.target_length;
+    /* NumPy would refuse what memory cannot hold too, but not in these words */
+    if (mls_tensor_init(&wanted, NULL, kind->dtype, MLS_KV_RANK, wanted.shape, &st) !=
+        MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    (void)mls_tensor_bytes(&wanted, &bytes);
+    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+        shape[axis] = (npy_intp)wanted.shape[axis];
+    }
+    t->memory = MLS_KV_FRESH;
+    /* a zero pad without a sign is stored as bits 0 in every dtype; -0.0 is not */
+    t->is_zeroed =
+        t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
+    Py_INCREF(kind->descr); /* both calls steal it */
+    t->result = t->is_zeroed ? PyArray_Zeros(MLS_KV_RANK, shape, kind->descr, 0)
+                             : PyArray_Empty(MLS_KV_RANK, shape, kind->descr, 0);
+    if (t->result == NULL) {
+        return -1;
+    }
+    if (t->is_zeroed && t->low_memory) {
+        t->memory = MLS_KV_SPARSE;
+        mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes, false);
+    }
+    return mlsp_view_writable(state, t->result, "the new state", &t->target);
+}
 
 /* Decide `out` for a source that is no ndarray, from a dtype's name or None.  Names only:
  * NumPy may have no descriptor to hand over. */
@@ -163,7 +170,7 @@ static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtyp
         if (take_kind(state, source, dtype, t, &kind) < 0) {
             return -1;
         }
-        const int failed = allocate_target(state, kind.descr, t);
+        const int failed = allocate_target(state, &kind, t);
         Py_DECREF(kind.descr);
         t->target.tensor.dtype = kind.dtype;
         return failed;
@@ -247,30 +254,37 @@ static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
-/* The dimensions in a tuple of non-negative integers.  -1 with an exception set. */
-static int take_shape(PyObject *object, const char *what, int *rank, size_t *shape)
+/* The dimensions in a sequence of non-negative integers.  -1 with an exception set. */
+static int take_shape(const mlsp_state *state, PyObject *object, const char *what,
+                      int *rank, size_t *shape)
 {
-    PyObject *items = PySequence_Fast(object, "a shape must be a tuple of integers");
+    mls_status st;
+    /* a tuple of our own: an item's __index__ may change the caller's list */
+    PyObject *items = PySequence_Tuple(object);
     if (items == NULL) {
         return -1;
     }
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
-    int failed = count > MLS_MAX_RANK ? -1 : 0;
-    if (failed) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd dimensions", what, count);
+    const Py_ssize_t count = PyTuple_GET_SIZE(items);
+    mls_code code = MLS_OK;
+    int failed = 0;
+    if (count > MLS_MAX_RANK) {
+        code = mls_fail(&st, MLS_E_SHAPE, "%s has %zd dimensions, not 4", what, count);
     }
-    for (Py_ssize_t i = 0; i < count && !failed; i++) {
+    for (Py_ssize_t i = 0; i < count && code == MLS_OK && !failed; i++) {
         int64_t length = 0;
-        failed = mlsp_take_int64(PySequence_Fast_GET_ITEM(items, i), what, &length);
-        if (!failed && length < 0) {
-            PyErr_Format(PyExc_ValueError, "%s has the negative dimension %lld", what,
-                         (long long)length);
-            failed = -1;
+        failed = mlsp_take_int64(state, PyTuple_GET_ITEM(items, i), what, &length);
+        if (length < 0) {
+            code = mls_fail(&st, MLS_E_SHAPE, "%s has the negative dimension %" PRId64,
+                            what, length);
         }
         shape[i] = (size_t)length;
     }
     Py_DECREF(items);
     *rank = (int)count;
+    if (code != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
     return failed;
 }
 
@@ -286,9 +300,10 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
         return NULL;
     }
     request.kind = args[3] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
-    if (take_shape(args[0], "the state's shape", &rank, shape) < 0 ||
-        mlsp_take_int64(args[1], "target_seq_length", &request.target_length) < 0 ||
-        mlsp_take_int64(args[2], "current_position", &request.position) < 0) {
+    if (take_shape(state, args[0], "the state's shape", &rank, shape) < 0 ||
+        mlsp_take_int64(state, args[1], "target_seq_length", &request.target_length) <
+            0 ||
+        mlsp_take_int64(state, args[2], "current_position", &request.position) < 0) {
         return NULL;
     }
     if (mls_kv_check(rank, shape, request, &st) != MLS_OK) {
@@ -308,8 +323,10 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
     if (mlsp_take_count("kv_check_shapes", 3, count) < 0) {
         return NULL;
     }
-    if (take_shape(args[0], "the source state's shape", &source_rank, source) < 0 ||
-        take_shape(args[1], "the target state's shape", &target_rank, target) < 0) {
+    if (take_shape(state, args[0], "the source state's shape", &source_rank, source) <
+            0 ||
+        take_shape(state, args[1], "the target state's shape", &target_rank, target) <
+            0) {
         return NULL;
     }
     const mls_kv_kind kind = args[2] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
@@ -334,9 +351,9 @@ static int take_mask(const mlsp_state *state, PyObject *const *args, mask_reques
 {
     mls_status st;
     const bool decode = args[6] == Py_True;
-    if (mlsp_take_int64(args[0], "seq_length", &m->seq_length) < 0 ||
-        mlsp_take_int64(args[1], "attention_size", &m->attention_size) < 0 ||
-        mlsp_take_int64(args[2], "current_position", &m->position) < 0) {
+    if (mlsp_take_int64(state, args[0], "seq_length", &m->seq_length) < 0 ||
+        mlsp_take_int64(state, args[1], "attention_size", &m->attention_size) < 0 ||
+        mlsp_take_int64(state, args[2], "current_position", &m->position) < 0) {
         return -1;
     }
     if (mls_mask_check(m->seq_length, m->attention_size, m->position, &st) != MLS_OK) {
@@ -346,8 +363,25 @@ static int take_mask(const mlsp_state *state, PyObject *const *args, mask_reques
     /* decoding makes one token at a time and needs its row alone */
     m->rows = decode ? 1 : (size_t)m->seq_length;
     m->first_row = decode ? (size_t)m->position : 0;
-    m->fill = PyFloat_AsDouble(args[4]);
-    return m->fill == -1.0 && PyErr_Occurred() ? -1 : 0;
+    return mlsp_take_double(args[4], "fill", &m->fill);
+}
+
+/* New reference to an array for a mask, refused where memory could not hold it. */
+static PyObject *new_mask(const mlsp_state *state, PyObject *dtype, npy_intp *shape)
+{
+    mls_dtype wanted;
+    mls_tensor whole;
+    mls_status st;
+    const size_t lengths[] = {(size_t)shape[2], (size_t)shape[3]};
+    PyArray_Descr *descr = mlsp_descr_of_object(state, dtype, &wanted);
+    if (descr == NULL) {
+        return NULL;
+    }
+    if (mls_tensor_init(&whole, NULL, wanted, 2, lengths, &st) != MLS_OK) {
+        Py_DECREF(descr);
+        return mlsp_raise(state, &st, NULL);
+    }
+    return PyArray_Empty(4, shape, descr, 0); /* steals the descriptor */
 }
 
 /* New reference to the mask to write: `out` once it is known to fit, or a new array. */
@@ -357,9 +391,7 @@ static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject 
     npy_intp shape[4] = {1, 1, (npy_intp)m->rows, (npy_intp)m->seq_length};
     PyObject *result;
     if (out == Py_None) {
-        mls_dtype wanted;
-        PyArray_Descr *descr = mlsp_descr_of_object(state, dtype, &wanted);
-        result = descr == NULL ? NULL : PyArray_Empty(4, shape, descr, 0);
+        result = new_mask(state, dtype, shape);
     } else {
         result = Py_NewRef(out);
     }

@@ -13,6 +13,7 @@
 #include "kv.h"
 #include "kv_buffer.h"
 
+#include <inttypes.h>
 #include <pthread.h>
 
 /* The memory, what its elements are, and how many arrays look at it. */
@@ -50,34 +51,49 @@ static const mlsp_state *state_of_type(PyTypeObject *type)
     return module == NULL ? NULL : mlsp_state_of(module);
 }
 
+/* A length that is not negative.  -1 with TypeError or CapacityError set. */
+static int take_length(const mlsp_state *state, PyObject *object, const char *what,
+                       size_t *out)
+{
+    mls_status st;
+    int64_t length;
+    if (mlsp_take_int64(state, object, what, &length) < 0) {
+        return -1;
+    }
+    /* sizes have no sign in the core: what is negative is refused here, in its words */
+    if (length < 0) {
+        mls_fail(&st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what, length);
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    *out = (size_t)length;
+    return 0;
+}
+
 /* KVBuffer(layers, heads, length, head_dim, capacity, dtype) */
 static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     const mlsp_state *state = state_of_type(type);
     size_t shape[MLS_KV_RANK], capacity;
-    PyObject *dtype;
+    PyObject *numbers[5], *dtype;
     mls_dtype wanted;
     mls_status st;
-    Py_ssize_t dims[5];
     if (state == NULL ||
         (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0 &&
          (PyErr_SetString(PyExc_TypeError, "KVBuffer takes no keywords"), true)) ||
-        !PyArg_ParseTuple(args, "nnnnnO", &dims[0], &dims[1], &dims[2], &dims[3],
-                          &dims[4], &dtype)) {
+        !PyArg_ParseTuple(args, "OOOOOO", &numbers[0], &numbers[1], &numbers[2],
+                          &numbers[3], &numbers[4], &dtype)) {
         return NULL;
     }
-    for (int i = 0; i < 5; i++) {
-        if (dims[i] < 0) {
-            PyErr_Format(PyExc_ValueError, "shape and capacity must not be negative: %zd",
-                         dims[i]);
+    /* order of the arguments: layers, heads, length, head_dim, capacity */
+    for (int i = 0; i < MLS_KV_RANK; i++) {
+        if (take_length(state, numbers[i], "a dimension of the shape", &shape[i]) < 0) {
             return NULL;
         }
     }
-    for (int i = 0; i < MLS_KV_RANK; i++) {
-        shape[i] = (size_t)dims[i];
+    if (take_length(state, numbers[4], "capacity", &capacity) < 0) {
+        return NULL;
     }
-    /* order of the arguments: layers, heads, length, head_dim, capacity */
-    capacity = (size_t)dims[4];
     PyArray_Descr *descr = mlsp_descr_of_object(state, dtype, &wanted);
     if (descr == NULL) {
         return NULL;
@@ -168,28 +184,30 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
     return array;
 }
 
-/* resize(length, position): keep `position` positions, zero the rest */
+/* resize(length, position | None): keep `position` positions, by default as many as both
+ * lengths have, and zero the rest */
 static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 {
     const mlsp_state *state = state_of_type(Py_TYPE(self));
-    Py_ssize_t length, position;
+    PyObject *numbers[2];
+    size_t length, position = 0;
     mls_status st;
     mls_code code;
-    if (state == NULL || !PyArg_ParseTuple(args, "nn", &length, &position)) {
+    if (state == NULL || !PyArg_ParseTuple(args, "OO", &numbers[0], &numbers[1]) ||
+        take_length(state, numbers[0], "seq_length", &length) < 0) {
         return NULL;
     }
-    /* sizes have no sign in the core: what is negative is refused here, in the core's
-     * words */
-    if (length < 0 || position < 0) {
-        mls_fail(&st, MLS_E_CAPACITY, "%s %zd is negative",
-                 length < 0 ? "sequence length" : "current_position",
-                 length < 0 ? length : position);
-        return mlsp_raise(state, &st, NULL);
+    const bool keeps_all = numbers[1] == Py_None;
+    if (!keeps_all && take_length(state, numbers[1], "current_position", &position) < 0) {
+        return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
         pthread_mutex_lock(&self->lock);
-        code = mls_kv_buffer_resize(&self->buffer, state->kernels, (size_t)length,
-                                    (size_t)position, &st);
+        /* decided under the lock: another thread may have changed the length just now */
+        if (keeps_all) {
+            position = length < self->buffer.length ? length : self->buffer.length;
+        }
+        code = mls_kv_buffer_resize(&self->buffer, state->kernels, length, position, &st);
         pthread_mutex_unlock(&self->lock);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
@@ -202,15 +220,13 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
 {
     const mlsp_state *state = state_of_type(Py_TYPE(self));
-    Py_ssize_t capacity;
+    PyObject *number;
+    size_t capacity;
     mls_status st;
     mls_code code;
-    if (state == NULL || !PyArg_ParseTuple(args, "n", &capacity)) {
+    if (state == NULL || !PyArg_ParseTuple(args, "O", &number) ||
+        take_length(state, number, "capacity", &capacity) < 0) {
         return NULL;
-    }
-    if (capacity < 0) {
-        mls_fail(&st, MLS_E_CAPACITY, "capacity %zd is negative", capacity);
-        return mlsp_raise(state, &st, NULL);
     }
     Py_BEGIN_ALLOW_THREADS
         pthread_mutex_lock(&self->lock);
@@ -222,7 +238,7 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
                          "move: delete them first",
                          self->leases);
         } else {
-            code = mls_kv_buffer_reserve(&self->buffer, (size_t)capacity, &st);
+            code = mls_kv_buffer_reserve(&self->buffer, capacity, &st);
         }
         pthread_mutex_unlock(&self->lock);
     Py_END_ALLOW_THREADS
