@@ -93,10 +93,47 @@ def move(
     low_memory: bool,
     compact: bool,
 ) -> Any:
-    """Move a torch KV cache; see `mlstate.kv.transition_kv_state`.
+    """Move a torch KV cache: what `mlstate.kv` does with a tensor.
 
     The core's kernels serve tensors in main memory that need no gradient; torch's own
     operations serve all others, so that device and autograd graph are kept.
+
+    Parameters
+    ----------
+    source : torch.Tensor, shape (layers, heads, source_seq, head_dim)
+    target_seq_length : int
+    position : int or None
+        None: all of `source_seq`.
+    pad_value : float
+    dtype : torch.dtype, str, NumPy dtype or None
+    out : torch.Tensor, ndarray or None
+    low_memory : bool
+    compact : bool
+        Whether the target may be shorter than the source. The others are as for
+        `mlstate.kv.transition_kv_state`.
+
+    Returns
+    -------
+    torch.Tensor or ndarray
+        `out` if given, else a tensor on the device of `source`; `source` itself if there
+        is nothing to do and `compact` is false.
+
+    Raises
+    ------
+    CapacityError, CompatibilityError, ValueError, TypeError
+        As `mlstate.kv.transition_kv_state` and `mlstate.kv.compact_kv_state`; a ValueError
+        also for `out` with a source that needs a gradient.
+
+    Examples
+    --------
+    Called through `mlstate.kv`:
+
+    >>> import torch
+    >>> from mlstate.kv import transition_kv_state
+    >>> cache = torch.ones(4, 2, 256, 32, dtype=torch.bfloat16)
+    >>> moved = transition_kv_state(cache, 512, current_position=200)
+    >>> tuple(moved.shape), moved.dtype
+    ((4, 2, 512, 32), torch.bfloat16)
     """
     import torch
 
