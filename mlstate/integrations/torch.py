@@ -9,7 +9,7 @@ from .. import _core
 if TYPE_CHECKING:
     import torch
 
-__all__: list[str] = []  # users call what is in `mlstate.kv`
+__all__ = ["move"]
 
 
 def _torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
