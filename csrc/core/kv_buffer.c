@@ -121,7 +121,9 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     if (position < buffer->length) {
         const mls_tensor dropped = positions(buffer, position, buffer->length - position);
         const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
-        mls_fill(kernels, &dropped, zero, false);
+        size_t bytes = 0;
+        (void)mls_tensor_bytes(&dropped, &bytes); /* less than the buffer has */
+        mls_fill(kernels, &dropped, zero, mls_should_stream(bytes));
     }
     buffer->length = length;
     return MLS_OK;
