@@ -101,13 +101,16 @@ def count_threads(count: int) -> str:
 
 
 def mlstate_rows(
-    name: str, call: Callable[[], object], at_least: float | None = None
+    name: str, make: Callable[[], Callable[[], object]], at_least: float | None = None
 ) -> list[Candidate]:
-    """Make our candidates: one thread and the default; the target is for the default."""
+    """Make our candidates: one thread and the default; the target is for the default.
+
+    Each has a call, and so an `out`, of its own: what another core wrote comes slowly.
+    """
     return [
         Candidate(
             f"{name}, {count_threads(count)}",
-            call,
+            make(),
             partial(use_threads, count),
             at_least=at_least if count == THREADS else None,
         )
@@ -143,15 +146,17 @@ def transition(
             baseline=True,
         ),
         Candidate("NumPy: zeros + copy", partial(peers.numpy_zeros, source, length, used, wanted)),
-        Candidate("NumPy into a preallocated target", partial(peers.numpy_into, source, used, out)),
+        Candidate(
+            "NumPy into a preallocated target", partial(peers.numpy_into, source, used, out.copy())
+        ),
         *torch_rows(how, source, length, used, wanted),
-        *mlstate_rows("mlstate fresh", partial(ours, dtype=wanted), fresh_target),
+        *mlstate_rows("mlstate fresh", lambda: partial(ours, dtype=wanted), fresh_target),
     ]
     if out.nbytes >= 32 << 20:
         candidates += mlstate_rows(
-            "mlstate fresh, low_memory", partial(ours, dtype=wanted, low_memory=True)
+            "mlstate fresh, low_memory", lambda: partial(ours, dtype=wanted, low_memory=True)
         )[-1:]
-    candidates += mlstate_rows("mlstate out=", partial(ours, out=out), out_target)
+    candidates += mlstate_rows("mlstate out=", lambda: partial(ours, out=out.copy()), out_target)
     if reserve:
         candidates.append(reserving(source, length))
     limit = MemoryLimit(source, out, out.nbytes // length * used)

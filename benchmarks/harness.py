@@ -133,7 +133,7 @@ class MemoryLimit:
     """What the machine needs for a result's bytes with the C library alone, one thread.
 
     `np.copyto` (a memcpy) of as many bytes as the result has in tokens and memset of as
-    many as it has in padding, each in one piece, from and to the candidates' own buffers.
+    many as it has in padding, each in one piece, from the candidates' source and to touched memory.
     """
 
     def __init__(self, source: np.ndarray, target: np.ndarray, token_bytes: int) -> None:
