@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,8 +53,17 @@ def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
         raise ImportError(
             "pictures need matplotlib: pip install 'mlstate[plot]'", name="matplotlib"
         ) from error
+
+    class Picture(Figure):
+        """A figure that notebooks show without pyplot, which takes a second to import."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
     rows = range(len(stages))
-    figure = Figure(figsize=(8, 1.3 + 0.45 * len(stages)), layout="constrained")
+    figure = Picture(figsize=(8, 1.3 + 0.45 * len(stages)), layout="constrained")
     axes = figure.add_subplot()
     axes.barh(rows, [stage[2] for stage in stages], color=_FREE, label="free")
     axes.barh(rows, [stage[1] for stage in stages], color=_USED, label="tokens")

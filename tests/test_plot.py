@@ -28,6 +28,11 @@ def test_the_picture_can_be_saved(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_notebook_shows_the_picture_without_pyplot():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    assert plot_occupancy(STAGES)._repr_png_().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [([], "no stages"), ([("x", 5, 4)], "'x' holds 5"), ([("x", -1, 4)], "'x' holds -1")],
