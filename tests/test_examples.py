@@ -1,0 +1,111 @@
+"""The notebooks of examples/ run from top to bottom, and are kept without their outputs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlstate
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+needs_notebooks = pytest.mark.skipif(
+    not NOTEBOOKS, reason="no examples beside these tests: they are not installed"
+)
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# In a process of its own: the kernel's client leaves sockets behind in its process.
+EXECUTE = """
+import sys
+import nbformat
+from jupyter_client import AsyncKernelManager
+from nbclient import NotebookClient
+
+source, target, folder = sys.argv[1:]
+notebook = nbformat.read(source, as_version=4)
+manager = AsyncKernelManager(kernel_name="python3")
+manager.kernel_spec.argv[0] = sys.executable  # not what a registered kernel names
+NotebookClient(
+    notebook, km=manager, timeout=120, resources={"metadata": {"path": folder}}
+).execute()
+nbformat.write(notebook, target)
+"""
+
+
+def execute(path, folder):
+    """Run a notebook in `folder`: the process that ran it, and its cells with outputs."""
+    for name in ("nbformat", "nbclient", "ipykernel"):
+        pytest.importorskip(name, reason="notebooks are run with nbclient and ipykernel")
+    done = folder / "done.ipynb"
+    # The package under test, which need not be installed; nothing of the user's IPython.
+    package = str(Path(mlstate.__file__).parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "IPYTHONDIR": str(folder / "ipython"),
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", EXECUTE, path, done, folder],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return process, read(done)["cells"] if done.exists() else []
+
+
+def outputs(cells, kind):
+    """All outputs of one MIME type, or of a stream, in order."""
+    found = []
+    for output in (output for cell in cells for output in cell.get("outputs", ())):
+        if kind in output.get("data", {}):
+            found.append("".join(output["data"][kind]))
+        elif output.get("name") == kind:
+            found.append("".join(output["text"]))
+    return found
+
+
+@needs_notebooks
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_kept_without_outputs(path):
+    code = [cell for cell in read(path)["cells"] if cell["cell_type"] == "code"]
+    assert code
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_coreml_transition_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "coreml_transition.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    fits, too_long = outputs(cells, "text/html")
+    assert "184 tokens: fits" in fits and "<table>" in fits
+    assert "300 tokens: does not fit" in too_long
+    printed = "".join(outputs(cells, "stdout"))
+    assert "300 tokens do not fit the target state's 256 positions" in printed
+    assert printed.count("class Cache:") == 2  # the prompt, and the text that goes on from it
+    if importlib.util.find_spec("matplotlib"):
+        assert outputs(cells, "image/png")
+
+
+@pytest.mark.slow
+def test_a_notebook_that_fails_is_noticed(tmp_path):
+    cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}
+    wrong = {"cells": [cell | {"execution_count": None}], "metadata": {}}
+    path = tmp_path / "wrong.ipynb"
+    path.write_text(json.dumps(wrong | {"nbformat": 4, "nbformat_minor": 5}), encoding="utf-8")
+    process, cells = execute(path, tmp_path)
+    assert process.returncode != 0 and "ZeroDivisionError" in process.stderr
+    assert not cells
