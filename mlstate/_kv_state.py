@@ -162,8 +162,6 @@ class KVState:
         Traceback (most recent call last):
         mlstate.errors.CapacityError: current_position 300 is beyond the sequence length 256
         """
-        if current_position is None:
-            current_position = min(seq_length, self.seq_length)
         self._buffer.resize(seq_length, current_position)
 
     def reserve(self, capacity: int) -> None:
@@ -206,9 +204,9 @@ class KVState:
         ndarray
             A new array of `nbytes` bytes.
         """
-        copy: NDArray = _core.kv_move(
-            self.array, self.seq_length, self.seq_length, 0.0, None, None, False, True
-        )
+        array = self.array  # one moment's length: another thread may resize meanwhile
+        length = array.shape[2]
+        copy: NDArray = _core.kv_move(array, length, length, 0.0, None, None, False, True)
         return copy
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:

@@ -124,18 +124,18 @@ class StateTransitionManager:
         CompatibilityError
             If the state's shape is not the one registered for `source_model`, or the two
             models' registered dimensions differ. A ValueError.
-        CapacityError
-            As `transition_kv_state`. A ValueError.
+        CapacityError, TypeError
+            As `transition_kv_state`.
         """
         source = self._config(source_model)
         target = self._config(target_model)
-        shape = tuple(source_state.shape)
-        if current_position > source["state_seq_length"]:
-            raise CapacityError(
-                f"current_position {current_position} is beyond the "
-                f"{source['state_seq_length']} positions of '{source_model}'"
+        if not hasattr(source_state, "shape"):
+            raise TypeError(
+                "source_state must be a NumPy array or a torch tensor, got "
+                f"{type(source_state).__name__}"
             )
-        _core.kv_check(shape, max(target["state_seq_length"], 0), current_position, True)
+        shape = tuple(source_state.shape)
+        _core.kv_check(shape, target["state_seq_length"], current_position, False)
         if shape[2] != source["state_seq_length"]:
             raise CompatibilityError(
                 f"the state has {shape[2]} positions, but '{source_model}' was registered "

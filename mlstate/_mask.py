@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _core
+from ._arrays import write_into
 
 if TYPE_CHECKING:
     from ._types import Array, DType, NDArray
 
 _MINUS_INFINITY = float("-inf")
+
+
+def _mask(
+    seq_length: int,
+    attention_size: int,
+    position: int,
+    dtype: Any,
+    fill: float,
+    out: Any,
+    decode: bool,
+) -> Any:
+    """Hand a mask to the core."""
+
+    def run(target: Any) -> Any:
+        return _core.kv_mask(seq_length, attention_size, position, dtype, fill, target, decode)
+
+    return run(None) if out is None else write_into(out, run)
 
 
 def create_attention_size_mask(
@@ -77,7 +96,7 @@ def create_attention_size_mask(
            [-inf,   0.,   0., -inf],
            [-inf, -inf,   0.,   0.]], dtype=float32)
     """
-    return _core.kv_mask(seq_length, attention_size, current_position, dtype, fill, out, False)
+    return _mask(seq_length, attention_size, current_position, dtype, fill, out, False)
 
 
 def create_decode_mask(
@@ -117,7 +136,7 @@ def create_decode_mask(
     >>> create_decode_mask(6, 2, 4, dtype="float32").tolist()
     [[[[-inf, -inf, 0.0, 0.0, 0.0, -inf]]]]
     """
-    return _core.kv_mask(seq_length, attention_size, current_position, dtype, fill, out, True)
+    return _mask(seq_length, attention_size, current_position, dtype, fill, out, True)
 
 
 def create_causal_mask(
@@ -163,6 +182,7 @@ def create_causal_mask(
     >>> np.array_equal(create_causal_mask(9, 3), create_attention_size_mask(9, 3, 0))
     True
     """
+    seq_length = index(seq_length)  # NumPy's small integers would wrap below
     reach = seq_length if attention_size is None else attention_size
     # Row `seq_length - 1` of a mask of nearly twice the width: the last row of ours, with
     # what the others show of it as they move left.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _core
+from ._arrays import is_torch, write_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,20 +28,21 @@ def _move(
 ) -> Any:
     """Hand a transition to the core, or to torch where the core must not touch the data."""
     low_memory = bool(low_memory)  # the core takes nothing but True and False
-    if not isinstance(source, np.ndarray):
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(source, torch.Tensor):
-            from .integrations.torch import move
+    if is_torch(source):
+        from .integrations.torch import move
 
-            return move(
-                source, target_seq_length, position, pad_value, dtype, out, low_memory, compact
-            )
+        return move(source, target_seq_length, position, pad_value, dtype, out, low_memory, compact)
+    if not isinstance(source, np.ndarray):
         raise TypeError(
             f"source_state must be a NumPy array or a torch tensor, got {type(source).__name__}"
         )
-    return _core.kv_move(
-        source, target_seq_length, position, pad_value, dtype, out, low_memory, compact
-    )
+
+    def run(target: Any) -> Any:
+        return _core.kv_move(
+            source, target_seq_length, position, pad_value, dtype, target, low_memory, compact
+        )
+
+    return run(None) if out is None else write_into(out, run)
 
 
 def transition_kv_state(
@@ -87,16 +89,19 @@ def transition_kv_state(
     Raises
     ------
     CapacityError
-        If `target_seq_length` is smaller than the source, or `current_position` lies
-        outside the source. A ValueError.
+        If `target_seq_length` is smaller than the source or asks for more than an address
+        space, or `current_position` lies outside the source. A ValueError.
     CompatibilityError
         If `source_state` has not four dimensions, `out` has another shape, or a dtype is
         unsupported. A ValueError.
     ValueError
-        If `out` is read-only or shares memory with `source_state`, or `pad_value` does not
-        fit the dtype.
+        If `out` is read-only, shares memory with `source_state` or is part of an autograd
+        graph, or `pad_value` does not fit the dtype.
     TypeError
-        If `source_state` is neither a NumPy array nor a torch tensor.
+        If `source_state` is neither a NumPy array nor a torch tensor, or a length is no
+        integer.
+    MemoryError
+        If the system refuses the memory of the result.
 
     Notes
     -----
@@ -166,7 +171,7 @@ def compact_kv_state(
     CapacityError
         If the tokens do not fit, or `current_position` lies outside the source. A
         ValueError.
-    CompatibilityError, ValueError, TypeError
+    CompatibilityError, ValueError, TypeError, MemoryError
         As for `transition_kv_state`.
 
     Examples
@@ -242,6 +247,8 @@ def get_transition_info(
     ------
     ValueError
         If `source_seq_length` is 0: there is nothing to expand by a factor.
+    TypeError
+        If an argument is no integer.
 
     Examples
     --------
@@ -249,6 +256,9 @@ def get_transition_info(
     >>> get_transition_info(256, 512, 200)["padded_positions_target"]
     312
     """
+    # Python's own integers: those of NumPy wrap, and json does not take them.
+    source_seq_length, target_seq_length = index(source_seq_length), index(target_seq_length)
+    current_position = index(current_position)
     if source_seq_length == 0:
         raise ValueError("source_seq_length is 0: there is nothing to expand by a factor")
     return {

@@ -161,6 +161,24 @@ static int take_kind(const mlsp_state *state, PyObject *source, PyObject *dtype,
     return 0;
 }
 
+/* The dtype of the core that a user means.  Its own names are taken as they are: no
+ * descriptor is needed here, and NumPy may have none. */
+static int take_dtype(const mlsp_state *state, PyObject *object, mls_dtype *out)
+{
+    Py_ssize_t length = 0;
+    const char *name =
+        PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
+    if (name != NULL && mls_dtype_from_name(name, (size_t)length, out)) {
+        return 0;
+    }
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    PyArray_Descr *descr = mlsp_descr_of_object(state, object, out);
+    Py_XDECREF(descr);
+    return descr == NULL ? -1 : 0;
+}
+
 /* Point the transition at the caller's `out`, or at a new array. */
 static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtype,
                        PyObject *out, transition *t)
@@ -181,12 +199,9 @@ static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtyp
     t->result = Py_NewRef(out);
     mls_status st;
     mls_dtype wanted = t->target.tensor.dtype;
-    PyArray_Descr *descr =
-        dtype == Py_None ? NULL : mlsp_descr_of_object(state, dtype, &wanted);
-    if (descr == NULL && dtype != Py_None) {
+    if (dtype != Py_None && take_dtype(state, dtype, &wanted) < 0) {
         return -1;
     }
-    Py_XDECREF(descr);
     if (wanted != t->target.tensor.dtype) {
         mls_fail(&st, MLS_E_DTYPE, "out is %s, but dtype asks for %s: pass one of them",
                  mls_dtype_of(t->target.tensor.dtype)->name, mls_dtype_of(wanted)->name);

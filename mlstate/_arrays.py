@@ -1,0 +1,29 @@
+"""Arrays of either kind, told apart without importing torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def is_torch(candidate: object) -> bool:
+    """Whether this is a torch tensor; who has one has imported torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(candidate, torch.Tensor)
+
+
+def write_into(out: Any, write: Callable[[Any], Any]) -> Any:
+    """Let `write` fill `out`, and return it.
+
+    A torch tensor takes part in autograd and counts its versions: its integration sees to
+    that, and gives `write` what it may write to.
+    """
+    if is_torch(out):
+        from .integrations.torch import write_into_tensor
+
+        return write_into_tensor(out, write)
+    write(out)
+    return out
