@@ -77,7 +77,7 @@ def transition_kv_state(
         kind and any convertible dtype. Must not share memory with `source_state`.
     low_memory : bool
         Decline huge pages for a fresh NumPy result of 32 MiB and more, so that padding with
-        zeros occupies no memory until it is written. Slower; see Notes.
+        zeros occupies no memory until it is written; see Notes for the price.
 
     Returns
     -------
@@ -109,8 +109,9 @@ def transition_kv_state(
     The GIL is released for results of 64 KiB and more. A fresh zero-padded result of
     32 MiB and more is made of pages that the system zeroes on first use: with huge pages
     (the default, as NumPy asks for them) a page mostly holds some tokens, so nearly all of
-    the result is resident at once, and the first call is fastest; with ``low_memory=True``
-    only the tokens are.
+    the result is resident at once; with ``low_memory=True`` only the tokens are. That is
+    faster where most of the result is padding, and up to twice as slow where it is nearly
+    full of tokens.
 
     References
     ----------
