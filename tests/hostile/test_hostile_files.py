@@ -202,6 +202,8 @@ def test_what_is_no_file(tmp_path):
         load_file(tmp_path / "none")
     assert isinstance(caught.value, StoreError)
     assert caught.value.filename == str(tmp_path / "none")
+    assert str(caught.value).startswith("[Errno 2] ")
+    assert str(caught.value).endswith(f": {str(tmp_path / 'none')!r}")  # as of every OSError
     with pytest.raises(OSError, match="directory"):
         load_file(tmp_path)
     os.mkfifo(tmp_path / "fifo")
