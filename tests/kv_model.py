@@ -1,0 +1,125 @@
+"""The oracle of KV transitions in plain NumPy, and caches of every layout to try it on."""
+
+import numpy as np
+import pytest
+
+PLAIN = [
+    np.dtype(name)
+    for name in [
+        "float16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex64",
+    ]
+]
+FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64")]
+REGISTERED = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+)
+
+
+def dtype_of(name):
+    """A dtype by name, those of ml_dtypes too; skips where it is not installed."""
+    if name in REGISTERED:
+        ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has no such dtype of its own")
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+def expand(source, length, position=None, pad=0, dtype=None):
+    """The definition: the first `position` positions converted, the rest `pad`."""
+    position = source.shape[2] if position is None else position
+    dtype = source.dtype if dtype is None else dtype
+    layers, heads, _, head_dim = source.shape
+    target = np.empty((layers, heads, length, head_dim), dtype)
+    with np.errstate(all="ignore"):
+        target[:, :, :position] = source[:, :, :position].astype(dtype)
+    target[:, :, position:] = pad
+    return target
+
+
+def random_bits(shape, dtype=np.float16, seed=0):
+    """An array of any bit patterns, infinities and NaNs included."""
+    dtype = np.dtype(dtype)
+    if dtype == bool:
+        return np.random.default_rng(seed).integers(0, 2, shape).astype(bool)
+    count = int(np.prod(shape, dtype=int))
+    raw = np.random.default_rng(seed).bytes(count * dtype.itemsize)
+    return np.frombuffer(bytearray(raw), dtype).reshape(shape)
+
+
+def assert_same_bits(got, wanted):
+    """Equal in dtype, byte order, shape and every bit."""
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    assert np.ascontiguousarray(got).tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
+def assert_same_values(got, wanted):
+    """As `assert_same_bits`, but any NaN equals any other: their payloads are no promise."""
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    with np.errstate(invalid="ignore"):  # ml_dtypes complains of NaNs
+        nans, wanted_nans = got != got, wanted != wanted
+    np.testing.assert_array_equal(nans, wanted_nans)
+    unsigned = np.dtype(f"u{got.dtype.itemsize}")
+    got_bits = np.where(nans, 0, np.ascontiguousarray(got).view(unsigned))
+    wanted_bits = np.where(nans, 0, np.ascontiguousarray(wanted).view(unsigned))
+    np.testing.assert_array_equal(got_bits, wanted_bits)
+
+
+def _spread(array, step):
+    """The same values with gaps: every second element of each axis, forwards or backwards."""
+    wide = np.zeros([2 * n for n in array.shape], array.dtype)
+    view = wide[tuple(slice(None, None, 2) for _ in array.shape)]
+    view = view[tuple(slice(None, None, step) for _ in array.shape)]
+    view[...] = array
+    return view
+
+
+def _unaligned(array):
+    """The same values, one byte off any alignment."""
+    room = np.zeros(array.nbytes + 1, np.uint8)
+    view = room[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def _inside(array):
+    """The same values as a window into a larger cache."""
+    wide = np.zeros([n + 3 for n in array.shape], array.dtype)
+    view = wide[tuple(slice(1, n + 1) for n in array.shape)]
+    view[...] = array
+    return view
+
+
+LAYOUTS = {
+    "contiguous": lambda a: a.copy(),
+    "fortran": np.asfortranarray,
+    "heads_last": lambda a: np.ascontiguousarray(a.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2),
+    "sequence_first": lambda a: np.ascontiguousarray(a.transpose(2, 0, 1, 3)).transpose(1, 2, 0, 3),
+    "gaps": lambda a: _spread(a, 1),
+    "backwards": lambda a: _spread(a, -1),
+    "unaligned": _unaligned,
+    "window": _inside,
+    "swapped": lambda a: a.astype(a.dtype.newbyteorder()),
+}
+
+
+def layout(name, array):
+    """`array` laid out as `name` says; values are equal, strides and byte order may differ."""
+    made = LAYOUTS[name](array)
+    np.testing.assert_array_equal(made, array)
+    return made

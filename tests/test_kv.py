@@ -1,0 +1,533 @@
+"""Expanding and compacting caches: every dtype, length and layout against plain NumPy."""
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kv_model import (
+    FLOATS,
+    LAYOUTS,
+    PLAIN,
+    REGISTERED,
+    assert_same_bits,
+    assert_same_values,
+    dtype_of,
+    expand,
+    layout,
+    random_bits,
+)
+
+import mlstate
+from mlstate import kv
+from mlstate.kv import compact_kv_state, transition_kv_state
+
+ALL_DTYPES = [dtype.name for dtype in PLAIN] + list(REGISTERED)
+CONVERTIBLE = ["float16", "bfloat16", "float32", "float64"]
+
+
+def cache(length=8, dtype=np.float16):
+    """Every element another value, exact in all float formats but those of 8 bits."""
+    return np.arange(2 * 3 * length * 5).reshape(2, 3, length, 5).astype(dtype)
+
+
+# ---- lengths and positions ----
+
+
+@pytest.mark.parametrize("name", ALL_DTYPES)
+def test_expands_every_dtype_bit_for_bit(name):
+    source = random_bits((3, 2, 5, 7), dtype_of(name))
+    target = transition_kv_state(source, 9, 4)
+    assert_same_bits(target, expand(source, 9, 4, np.zeros((), source.dtype)))
+    assert target.flags.c_contiguous and target.flags.owndata and target.flags.writeable
+
+
+@pytest.mark.parametrize("name", ALL_DTYPES)
+def test_compacts_every_dtype_bit_for_bit(name):
+    source = random_bits((3, 2, 9, 7), dtype_of(name))
+    assert_same_bits(
+        compact_kv_state(source, 5, 4), expand(source, 5, 4, np.zeros((), source.dtype))
+    )
+
+
+@pytest.mark.parametrize("length", range(4))
+@pytest.mark.parametrize("more", range(4))
+def test_expands_from_every_position(length, more):
+    source = cache(length)
+    for position in (None, *range(length + 1)):
+        assert_same_bits(
+            transition_kv_state(source, length + more, position),
+            expand(source, length + more, position),
+        )
+
+
+@pytest.mark.parametrize("length", range(4))
+@pytest.mark.parametrize("target", range(6))
+def test_compacts_to_every_length_that_fits(length, target):
+    source = cache(length)
+    for position in range(min(length, target) + 1):
+        got = compact_kv_state(source, target, position)
+        assert_same_bits(got, expand(source, target, position))
+        assert not np.shares_memory(got, source)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0), (0, 0, 0, 0), (1, 1, 1, 1)]
+)
+def test_empty_axes(shape):
+    source = np.ones(shape, np.float32)
+    assert_same_bits(transition_kv_state(source, 6), expand(source, 6))
+    assert_same_bits(compact_kv_state(source, 2, 0), expand(source, 2, 0))
+    out = np.full((*shape[:2], 6, shape[3]), 7, np.float64)
+    assert transition_kv_state(source, 6, 0, out=out) is out and not out.any()
+
+
+def test_nothing_to_do_returns_the_source_itself():
+    source = cache()
+    assert transition_kv_state(source, 8) is source
+    assert transition_kv_state(source, 8, 8) is source
+    assert transition_kv_state(source, 8, 8, 3.0) is source
+
+
+def test_anything_to_do_returns_new_memory():
+    source = cache()
+    for made in (
+        transition_kv_state(source, 8, 7),
+        transition_kv_state(source, 8, dtype=source.dtype),
+        transition_kv_state(source, 9),
+        compact_kv_state(source, 8, 8),
+    ):
+        assert not np.shares_memory(made, source)
+    out = np.empty_like(source)
+    assert transition_kv_state(source, 8, out=out) is out
+    assert_same_bits(out, source)
+
+
+def test_equal_lengths_drop_what_is_beyond_the_position():
+    assert_same_bits(transition_kv_state(cache(), 8, 3, 9.0), expand(cache(), 8, 3, 9.0))
+
+
+def test_the_source_is_never_changed():
+    source = cache()
+    before = source.copy()
+    transition_kv_state(source, 12, 3, 7.0)
+    compact_kv_state(source, 4, 3, np.float32)
+    assert_same_bits(source, before)
+
+
+@pytest.mark.parametrize(
+    "integer", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.int64, np.uint64]
+)
+def test_numpy_integers_are_lengths(integer):
+    source = cache()
+    assert_same_bits(transition_kv_state(source, integer(100), integer(5)), expand(source, 100, 5))
+    assert_same_bits(compact_kv_state(source, integer(6), integer(5)), expand(source, 6, 5))
+    assert kv.validate_state_shapes([integer(n) for n in (1, 2, 3, 4)], (1, 2, 3, 4)) is True
+
+
+def test_names_at_the_top_are_the_same_functions():
+    assert mlstate.transition_kv_state is transition_kv_state
+    assert mlstate.compact_kv_state is compact_kv_state
+
+
+def test_the_arguments_have_the_peers_names_and_order():
+    source = cache()
+    wanted = expand(source, 12, 5, 2.0, np.float32)
+    assert_same_bits(transition_kv_state(source, 12, 5, 2.0, np.float32), wanted)
+    got = transition_kv_state(
+        source_state=source,
+        target_seq_length=12,
+        current_position=5,
+        pad_value=2.0,
+        dtype=np.float32,
+    )
+    assert_same_bits(got, wanted)
+    got = compact_kv_state(
+        source_state=source, target_seq_length=6, current_position=5, dtype=np.float32
+    )
+    assert_same_bits(got, expand(source, 6, 5, 0, np.float32))
+
+
+# ---- padding ----
+
+
+@pytest.mark.parametrize("name", CONVERTIBLE)
+@pytest.mark.parametrize("pad", [0.0, -0.0, 1.0, -2.5, 0.1, float("inf"), float("-inf")])
+def test_pads_floats(name, pad):
+    dtype = dtype_of(name)
+    source = random_bits((2, 2, 3, 5), dtype)
+    assert_same_bits(transition_kv_state(source, 8, 2, pad), expand(source, 8, 2, pad))
+
+
+@pytest.mark.parametrize("name", CONVERTIBLE)
+def test_pads_with_nan(name):
+    got = transition_kv_state(np.zeros((1, 1, 1, 3), dtype_of(name)), 4, 1, float("nan"))
+    assert (got[:, :, 1:] != got[:, :, 1:]).all() and not (got[:, :, :1] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [d for d in PLAIN if d.kind in "iub"], ids=str)
+def test_pads_integers_exactly_or_refuses(dtype):
+    source = np.ones((1, 2, 2, 3), dtype)
+    low, high = (0, 1) if dtype == bool else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    for pad in {0, 1, low, high if high < 2**53 else 2**53}:
+        assert_same_bits(transition_kv_state(source, 4, 1, pad), expand(source, 4, 1, pad))
+    for pad in (0.5, float(high) * 4, low - 1000.0 * (1 - low), float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="cannot be stored as"):
+            transition_kv_state(source, 4, 1, pad)
+
+
+@pytest.mark.parametrize("name", ["complex64", *REGISTERED[1:]])
+def test_other_dtypes_are_padded_with_zero_only(name):
+    source = random_bits((1, 1, 2, 3), dtype_of(name))
+    with pytest.raises(mlstate.CompatibilityError, match="only be padded with 0, not 1"):
+        transition_kv_state(source, 4, pad_value=1.0)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("float16", 65519.9), ("float32", 3.4028235e38)])
+def test_a_pad_beyond_the_range_is_refused(name, largest):
+    source = np.zeros((1, 1, 1, 2), name)
+    assert np.isfinite(transition_kv_state(source, 2, 0, largest)).all()
+    with pytest.raises(ValueError, match=f"beyond the range of {name}"):
+        transition_kv_state(source, 2, 0, -2 * largest)
+
+
+def test_a_pad_is_a_number():
+    for pad in ("0", None, [0.0], 1j):
+        with pytest.raises(TypeError, match="pad_value must be a number, got"):
+            transition_kv_state(cache(), 12, pad_value=pad)
+    with pytest.raises(ValueError, match="pad_value is beyond the range"):
+        transition_kv_state(cache(), 12, pad_value=10**400)
+    assert_same_bits(
+        transition_kv_state(cache(), 12, pad_value=np.float16(1.5)), expand(cache(), 12, None, 1.5)
+    )
+
+
+# ---- dtypes ----
+
+
+@functools.cache
+def bits_to_convert(name):
+    """Each 16-bit pattern; for wider types the edges of every rounding and random bits."""
+    dtype = dtype_of(name)
+    if dtype.itemsize == 2:
+        return np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    halves = halves[np.isfinite(halves)].astype(dtype)
+    brains = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    brains = brains[np.isfinite(brains)].astype(dtype)
+    edges = [halves, brains]
+    with np.errstate(all="ignore"):  # the ties between two neighbours, and their neighbours
+        edges += [halves[:-1] / 2 + halves[1:] / 2, brains[:-1] / 2 + brains[1:] / 2]
+    around = [e.view(unsigned) + np.array(d).astype(unsigned) for e in edges for d in (0, 1, -1)]
+    random = random_bits((50_000,), unsigned)
+    return np.concatenate([*around, random]).view(dtype)
+
+
+def assert_converts(values, dtype, wanted, **options):
+    """Transitions convert `values`, a flat array, to `wanted`."""
+    count = values.size // 7 * 7
+    source = values[:count].reshape(1, 1, -1, 7)
+    got = transition_kv_state(source, source.shape[2] + 1, dtype=dtype, **options)
+    assert_same_values(got[0, 0, :-1].reshape(-1), wanted[:count])
+
+
+@pytest.mark.parametrize("to", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
+def test_converts_as_numpy_does(name, to):
+    values = bits_to_convert(name)
+    with np.errstate(all="ignore"):
+        wanted = values.astype(to)
+    assert_converts(values, to, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("float16", "bfloat16"), ("float32", "bfloat16")] + [("bfloat16", to) for to in CONVERTIBLE],
+)
+def test_converts_as_ml_dtypes_does(name, to):
+    values = bits_to_convert(name)
+    with np.errstate(all="ignore"):
+        wanted = values.astype(dtype_of(to))
+    assert_converts(values, to, wanted)
+
+
+# ml_dtypes and torch do the same.
+def test_float64_goes_to_bfloat16_by_way_of_float32():
+    values = bits_to_convert("float64")
+    with np.errstate(all="ignore"):
+        wanted = values.astype(np.float32).astype(dtype_of("bfloat16"))
+    assert_converts(values, "bfloat16", wanted)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", np.float32, np.dtype("<f4"), "f4", "<f4", "single"], ids=repr
+)
+def test_dtype_is_whatever_numpy_takes(dtype):
+    got = transition_kv_state(cache(), 12, 5, dtype=dtype)
+    assert_same_bits(got, expand(cache(), 12, 5, 0, np.float32))
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_dtype_names_of_ml_dtypes(name):
+    dtype = dtype_of(name)
+    source = random_bits((1, 2, 3, 4), dtype)
+    assert transition_kv_state(source, 3, 2, dtype=name).dtype == dtype
+    assert compact_kv_state(source, 3, 2, dtype=dtype).dtype == dtype
+    assert compact_kv_state(source, 3, 2, dtype=dtype.type).dtype == dtype
+
+
+@pytest.mark.parametrize("name", [n for n in ALL_DTYPES if n not in CONVERTIBLE])
+def test_other_dtypes_convert_to_nothing_else(name):
+    source = random_bits((1, 1, 2, 3), dtype_of(name))
+    for wanted in ("float32", "int32" if name != "int32" else "uint8"):
+        with pytest.raises(mlstate.CompatibilityError, match=f"{name} does not convert to") as e:
+            transition_kv_state(source, 4, dtype=wanted)
+        assert (e.value.expected, e.value.got) == (name, wanted)
+        with pytest.raises(mlstate.CompatibilityError, match=f"{wanted} does not convert"):
+            transition_kv_state(np.zeros((1, 1, 2, 3), wanted), 4, dtype=dtype_of(name))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["S3", "U2", "O", "M8[s]", "m8[s]", "complex128", "longdouble", "V4", "i4,f4"]
+)
+def test_dtypes_that_the_core_does_not_have(dtype):
+    source = np.empty((1, 1, 2, 3), dtype)
+    with pytest.raises(mlstate.CompatibilityError, match=r"source_state: dtype .* not supported"):
+        transition_kv_state(source, 4)
+    with pytest.raises(mlstate.CompatibilityError, match="not supported"):
+        transition_kv_state(cache(), 12, dtype=dtype)
+    with pytest.raises(mlstate.CompatibilityError, match=r"out: dtype .* not supported"):
+        transition_kv_state(cache(), 8, out=np.empty((2, 3, 8, 5), dtype))
+
+
+def test_a_dtype_that_is_none():
+    for dtype in ("no dtype", 17, object()):
+        with pytest.raises(TypeError):
+            transition_kv_state(cache(), 12, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["float16", "float64", "int32", "uint64", "complex64"])
+def test_the_result_keeps_the_other_byte_order(name):
+    source = random_bits((2, 3, 4, 5), np.dtype(name).newbyteorder())
+    got = transition_kv_state(source, 7, 3)
+    assert got.dtype.byteorder == source.dtype.byteorder
+    assert_same_bits(got, expand(source, 7, 3))
+    native = transition_kv_state(source, 7, 3, dtype=name)
+    assert native.dtype.isnative
+    assert_same_bits(native, expand(source, 7, 3, 0, np.dtype(name)))
+    back = transition_kv_state(native, 9, 3, dtype=source.dtype)
+    assert_same_bits(back, expand(native, 9, 3, 0, source.dtype))
+
+
+@pytest.mark.parametrize("to", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_converts_between_byte_orders(dtype, to):
+    source = cache(dtype=dtype.newbyteorder())
+    to = to.newbyteorder()
+    assert_same_bits(transition_kv_state(source, 12, 5, 1.5, to), expand(source, 12, 5, 1.5, to))
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize("name", ["int8", "float16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize("of_source", LAYOUTS)
+def test_sources_of_any_layout(of_source, name):
+    values = cache(9, name)
+    source = layout(of_source, values)
+    before = source.copy()
+    got = transition_kv_state(source, 14, 6)
+    np.testing.assert_array_equal(got, expand(values, 14, 6))
+    assert got.dtype == source.dtype
+    np.testing.assert_array_equal(source, before)
+
+
+@pytest.mark.parametrize("of_target", LAYOUTS)
+@pytest.mark.parametrize("of_source", LAYOUTS)
+@pytest.mark.parametrize("to", ["float16", "float32"])
+def test_out_of_any_layout(of_source, of_target, to):
+    values = cache(9)
+    out = layout(of_target, np.full((2, 3, 14, 5), 77, to))
+    base = out if out.base is None else out.base
+    assert transition_kv_state(layout(of_source, values), 14, 6, 2.0, out=out) is out
+    np.testing.assert_array_equal(out, expand(values, 14, 6, 2.0, np.dtype(to)))
+    out[...] = 0
+    assert not base.any(), "wrote beside its view"
+
+
+def test_a_broadcast_source():
+    source = np.broadcast_to(np.arange(5, dtype=np.float16), (2, 3, 4, 5))
+    assert_same_bits(transition_kv_state(source, 6), expand(source, 6))
+    source = np.broadcast_to(np.arange(4, dtype=np.float32)[:, None], (2, 3, 4, 5))
+    assert_same_bits(compact_kv_state(source, 3, 3, np.float16), expand(source, 3, 3, 0, "f2"))
+
+
+def test_a_read_only_source(tmp_path):
+    source = cache()
+    source.flags.writeable = False
+    assert_same_bits(transition_kv_state(source, 12), expand(source, 12))
+    np.save(tmp_path / "cache.npy", source)
+    mapped = np.load(tmp_path / "cache.npy", mmap_mode="r")
+    got = transition_kv_state(mapped, 12)
+    assert type(got) is np.ndarray
+    assert_same_bits(got, expand(source, 12))
+
+
+@st.composite
+def transitions(draw, dtypes=PLAIN):
+    """A source view, a target length, a position: any shape, any strides, any dtype."""
+    shape = tuple(draw(st.integers(0, 7)) for _ in range(2))
+    shape += (draw(st.integers(0, 40)), draw(st.integers(0, 40)))
+    dtype = draw(st.sampled_from(dtypes))
+    source = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](
+        random_bits(shape, dtype, draw(st.integers(0, 99)))
+    )
+    axes = draw(st.permutations(range(4)))
+    source = np.transpose(source, axes)
+    flip = draw(st.tuples(*[st.sampled_from([1, -1, 2])] * 4))
+    source = source[tuple(slice(None, None, step) for step in flip)]
+    source.flags.writeable = draw(st.booleans())
+    position = draw(st.integers(0, source.shape[2]))
+    return source, position
+
+
+@settings(deadline=None, max_examples=150)
+@given(transitions(), st.integers(0, 50))
+def test_property_expands_as_the_model(case, more):
+    source, position = case
+    length = source.shape[2] + more
+    got = transition_kv_state(source, length, position)
+    assert_same_bits(got, expand(source, length, position))
+
+
+@settings(deadline=None, max_examples=150)
+@given(transitions(), st.integers(0, 50))
+def test_property_compacts_as_the_model(case, target):
+    source, position = case
+    if position > target:
+        with pytest.raises(mlstate.CapacityError):
+            compact_kv_state(source, target, position)
+        return
+    assert_same_bits(compact_kv_state(source, target, position), expand(source, target, position))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    transitions(FLOATS),
+    st.integers(0, 9),
+    st.sampled_from(FLOATS),
+    st.sampled_from(sorted(LAYOUTS)),
+    st.floats(-60000, 60000, width=16),
+)
+@example((np.zeros((0, 1, 0, 1), np.float16), 0), 0, FLOATS[1], "contiguous", -0.0)
+def test_property_converts_into_out(case, more, to, of_target, pad):
+    source, position = case
+    length = source.shape[2] + more
+    shape = (*source.shape[:2], length, source.shape[3])
+    out = LAYOUTS[of_target](np.full(shape, 3, to))
+    assert transition_kv_state(source, length, position, pad, out=out) is out
+    wanted = expand(source, length, position, np.asarray(pad, to), to)
+    assert_same_values(out.astype(to), wanted)
+
+
+@settings(deadline=None, max_examples=60)
+@given(transitions())
+def test_property_a_round_trip_keeps_the_tokens(case):
+    source, position = case
+    larger = transition_kv_state(source, source.shape[2] + 5, position)
+    back = compact_kv_state(larger, source.shape[2], position)
+    assert_same_bits(back[:, :, :position], source[:, :, :position])
+    assert back[:, :, position:].tobytes().strip(b"\0") == b""
+
+
+# ---- facts ----
+
+
+def test_transition_info():
+    info = kv.get_transition_info(256, 512, 200)
+    assert list(info.items()) == [
+        ("source_seq_length", 256),
+        ("target_seq_length", 512),
+        ("current_position", 200),
+        ("valid_tokens", 200),
+        ("padded_positions_source", 56),
+        ("padded_positions_target", 312),
+        ("expansion_factor", 2.0),
+        ("additional_capacity", 256),
+    ]
+
+
+def test_transition_info_of_a_compaction_that_does_not_fit():
+    info = kv.get_transition_info(512, 256, 300)
+    assert info["padded_positions_target"] == -44
+    assert (info["expansion_factor"], info["additional_capacity"]) == (0.5, -256)
+
+
+@pytest.mark.parametrize("integer", [np.uint8, np.int8, np.int64])
+def test_transition_info_does_not_wrap(integer):
+    info = kv.get_transition_info(integer(100), 512, integer(120))
+    assert info == kv.get_transition_info(100, 512, 120)
+    assert {type(value) for value in info.values()} == {int, float}
+
+
+def test_transition_info_refuses_what_is_no_length():
+    with pytest.raises(ValueError, match="source_seq_length is 0"):
+        kv.get_transition_info(0, 512, 0)
+    for arguments in ((256.0, 512, 2), (256, "512", 2), (256, 512, None)):
+        with pytest.raises(TypeError):
+            kv.get_transition_info(*arguments)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, np.array])
+def test_shapes_that_go_together(kind):
+    source = kind((36, 1, 256, 64))
+    assert kv.validate_state_shapes(source, kind((36, 1, 512, 64))) is True
+    assert kv.validate_state_shapes(source, source) is True
+
+
+@pytest.mark.parametrize(
+    ("axis", "what"), [(0, "layers"), (1, "heads"), (3, "head_dim")], ids=["0", "1", "3"]
+)
+def test_shapes_of_different_models(axis, what):
+    source, target = [2, 2, 2, 2], [2, 2, 4, 2]
+    target[axis] = 3
+    with pytest.raises(mlstate.CompatibilityError, match=f"^{what} differ: .* 2, .* 3;") as caught:
+        kv.validate_state_shapes(source, target)
+    assert isinstance(caught.value, ValueError)
+    assert (caught.value.expected, caught.value.got) == ("2", "3")
+
+
+def test_a_shape_that_is_shorter():
+    with pytest.raises(mlstate.CapacityError, match="256 .* 512: compact") as caught:
+        kv.validate_state_shapes((1, 1, 512, 2), (1, 1, 256, 2))
+    assert (caught.value.expected, caught.value.got) == ("at least 512", "256")
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3, 4), (1, 2, 3, 4, 5), (1,) * 65])
+def test_shapes_that_are_no_cache(shape):
+    for arguments in ((shape, (1, 2, 3, 4)), ((1, 2, 3, 4), shape)):
+        with pytest.raises(mlstate.CompatibilityError, match="dimensions"):
+            kv.validate_state_shapes(*arguments)
+
+
+def test_shapes_that_are_none():
+    for shape in ("abcd", (1, 2, 3.0, 4), (1, 2, None, 4), 17, None):
+        with pytest.raises(TypeError):
+            kv.validate_state_shapes(shape, (1, 2, 3, 4))
+    with pytest.raises(mlstate.CompatibilityError, match="negative dimension -1"):
+        kv.validate_state_shapes((1, 2, -1, 4), (1, 2, 3, 4))
+    with pytest.raises(mlstate.CapacityError, match="64 bits"):
+        kv.validate_state_shapes((1, 2, 2**64, 4), (1, 2, 3, 4))
+
+
+def test_a_shape_that_changes_while_it_is_read():
+    class Emptying:
+        def __index__(self):
+            shape.clear()
+            return 2
+
+    shape = [Emptying(), 3, 4, 5]
+    assert kv.validate_state_shapes(shape, (2, 3, 4, 5)) is True
+    assert shape == []
