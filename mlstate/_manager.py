@@ -164,7 +164,8 @@ class StateTransitionManager:
         Returns
         -------
         list of str
-            Names by increasing context length, both ends included.
+            Names by increasing context length, from `start_model` to `end_model`; other models
+            of the same lengths as these two are left out.
 
         Raises
         ------
@@ -181,5 +182,6 @@ class StateTransitionManager:
                 "leads to longer contexts"
             )
         lengths = {name: config["state_seq_length"] for name, config in self.models.items()}
-        between = [name for name, length in lengths.items() if low <= length <= high]
-        return sorted(between, key=lengths.__getitem__)
+        between = [name for name, length in lengths.items() if low < length < high]
+        path = [start_model, *sorted(between, key=lengths.__getitem__), end_model]
+        return path[:1] if start_model == end_model else path

@@ -55,7 +55,7 @@ def expand(source, length, position=None, pad=0, dtype=None):
 def random_bits(shape, dtype=np.float16, seed=0):
     """An array of any bit patterns, infinities and NaNs included."""
     dtype = np.dtype(dtype)
-    if dtype == bool:
+    if dtype.kind == "b":
         return np.random.default_rng(seed).integers(0, 2, shape).astype(bool)
     count = int(np.prod(shape, dtype=int))
     raw = np.random.default_rng(seed).bytes(count * dtype.itemsize)
