@@ -67,7 +67,7 @@ def test_names_that_are_not_registered(manager):
 
 
 def test_states_that_are_not_the_models(manager):
-    with pytest.raises(CompatibilityError, match="has 9 positions, but 'model_8' .*length 8"):
+    with pytest.raises(CompatibilityError, match=r"has 9 positions, but 'model_8' .*length 8"):
         manager.transition(cache(9), "model_8", "model_16", 5)
     with pytest.raises(CapacityError, match="target_seq_length 8 is smaller"):
         manager.transition(cache(16), "model_16", "model_8", 5)
@@ -79,7 +79,7 @@ def test_states_that_are_not_the_models(manager):
     for position in (5.0, "5", None):
         with pytest.raises(TypeError, match="current_position must be an integer"):
             manager.transition(cache(), "model_8", "model_16", position)
-    with pytest.raises(TypeError, match="source_state must be .* got list"):
+    with pytest.raises(TypeError, match=r"source_state must be .* got list"):
         manager.transition([[[[1.0]]]], "model_8", "model_16", 5)
 
 
@@ -114,7 +114,7 @@ def test_paths_lead_up(manager):
     ]  # fmt: skip
     assert manager.get_transition_path("model_16", "model_512") == ["model_16", "model_512"]
     assert manager.get_transition_path("model_16", "model_16") == ["model_16"]
-    with pytest.raises(CapacityError, match="'model_512' has 512 .* 'model_16' 16") as caught:
+    with pytest.raises(CapacityError, match=r"'model_512' has 512 .* 'model_16' 16") as caught:
         manager.get_transition_path("model_512", "model_16")
     assert isinstance(caught.value, ValueError)
 

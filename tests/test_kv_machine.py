@@ -1,0 +1,187 @@
+"""Every instruction set gives the same bytes; memory is used as the documents say."""
+
+import os
+import tracemalloc
+
+import child
+import numpy as np
+import pytest
+from kv_model import assert_same_bits, expand
+
+from mlstate import _core
+from mlstate.kv import compact_kv_state, transition_kv_state
+
+SETS = ("scalar", "avx2", "avx512", "neon")
+
+# What each instruction set computes, as one digest for each pair of dtypes.
+DIGESTS = """
+import hashlib, sys
+import numpy as np
+from mlstate import _core
+from mlstate.kv import create_attention_size_mask, create_causal_mask, transition_kv_state
+
+print(_core.cpu_name())
+NAMES = ("float16", "float32", "float64", "int8", "complex64")
+try:
+    import ml_dtypes
+    NAMES = ("bfloat16", *NAMES)
+except ImportError:
+    pass
+FLOATS = {"float16", "bfloat16", "float32", "float64"}
+
+def digest(arrays):
+    total = hashlib.sha256()
+    for array in arrays:
+        total.update(np.ascontiguousarray(array).tobytes())
+    return total.hexdigest()
+
+def source(name, shape, seed=0):
+    dtype = np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
+    count = int(np.prod(shape))
+    raw = np.random.default_rng(seed).bytes(count * dtype.itemsize)
+    made = np.frombuffer(raw, dtype).reshape(shape).copy()
+    with np.errstate(all="ignore"):
+        made[made != made] = 0  # payloads of NaNs are outside the promise
+    return made
+
+def results(name, to):
+    for length in range(0, 140):  # every remainder of every vector, from every alignment
+        room = source(name, (1, 1, length + 1, 1), length)
+        yield transition_kv_state(room[:, :, length % 2 :], length + 3, length // 2, 1, dtype=to)
+    wide = source(name, (2, 3, 41, 33))
+    for view in (wide, wide[:, ::-1, :, 1:], wide[..., ::2], wide.transpose(0, 3, 2, 1)):
+        yield transition_kv_state(view, 50, 37, dtype=to)
+    # large enough to go round the cache, into memory that was used before
+    large = source(name, (2, 1, 1 << 16, 67))
+    out = np.ones((2, 1, 70001, 67), to if to != "bfloat16" else ml_dtypes.bfloat16)
+    yield transition_kv_state(large, 70001, 65531, 0, out=out)
+
+for name in NAMES:
+    for to in FLOATS & set(NAMES) if name in FLOATS else (name,):
+        if name in FLOATS or name == to:
+            pad = 0 if name == "complex64" else 1
+            if pad == 0:
+                wide = source(name, (2, 3, 41, 33))
+                print(name, to, digest([transition_kv_state(wide, 50, 37)]))
+            else:
+                print(name, to, digest(results(name, to)))
+for dtype in sorted(FLOATS & set(NAMES)):
+    masks = (create_attention_size_mask(n, n // 3, 0, dtype=dtype, fill=-7) for n in range(70))
+    print(dtype, "mask", digest(masks))
+"""
+
+
+def offered():
+    """The instruction sets that this machine and this build have."""
+    done = child.attempt("import mlstate", MLSTATE_CPU="no such set")
+    names = done.stderr.rpartition("choose one of:")[2]
+    return [name for name in SETS if name in names.replace(",", " ").split()]
+
+
+@pytest.fixture(scope="module")
+def of_the_oracle():
+    return child.run(DIGESTS, MLSTATE_CPU="scalar").splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", SETS[1:])
+def test_each_instruction_set_gives_the_oracles_bytes(cpu, of_the_oracle):
+    if cpu not in offered():
+        pytest.skip(f"this machine has no {cpu}")
+    first, *lines = child.run(DIGESTS, MLSTATE_CPU=cpu).splitlines()
+    assert first == cpu and of_the_oracle[0] == "scalar"
+    lines, wanted = sorted(lines), sorted(of_the_oracle[1:])
+    assert len(lines) >= 14 and lines == wanted
+
+
+def test_the_best_set_is_chosen_by_default():
+    assert "scalar" in offered() and _core.cpu_name() in offered()
+    name = child.run("from mlstate import _core; print(_core.cpu_name())", MLSTATE_CPU="")
+    assert name.strip() == offered()[-1]
+
+
+# ---- memory ----
+
+
+def traced_peak(call):
+    """Bytes that NumPy and Python allocated at most, and the result."""
+    tracemalloc.start()
+    try:
+        base = tracemalloc.get_traced_memory()[0]
+        result = call()
+        return tracemalloc.get_traced_memory()[1] - base, result
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("to", [np.float16, np.float32])
+def test_a_move_into_out_allocates_nothing(to):
+    source = np.ones((4, 2, 1024, 64), np.float16)
+    out = np.zeros((4, 2, 2048, 64), to)
+    peak, _ = traced_peak(lambda: transition_kv_state(source, 2048, out=out))
+    assert peak < 4096
+    odd = source[:, ::-1, ::2].transpose(0, 1, 3, 2).transpose(0, 1, 3, 2)
+    peak, _ = traced_peak(lambda: transition_kv_state(odd, 2048, out=out))
+    assert peak < 4096
+
+
+@pytest.mark.parametrize("to", [None, np.float64])
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_a_fresh_result_is_all_that_is_allocated(to, low_memory):
+    source = np.ones((4, 2, 1024, 64), np.float16)
+    peak, made = traced_peak(
+        lambda: transition_kv_state(source, 40_000, 1000, dtype=to, low_memory=low_memory)
+    )
+    assert made.nbytes <= peak < made.nbytes + 4096
+    assert made.flags.owndata
+    peak, made = traced_peak(lambda: compact_kv_state(source, 512, 500))
+    assert made.nbytes <= peak < made.nbytes + 4096
+
+
+@pytest.mark.parametrize("low_memory", [True, 1, np.True_, False, 0])
+@pytest.mark.parametrize("pad", [0.0, -0.0, 1.0])
+def test_low_memory_gives_the_same_result(low_memory, pad):
+    source = np.arange(4 * 2 * 100 * 64, dtype=np.float32).reshape(4, 2, 100, 64)
+    for length in (200, 20_000):  # below and above the size from which pages stay untouched
+        got = transition_kv_state(source, length, 77, pad, low_memory=low_memory)
+        assert_same_bits(got, expand(source, length, 77, pad))
+        got = transition_kv_state(source, length, 77, pad, np.float16, low_memory=low_memory)
+        assert_same_bits(got, expand(source, length, 77, pad, np.float16))
+        got[...] = 1
+        assert got.min() == 1
+
+
+def test_memory_that_was_used_before_is_padded_too():
+    """A fresh result may be memory that another array left behind, not all zeros."""
+    for length in (300, 70_000):
+        for _ in range(3):
+            np.full((2, 1, length, 64), 7, np.float32)
+            got = transition_kv_state(np.ones((2, 1, 9, 64), np.float32), length, 5)
+            assert not got[:, :, 5:].any() and (got[:, :, :5] == 1).all()
+
+
+RESIDENT = """
+import sys
+import numpy as np
+from mlstate.kv import transition_kv_state
+
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
+
+source = np.ones((16, 8, 64, 128), np.float16)
+transition_kv_state(source, 128)
+base = resident()
+made = transition_kv_state(source, 4096, 64, low_memory=sys.argv[1:] != ["no"])  # 2 of 128 MiB
+print(resident() - base, made.nbytes)
+"""
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status") or "MLSTATE_UNDER_SANITIZER" in os.environ,  # noqa: PTH110
+    reason="measures resident memory, which only Linux tells and a sanitizer changes",
+)
+def test_low_memory_leaves_the_padding_untouched():
+    resident, whole = map(int, child.run(RESIDENT).split())
+    assert whole == 128 << 20
+    assert resident < 16 << 20
