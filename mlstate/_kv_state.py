@@ -84,6 +84,13 @@ class KVState:
         KVState
             With the array's content, length and dtype.
 
+        Raises
+        ------
+        TypeError
+            If `array` is no NumPy array.
+        CapacityError, CompatibilityError, MemoryError
+            As for the class.
+
         Examples
         --------
         >>> import numpy as np
@@ -91,6 +98,8 @@ class KVState:
         >>> KVState.from_array(np.ones((1, 1, 3, 2), np.float32), capacity=8)
         KVState(shape=(1, 1, 3, 2), capacity=8, dtype=float32)
         """
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"array must be a NumPy array, got {type(array).__name__}")
         state = cls(array.shape, capacity, array.dtype)
         state.array[...] = array
         return state

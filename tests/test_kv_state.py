@@ -329,6 +329,9 @@ def test_from_array_refuses_what_is_no_cache():
         KVState.from_array(np.ones((2, 3)))
     with pytest.raises(CapacityError):
         KVState.from_array(np.ones((1, 2, 3, 4)), 2)
+    for array in ([[[[1.0]]]], None, "cache"):
+        with pytest.raises(TypeError, match="array must be a NumPy array, got"):
+            KVState.from_array(array)
 
 
 def test_contiguous_is_a_copy():

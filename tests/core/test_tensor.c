@@ -81,6 +81,18 @@ static void overlap_sees_negative_strides(void)
     CHECK(mls_tensor_overlap(&a, &a));
 }
 
+/* Frameworks give empty tensors a null pointer; adding to it is undefined. */
+static void an_empty_view_without_memory_is_sliced(void)
+{
+    mls_status st;
+    mls_tensor t;
+    const size_t shape[] = {2, 0, 4};
+    CHECK(mls_tensor_init(&t, NULL, MLS_F32, 3, shape, &st) == MLS_OK);
+    t.strides[0] = 16;
+    CHECK(mls_tensor_slice(&t, 0, 1, 1).data == NULL);
+    CHECK(mls_tensor_slice(&t, 2, 3, 1).data == NULL);
+}
+
 static void shapes_read_as_python_writes_them(void)
 {
     char text[16];
@@ -98,6 +110,7 @@ static const test_case tests[] = {
     TEST(an_empty_view_is_fine_whatever_its_other_lengths),
     TEST(slices_move_the_start_and_break_contiguity),
     TEST(overlap_sees_negative_strides),
+    TEST(an_empty_view_without_memory_is_sliced),
     TEST(shapes_read_as_python_writes_them),
 };
 
