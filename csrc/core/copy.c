@@ -19,9 +19,11 @@
 #include <string.h>
 
 enum {
-    CHUNK = 256,            /* elements that pass through the stack at a time */
-    STREAM_RUN = 1024,      /* shorter runs lose more at their ends than they gain */
-    STREAM_TOTAL = 16 << 20 /* smaller results are worth keeping in the cache */
+    CHUNK = 256,           /* elements that pass through the stack at a time */
+    STREAM_RUN = 1024,     /* shorter runs lose more at their ends than they gain */
+    STREAM_TOTAL = 4 << 20 /* from here on a target is rarely all in the cache, and then
+                            streaming spares reading it: 9 MiB in 0.57 instead of 0.90 ms;
+                            a target that is there costs 10 % more */
 };
 
 /* Sets of another architecture get the scalar table, which works everywhere. */
