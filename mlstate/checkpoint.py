@@ -18,13 +18,16 @@ array([0., 1., 2.])
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ._types import NDArray
 
 __all__ = ["load_file", "load_metadata", "save_file"]
 
@@ -107,8 +110,9 @@ def save_file(
     >>> sorted(load_file(path))
     ['k', 'v']
     """
-    tensors = tuple((name, _array(name, value)) for name, value in list(state.items()))
-    texts = () if metadata is None else tuple(metadata.items())
+    # copies of the mappings, taken in one step: other threads may change the originals
+    tensors = tuple((name, _array(name, value)) for name, value in dict(state).items())
+    texts = () if metadata is None else tuple(dict(metadata).items())
     _core.file_save(os.fspath(path), tensors, texts)
 
 
@@ -117,7 +121,7 @@ def load_file(
     *,
     mmap: bool = False,
     verify: bool = True,
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, NDArray]:
     """
     Read the arrays of a safetensors file.
 

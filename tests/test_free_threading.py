@@ -1,0 +1,94 @@
+"""Eight threads on shared objects: right on every build, and without the GIL where it is off."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+from importlib import resources
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.kv import KVState, create_attention_size_mask
+
+THREADS = 8
+
+
+def together(work):
+    """Run ``work(number)`` in eight threads that start at once; return what they raised."""
+    start = threading.Barrier(THREADS)
+    raised = []
+
+    def run(number):
+        start.wait()
+        try:
+            work(number)
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    return raised
+
+
+@pytest.mark.skipif(
+    not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled(),
+    reason="this build of Python, or another module here, keeps the GIL",
+)
+def test_importing_mlstate_leaves_the_gil_off():
+    code = "import sys, mlstate; print(sys._is_gil_enabled())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+def test_one_cache_changes_length_under_many_readers():
+    state = KVState((4, 2, 64, 32), capacity=512)
+
+    def work(number):
+        for turn in range(100):
+            state.resize((number * 37 + turn * 11) % 512)
+            array, copy = state.array, state.contiguous()
+            assert array.shape[:2] == copy.shape[:2] == (4, 2)
+            assert not array.any() and not copy.any()  # nothing was ever written
+            del array
+            if turn % 25 == 0:
+                with contextlib.suppress(BufferError):  # another thread may hold an array
+                    state.reserve(state.capacity)
+
+    assert together(work) == []
+    state.reserve(1024)  # every lease was given back
+    assert state.capacity == 1024
+
+
+def test_a_dict_is_saved_while_another_thread_changes_it(tmp_path):
+    state = {f"w{i}": np.full((50, 20), i, np.float32) for i in range(40)}
+
+    def work(number):
+        for turn in range(15):
+            if number == 0:
+                state[f"x{turn}"] = np.zeros(3, np.float32)
+                del state[f"x{turn}"]
+                continue
+            path = tmp_path / f"{number}.safetensors"
+            mlstate.save_file(state, path, {"turn": str(turn)})
+            read = mlstate.load_file(path)
+            assert all((read[f"w{i}"] == i).all() for i in range(40))
+
+    assert together(work) == []
+
+
+def test_packages_and_masks_are_read_and_made_side_by_side():
+    package = resources.files("mlstate.demo") / "data" / "model_256.mlpackage"
+    expected = create_attention_size_mask(64, 9, 0)
+
+    def work(number):
+        for _ in range(50):
+            assert mlstate.coreml.state_specs(package)["kv_cache"].shape == (8, 2, 256, 32)
+            assert np.array_equal(create_attention_size_mask(64, 9, 0), expected)
+
+    assert together(work) == []
