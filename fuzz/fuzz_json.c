@@ -2,7 +2,7 @@
  * is walked whole, so that a wrong length or link shows.
  *
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core fuzz/fuzz_json.c \
- *       csrc/core/json.c csrc/core/mem.c csrc/core/status.c
+ *       csrc/core/json.c csrc/core/mem.c csrc/core/status.c csrc/core/text.c
  */
 #include "json.h"
 

@@ -108,48 +108,6 @@ static mls_code unexpected(json_parser *p, const char *expected)
     return MLS_E_FORMAT;
 }
 
-/* The table of well-formed sequences of the Unicode standard: the lead byte fixes the
- * length, and for four lead bytes the range of the second byte is narrower. */
-size_t mls_utf8_length(const unsigned char *bytes, size_t room)
-{
-    if (room == 0) {
-        return 0;
-    }
-    const unsigned lead = bytes[0];
-    if (lead < 0x80U) {
-        return 1;
-    }
-    const size_t length = lead >= 0xF0U ? 4 : lead >= 0xE0U ? 3 : 2;
-    if (lead < 0xC2U || lead > 0xF4U || length > room) {
-        return 0;
-    }
-    for (size_t i = 1; i < length; i++) {
-        if ((bytes[i] & 0xC0U) != 0x80U) {
-            return 0;
-        }
-    }
-    /* overlong forms, surrogates, beyond U+10FFFF */
-    const bool bad =
-        (lead == 0xE0U && bytes[1] < 0xA0U) || (lead == 0xEDU && bytes[1] >= 0xA0U) ||
-        (lead == 0xF0U && bytes[1] < 0x90U) || (lead == 0xF4U && bytes[1] >= 0x90U);
-    return bad ? 0 : length;
-}
-
-/* One character after the other; a NUL character is a character like any other. */
-bool mls_utf8_valid(const char *text, size_t length)
-{
-    size_t at = 0;
-    while (at < length) {
-        const size_t step =
-            mls_utf8_length((const unsigned char *)text + at, length - at);
-        if (step == 0) {
-            return false;
-        }
-        at += step;
-    }
-    return true;
-}
-
 /* Write a code point that is no surrogate as UTF-8; returns the bytes written.  An
  * escape takes at least six bytes, so the four of the longest form always fit in its
  * place. */
@@ -722,12 +680,6 @@ size_t mls_json_size(const mls_json *doc, mls_json_node parent)
 {
     const json_node *node = &doc->nodes[parent];
     return is_container(node) ? node->length : 0;
-}
-
-bool mls_text_is(mls_text text, const char *expected)
-{
-    return strlen(expected) == text.length &&
-           memcmp(expected, text.data, text.length) == 0;
 }
 
 /* Keys are compared as they read after unescaping.  A key that holds a NUL character

@@ -8,6 +8,7 @@
 #define MLS_JSON_H
 
 #include "status.h"
+#include "text.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -33,22 +34,6 @@ typedef struct mls_json_limits {
 /* A value inside a document; the root is node 0. */
 typedef uint32_t mls_json_node;
 #define MLS_JSON_NONE UINT32_MAX
-
-/* Text with its length; unescaped UTF-8, may hold NUL characters, is not terminated. */
-typedef struct mls_text {
-    const char *data;
-    size_t length;
-} mls_text;
-
-/* Bytes of the UTF-8 character that `bytes` starts with (1 to 4), or 0 where it is none:
- * cut off by `room`, overlong, a surrogate, beyond U+10FFFF. */
-size_t mls_utf8_length(const unsigned char *bytes, size_t room);
-
-/* Whether all of `text` is UTF-8. */
-bool mls_utf8_valid(const char *text, size_t length);
-
-/* Whether `text` is exactly the C string `expected`. */
-bool mls_text_is(mls_text text, const char *expected);
 
 /* Parse `length` bytes, which need not outlive the call.  Gives: free with mls_json_free.
  * Costs a copy of the text and 20 to 30 bytes a value, and time that grows as n log n at

@@ -13,8 +13,8 @@
 #define MLS_MLPACKAGE_H
 
 #include "dtype.h"
-#include "json.h"
 #include "status.h"
+#include "text.h"
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,0 +1,71 @@
+/* text: UTF-8 checked, texts compared.
+ *
+ * Everything is a matter of bytes: two texts are the same where their bytes are, and no
+ * form of a character is taken for another one.
+ */
+#include "text.h"
+
+#include <string.h>
+
+/* The table of well-formed sequences of the Unicode standard: the lead byte fixes the
+ * length, and for four lead bytes the range of the second byte is narrower. */
+size_t mls_utf8_length(const unsigned char *bytes, size_t room)
+{
+    if (room == 0) {
+        return 0;
+    }
+    const unsigned lead = bytes[0];
+    if (lead < 0x80U) {
+        return 1;
+    }
+    const size_t length = lead >= 0xF0U ? 4 : lead >= 0xE0U ? 3 : 2;
+    if (lead < 0xC2U || lead > 0xF4U || length > room) {
+        return 0;
+    }
+    for (size_t i = 1; i < length; i++) {
+        if ((bytes[i] & 0xC0U) != 0x80U) {
+            return 0;
+        }
+    }
+    /* overlong forms, surrogates, beyond U+10FFFF */
+    const bool bad =
+        (lead == 0xE0U && bytes[1] < 0xA0U) || (lead == 0xEDU && bytes[1] >= 0xA0U) ||
+        (lead == 0xF0U && bytes[1] < 0x90U) || (lead == 0xF4U && bytes[1] >= 0x90U);
+    return bad ? 0 : length;
+}
+
+/* One character after the other; a NUL character is a character like any other. */
+bool mls_utf8_valid(const char *text, size_t length)
+{
+    size_t at = 0;
+    while (at < length) {
+        const size_t step =
+            mls_utf8_length((const unsigned char *)text + at, length - at);
+        if (step == 0) {
+            return false;
+        }
+        at += step;
+    }
+    return true;
+}
+
+/* No byte is looked at where the lengths differ. */
+bool mls_text_is(mls_text text, const char *expected)
+{
+    return strlen(expected) == text.length &&
+           (text.length == 0 || memcmp(expected, text.data, text.length) == 0);
+}
+
+/* The same memory is the same text: names are often shared. */
+bool mls_text_equal(mls_text a, mls_text b)
+{
+    return a.length == b.length &&
+           (a.data == b.data || a.length == 0 || memcmp(a.data, b.data, a.length) == 0);
+}
+
+/* memcmp wants no NULL, not even for no bytes. */
+bool mls_text_starts(mls_text text, mls_text prefix)
+{
+    return text.length >= prefix.length &&
+           (prefix.length == 0 || memcmp(text.data, prefix.data, prefix.length) == 0);
+}

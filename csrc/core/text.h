@@ -1,0 +1,34 @@
+/* text: UTF-8 with its length, where it lies.
+ *
+ * Names of tensors and states, keys and values of metadata: all of them are borrowed runs
+ * of bytes, which may hold NUL characters and are not terminated.
+ */
+#ifndef MLS_TEXT_H
+#define MLS_TEXT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* Borrowed; `data` may be NULL where `length` is 0. */
+typedef struct mls_text {
+    const char *data;
+    size_t length;
+} mls_text;
+
+/* Bytes of the UTF-8 character that `bytes` starts with (1 to 4), or 0 where it is none:
+ * cut off by `room`, overlong, a surrogate, beyond U+10FFFF. */
+size_t mls_utf8_length(const unsigned char *bytes, size_t room);
+
+/* Whether all of `text` is UTF-8. */
+bool mls_utf8_valid(const char *text, size_t length);
+
+/* Whether `text` is exactly the C string `expected`. */
+bool mls_text_is(mls_text text, const char *expected);
+
+/* Whether two texts are the same bytes. */
+bool mls_text_equal(mls_text a, mls_text b);
+
+/* Whether `text` starts with all of `prefix`; true for an empty one. */
+bool mls_text_starts(mls_text text, mls_text prefix);
+
+#endif

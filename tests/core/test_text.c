@@ -1,0 +1,60 @@
+#include "runner.h"
+#include "text.h"
+
+static mls_text text_of(const char *data)
+{
+    return (mls_text){.data = data, .length = strlen(data)};
+}
+
+static void utf8_is_told_from_other_bytes(void)
+{
+    static const char *const bad[] = {
+        "\x80",         "\xC0\x80",         "\xC1\xBF",         "\xC3",
+        "\xE0\x80\x80", "\xE0\x9F\xBF",     "\xED\xA0\x80",     "\xED\xBF\xBF",
+        "\xE2\x82",     "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80", "\xF5\x80\x80\x80",
+        "\xFF",         "\xE2(\xA1",        "\xF0\x9F\x98"};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        CHECK(!mls_utf8_valid(bad[i], strlen(bad[i])));
+    }
+    static const char *const good[] = {"\x7F",
+                                       "\xC2\x80",
+                                       "\xED\x9F\xBF",
+                                       "\xEE\x80\x80",
+                                       "\xF0\x90\x80\x80",
+                                       "\xF4\x8F\xBF\xBF",
+                                       ""};
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        CHECK(mls_utf8_valid(good[i], strlen(good[i])));
+    }
+}
+
+static void a_text_is_equal_only_to_all_of_itself(void)
+{
+    const mls_text nul = {.data = "a\0b", .length = 3};
+    CHECK(mls_text_is(text_of("ab"), "ab") && !mls_text_is(text_of("ab"), "abc"));
+    CHECK(!mls_text_is(nul, "a"));
+    CHECK(mls_text_equal(text_of("ab"), text_of("ab")));
+    CHECK(!mls_text_equal(nul, text_of("a")));
+    CHECK(mls_text_equal((mls_text){0}, text_of("")));
+    CHECK(!mls_text_equal(text_of("ab"), text_of("ac")));
+}
+
+static void a_prefix_is_no_longer_than_its_text(void)
+{
+    CHECK(mls_text_starts(text_of("module.w"), text_of("module.")));
+    CHECK(mls_text_starts(text_of("w"), (mls_text){0}));
+    CHECK(mls_text_starts((mls_text){0}, (mls_text){0}));
+    CHECK(!mls_text_starts(text_of("mod"), text_of("module.")));
+    CHECK(!mls_text_starts(text_of("Module.w"), text_of("module.")));
+}
+
+static const test_case tests[] = {
+    TEST(utf8_is_told_from_other_bytes),
+    TEST(a_text_is_equal_only_to_all_of_itself),
+    TEST(a_prefix_is_no_longer_than_its_text),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}
