@@ -1,0 +1,52 @@
+/* compat: what two state dicts have in common, and where they differ in names, shapes and
+ * dtypes.  The bytes of the tensors are not looked at (differ.h does that).
+ *
+ * The caller pairs the names up: he has hash tables already.
+ */
+#ifndef MLS_COMPAT_H
+#define MLS_COMPAT_H
+
+#include "status.h"
+#include "text.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* What is known of a tensor without touching its memory.  All of it is borrowed.  The
+ * dtype is a name, so that types which the core does not know can be told apart too. */
+typedef struct mls_facts {
+    const size_t *shape;
+    const char *dtype;
+    int rank;
+} mls_facts;
+
+/* One name with what each side has under it; `has_source` or `has_target` may be false,
+ * not both. */
+typedef struct mls_fact_pair {
+    mls_text name;
+    mls_facts source, target;
+    bool has_source, has_target;
+} mls_fact_pair;
+
+/* A pair can differ in shape and in dtype at once, so these are bits. */
+enum {
+    MLS_SAME = 0,
+    MLS_MISSING = 1,    /* only the source has it */
+    MLS_UNEXPECTED = 2, /* only the target has it */
+    MLS_SHAPE_DIFFERS = 4,
+    MLS_DTYPE_DIFFERS = 8
+};
+
+/* How often each bit occurs. */
+typedef struct mls_compat_counts {
+    size_t missing, unexpected, shapes, dtypes;
+} mls_compat_counts;
+
+bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b);
+bool mls_facts_same_dtype(const mls_facts *a, const mls_facts *b);
+
+/* The bits of each pair into `out` (`count` of them), and their sums. */
+mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,
+                                     unsigned char *out);
+
+#endif

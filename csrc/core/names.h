@@ -1,0 +1,97 @@
+/* names: the dotted names of tensors as a tree, and the prefixes that rename them.
+ *
+ * "layers.0.attn.weight" lies under "layers", "layers.0" and "layers.0.attn".  The tree
+ * is made once for a list of names; afterwards every layer is found by its own name, and
+ * what lies under it is listed in time that grows with the layer and not with the model.
+ *
+ * Names are borrowed and must outlive the tree.  Any bytes are a name: empty segments, as
+ * in "a..b" or ".a", are segments like any other.
+ */
+#ifndef MLS_NAMES_H
+#define MLS_NAMES_H
+
+#include "status.h"
+#include "text.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define MLS_NAME_NONE UINT32_MAX
+
+/* One segment at its place.  Node 0 is the root, whose path is empty. */
+typedef struct mls_name_node {
+    mls_text path;         /* from the start of the name to the end of this segment */
+    mls_text segment;      /* the last part of `path` */
+    uint32_t parent;       /* MLS_NAME_NONE for the root */
+    uint32_t first_child;  /* in the order of the list; MLS_NAME_NONE: none */
+    uint32_t next_sibling; /* MLS_NAME_NONE: none */
+    uint32_t name;         /* position of the name that ends here, or MLS_NAME_NONE */
+    uint32_t count;        /* names at or under this node */
+    uint32_t depth;        /* segments of `path`: 0 for the root */
+} mls_name_node;
+
+typedef struct mls_names mls_names;
+
+/* Make the tree of `count` names.  Gives: free with mls_names_free.
+ * MLS_E_VALUE: a name occurs twice (it is the status's name).  MLS_E_CAPACITY: more than
+ * 2**31 segments.  MLS_E_MEMORY.  `*out` is untouched on failure. */
+mls_code mls_names_new(const mls_text *names, size_t count, mls_names **out,
+                       mls_status *st);
+
+void mls_names_free(mls_names *names); /* accepts NULL */
+
+/* All nodes, parents before their children; their number. */
+const mls_name_node *mls_names_nodes(const mls_names *names);
+size_t mls_names_size(const mls_names *names);
+
+/* The node whose path is `path`, or MLS_NAME_NONE; the root for an empty one. */
+uint32_t mls_names_find(const mls_names *names, mls_text path);
+
+/* Position in the list of a whole name, or MLS_NAME_NONE. */
+uint32_t mls_names_position(const mls_names *names, mls_text name);
+
+/* Positions, rising, of the names that lie under `node` (the one that ends at it left
+ * out), into `out`, which has room for the node's count.  Returns how many. */
+size_t mls_names_under(const mls_names *names, uint32_t node, uint32_t *out);
+
+/* The node after `node` in pre-order within the tree under `top`, or MLS_NAME_NONE.  With
+ * `skip`, what lies under `node` is passed over. */
+uint32_t mls_names_next(const mls_names *names, uint32_t top, uint32_t node, bool skip);
+
+/* ---- renaming ---- */
+
+/* Replace `old` by `new` at the start of a name or, where `anywhere`, wherever a segment
+ * starts. */
+typedef struct mls_rename_rule {
+    mls_text old, new;
+    bool anywhere;
+} mls_rename_rule;
+
+/* Apply each rule once, in order, to `name`, and write the result to `out` (`room` bytes,
+ * no NUL).  Returns the length of the result, which is written only where it fits: call
+ * with `room` 0 to ask.  A rule that does not match changes nothing. */
+size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
+                      char *out, size_t room);
+
+enum { MLS_EXPLAIN_RULES = 8 };
+
+/* What mls_names_explain found. */
+typedef struct mls_explanation {
+    mls_rename_rule
+        rules[MLS_EXPLAIN_RULES]; /* texts: constants, or parts of the names */
+    size_t rule_count;            /* 0: nothing explains them */
+    size_t matched; /* unexpected names that become missing ones under the rules */
+} mls_explanation;
+
+/* Find the rules that turn `unexpected` names into `missing` ones: the marks of wrappers
+ * ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module." wherever they
+ * stand), then one prefix to take away or to put in front ("module.", "model." or any
+ * other that ends with a dot).  Rules are given only where they explain more than half of
+ * the shorter list and no two names become the same.  Borrows both lists; MLS_E_MEMORY.
+ * `*out` is untouched on failure. */
+mls_code mls_names_explain(const mls_text *unexpected, size_t unexpected_count,
+                           const mls_text *missing, size_t missing_count,
+                           mls_explanation *out, mls_status *st);
+
+#endif
