@@ -127,8 +127,18 @@ done:
 /* ---- mappings: for those who want to read a part of a large file, or to share it ----
  */
 
-/* Shared and read-only: the pages are those of the system's cache and count against no
- * one. */
+/* Private, so that a write by someone who does not know that he must not (torch has no
+ * read-only tensors) changes a copy of that page, and neither the file nor the life of
+ * the process.  Until then the pages are those of the system's cache, and reserve
+ * nothing. Where such a mapping is refused, a read-only one does for all who read. */
+static void *map_private(size_t length, int fd)
+{
+    void *data =
+        mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+    return data != MAP_FAILED ? data : mmap(NULL, length, PROT_READ, MAP_SHARED, fd, 0);
+}
+
+/* No bytes are no mapping: mmap refuses a length of 0. */
 mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st)
 {
     size_t length;
@@ -138,7 +148,7 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
     }
     void *data = NULL;
     if (length > 0) {
-        data = mmap(NULL, length, PROT_READ, MAP_SHARED, fd, 0);
+        data = map_private(length, fd);
         if (data == MAP_FAILED) {
             return mls_fail_os(st, errno, "cannot map %zu bytes of the file", length);
         }

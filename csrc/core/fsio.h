@@ -35,6 +35,8 @@ mls_code mls_file_read(const char *path, size_t limit, unsigned char **data,
 
 /* Whole pages of a file, readable, shared with the system's own cache.  Reading past a
  * place where another process cut the file short ends in SIGBUS, as with every mapping.
+ * They are for reading; a write by mistake stays in this process, where the system allows
+ * it, and never reaches the file.
  */
 typedef struct mls_mapping {
     const unsigned char *data; /* NULL for an empty file */
