@@ -1,1 +1,1 @@
-"""Frameworks that mlstate works with; each module imports its own inside itself."""
+"""Frameworks that mlstate works with; each package imports its own inside functions."""

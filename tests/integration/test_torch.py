@@ -94,7 +94,7 @@ def kernels(monkeypatch):
             calls.append(arguments)
             return move(*arguments)
 
-    monkeypatch.setattr("mlstate.integrations.torch._core", Counting())
+    monkeypatch.setattr("mlstate.integrations.torch._kv._core", Counting())
     return calls
 
 

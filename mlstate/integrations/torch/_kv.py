@@ -5,121 +5,13 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from .. import _core
-from .._arrays import write_into
+from ... import _core
+from ..._arrays import write_into
+from ._dtypes import name_of, torch_dtype
+from ._memory import needs_graph, plain_memory, refuse_graph, writable_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
-
-__all__ = ["move", "write_into_tensor"]
-
-
-def _torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
-    """Return the torch dtype that `dtype` means: a torch dtype, a name, a NumPy dtype."""
-    import torch
-
-    if dtype is None:
-        return source.dtype
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
-        import numpy as np
-
-        dtype = np.dtype(dtype)  # TypeError where this is no dtype of NumPy's either
-        found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
-        from ..errors import CompatibilityError
-
-        raise CompatibilityError(f"torch has no dtype '{dtype.name}'")
-    return found
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    """Return the name that NumPy, ml_dtypes and the core know a dtype by."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie in main memory for the core to read or write."""
-    import torch
-
-    if (
-        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        or tensor.device.type != "cpu"
-        or tensor.layout != torch.strided
-        or torch.compiler.is_compiling()
-    ):
-        return False
-    try:
-        tensor.data_ptr()
-    except RuntimeError:  # under torch.vmap and torch.func a tensor has no memory of its own
-        return False
-    return True
-
-
-def _needs_graph(tensor: torch.Tensor) -> bool:
-    """Whether torch must see what happens to the tensor: for gradients or for tangents."""
-    import torch
-
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return True
-    dual = torch.autograd.forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
-    return dual.tangent is not None
-
-
-def _refuse_graph(*tensors: Any) -> None:
-    import torch
-
-    if any(isinstance(tensor, torch.Tensor) and _needs_graph(tensor) for tensor in tensors):
-        raise ValueError(
-            "out= cannot be part of the autograd graph: detach source_state and out, or "
-            "leave out= away"
-        )
-
-
-def _writable_memory(tensor: torch.Tensor) -> bool:
-    """Whether the core may write the tensor's elements as they lie in memory."""
-    return _plain_memory(tensor) and not tensor.is_neg() and not tensor.is_conj()
-
-
-def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.Tensor:
-    """Let `write` fill a tensor, as an in-place operation of torch's own would.
-
-    Refuses a tensor that autograd records, and counts a new version of it, so that a
-    backward pass which needs the old content fails instead of going wrong.
-
-    Parameters
-    ----------
-    out : torch.Tensor
-        A plain CPU tensor.
-    write : callable
-        Gets `out` detached.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`.
-
-    Raises
-    ------
-    ValueError
-        If `out` is part of an autograd graph, or not plain main memory.
-    """
-    import torch
-
-    _refuse_graph(out)
-    if not _writable_memory(out):
-        raise ValueError(
-            "out is not plain main memory (another device, a subclass, or a view that is "
-            "negated or conjugated): pass a plain CPU tensor and copy from it"
-        )
-    write(out.detach())
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
-    return out
 
 
 def _fits(source: torch.Tensor, target_seq_length: int, position: int, compact: bool) -> bool:
@@ -156,7 +48,7 @@ def _check_out(
     dtype: torch.dtype | None,
 ) -> None:
     """Refuse an `out` of another shape, or of another dtype than the one asked for."""
-    from ..errors import CompatibilityError
+    from ...errors import CompatibilityError
 
     layers, heads, _, head_dim = source.shape
     wanted = (layers, heads, target_seq_length, head_dim)
@@ -165,7 +57,7 @@ def _check_out(
         error = CompatibilityError(f"out: the target has shape {tuple(out.shape)}, not {wanted}")
         error.expected, error.got = str(wanted), str(tuple(out.shape))
     elif dtype is not None and dtype != out.dtype:
-        have, want = _name_of(out.dtype), _name_of(dtype)
+        have, want = name_of(out.dtype), name_of(dtype)
         error = CompatibilityError(f"out is {have}, but dtype asks for {want}: pass one of them")
     if error is not None:
         raise error
@@ -176,8 +68,8 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
     import torch
 
     nothing = torch.empty((0, 0, 0, 0), dtype=source.dtype)
-    if _plain_memory(nothing):  # under torch.func not even a new tensor is
-        _core.kv_move(nothing, 0, 0, pad_value, _name_of(dtype), None, False, True)
+    if plain_memory(nothing):  # under torch.func not even a new tensor is
+        _core.kv_move(nothing, 0, 0, pad_value, name_of(dtype), None, False, True)
 
 
 def move(
@@ -223,15 +115,15 @@ def move(
         and target_seq_length == position == source.shape[2]
     ):
         return source
-    wanted = _torch_dtype(dtype, source)
+    wanted = torch_dtype(dtype, source)
     if compiling and (out is None or isinstance(out, torch.Tensor)):
         return _by_torch(source, target_seq_length, position, pad_value, wanted, out)
     length, position = index(target_seq_length), index(position)
     if out is not None:
-        _refuse_graph(source, out)
-    by_torch = not _plain_memory(source) or _needs_graph(source)
+        refuse_graph(source, out)
+    by_torch = not plain_memory(source) or needs_graph(source)
     if isinstance(out, torch.Tensor):
-        by_torch = by_torch or not _writable_memory(out)
+        by_torch = by_torch or not writable_memory(out)
     elif by_torch and out is not None:  # an array cannot follow the tensor to where it is
         source, by_torch = source.detach().cpu().as_subclass(torch.Tensor), False
     if by_torch:
@@ -241,10 +133,10 @@ def move(
         return _by_torch(source, length, position, pad_value, wanted, out)
     plain = source.detach().resolve_conj().resolve_neg()
     if out is None:
-        name = _name_of(wanted)
+        name = name_of(wanted)
         bits = _core.kv_move(plain, length, position, pad_value, name, None, low_memory, compact)
         return torch.from_numpy(bits).view(wanted)
-    asked = None if dtype is None else _name_of(wanted)
+    asked = None if dtype is None else name_of(wanted)
     return write_into(
         out,
         lambda target: _core.kv_move(
