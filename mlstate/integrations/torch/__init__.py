@@ -1,6 +1,7 @@
-"""torch tensors: as KV caches.  Each file imports torch inside its functions."""
+"""torch tensors: as KV caches, as state dicts.  Each file imports torch inside its functions."""
 
 from ._kv import move
-from ._memory import write_into_tensor
+from ._memory import note_written, write_into_tensor
+from ._state import arrays_of, tensors_of
 
-__all__ = ["move", "write_into_tensor"]
+__all__ = ["arrays_of", "move", "note_written", "tensors_of", "write_into_tensor"]

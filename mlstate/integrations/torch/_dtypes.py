@@ -7,6 +7,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from ..._types import NumpyDType
+
+# What both call by the same name and take from each other as it is.
+INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+FLOATS = ["float16", "float32", "float64", "complex64", "complex128"]
+SHARED = frozenset(["bool", *INTEGERS, *FLOATS])
+# What NumPy has from ml_dtypes: taken over as the integers that torch and NumPy both have.
+VIEWED = {
+    "bfloat16": "int16",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e8m0fnu": "uint8",
+    "float8_e4m3fnuz": "uint8",
+    "float8_e5m2fnuz": "uint8",
+}
+# What torch pickles as the integers of the same size: it cannot read these from a pickle.
+PICKLED = {name: "uint8" for name in VIEWED if name != "bfloat16"} | {
+    f"uint{bits}": f"int{bits}" for bits in (16, 32, 64)
+}
+
 
 def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
     """Return the torch dtype that `dtype` means: a torch dtype, a name, a NumPy dtype."""
@@ -32,3 +52,25 @@ def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
 def name_of(dtype: torch.dtype) -> str:
     """Return the name that NumPy, ml_dtypes and the core know a dtype by."""
     return str(dtype).removeprefix("torch.")
+
+
+def ml_dtype(name: str) -> NumpyDType:
+    """Return a dtype of ml_dtypes; ImportError names the extra that has it."""
+    import numpy as np
+
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ImportError(
+            f"NumPy has no {name} of its own: pip install 'mlstate[dtypes]' for ml_dtypes",
+            name="ml_dtypes",
+        ) from None
+    dtype: NumpyDType = np.dtype(getattr(ml_dtypes, name))
+    return dtype
+
+
+def torch_has(name: str) -> bool:
+    """Whether this torch has a dtype that means what NumPy or ml_dtypes calls by the name."""
+    import torch
+
+    return (name in SHARED or name in VIEWED) and hasattr(torch, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -77,8 +77,6 @@ def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.T
     ValueError
         If `out` is part of an autograd graph, or not plain main memory.
     """
-    import torch
-
     refuse_graph(out)
     if not writable_memory(out):
         raise ValueError(
@@ -86,6 +84,23 @@ def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.T
             "negated or conjugated): pass a plain CPU tensor and copy from it"
         )
     write(out.detach())
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
+    note_written([out])
     return out
+
+
+def note_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Count a new version of tensors that were written to.
+
+    A backward pass that needs the old content fails then, instead of going wrong. Tensors
+    made in inference mode have no versions.
+
+    Parameters
+    ----------
+    tensors : iterable of torch.Tensor
+        Leaves that need gradients are taken too.
+    """
+    import torch
+
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
