@@ -1,11 +1,9 @@
 /* copy: strided views turned into contiguous runs, and one element encoded for a fill.
  *
- * A view is first reduced (walk): axes of one index go, the others are ordered by the
- * destination's stride, and axes that run on are merged.  Whatever the layout was, the
- * innermost axis is then the longest run that memory offers, and it decides how
- * everything is moved: packed on both sides, a kernel takes it whole; else it goes
- * through the stack in chunks, where it is packed, brought to this machine's byte order,
- * converted, and spread out again.
+ * A view is first reduced to runs (walk.h), ordered by the destination's strides.  The
+ * run decides how everything is moved: packed on both sides, a kernel takes it whole;
+ * else it goes through the stack in chunks, where it is packed, brought to this machine's
+ * byte order, converted, and spread out again.
  *
  * The order in which elements are moved is free, since the two views share no memory.
  */
@@ -14,6 +12,7 @@
 #include "convert.h"
 #include "copy_kernels.h"
 #include "size.h"
+#include "walk.h"
 
 #include <math.h>
 #include <string.h>
@@ -49,24 +48,6 @@ const mls_kernels *mls_kernels_of(mls_cpu cpu)
 bool mls_should_stream(size_t bytes)
 {
     return bytes >= STREAM_TOTAL;
-}
-
-/* Items that are swapped as one: a complex number is two of them. */
-static size_t swap_unit(mls_dtype dtype)
-{
-    return dtype == MLS_C64 ? 4 : mls_dtype_of(dtype)->item_bytes;
-}
-
-/* Turn each `unit` of `bytes` bytes end for end, in place. */
-static void swap_items(unsigned char *items, size_t bytes, size_t unit)
-{
-    for (size_t start = 0; start < bytes; start += unit) {
-        for (size_t low = start, high = start + unit - 1; low < high; low++, high--) {
-            const unsigned char kept = items[low];
-            items[low] = items[high];
-            items[high] = kept;
-        }
-    }
 }
 
 /* ---- encoding one element ---- */
@@ -166,7 +147,7 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
         encode_integer(value, element.bytes);
         /* the low bytes, which hold the number, come last on such a machine */
         if (!little_endian()) {
-            swap_items(element.bytes, 8, 8);
+            mls_swap_items(element.bytes, 8, 8);
             memmove(element.bytes, element.bytes + 8 - element.size, element.size);
         }
     } else if (!is_exactly_zero(value)) {
@@ -174,104 +155,10 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
                         mls_dtype_of(dtype)->name, value);
     }
     if (destination->swapped) {
-        swap_items(element.bytes, element.size, swap_unit(dtype));
+        mls_swap_items(element.bytes, element.size, mls_swap_unit(dtype));
     }
     *out = element;
     return MLS_OK;
-}
-
-/* ---- walking strided views ---- */
-
-/* The axes of a destination and, in step with it, of a source: those of length 1 dropped,
- * ordered by the destination's stride, neighbours merged where they run on. */
-typedef struct walk {
-    int rank; /* at least 1 once walk_init returned true */
-    size_t shape[MLS_MAX_RANK];
-    ptrdiff_t dst_strides[MLS_MAX_RANK];
-    ptrdiff_t src_strides[MLS_MAX_RANK];
-    size_t index[MLS_MAX_RANK]; /* of each outer axis, as walk_next counts it */
-} walk;
-
-/* The size of a stride; negating it as an unsigned number is right for the smallest too.
- */
-static size_t magnitude(ptrdiff_t stride)
-{
-    return stride < 0 ? (size_t)0 - (size_t)stride : (size_t)stride;
-}
-
-/* Insert an axis so that the destination's strides stay in falling order. */
-static void insert_axis(walk *w, size_t length, ptrdiff_t dst_stride,
-                        ptrdiff_t src_stride)
-{
-    int place = w->rank;
-    while (place > 0 && magnitude(w->dst_strides[place - 1]) < magnitude(dst_stride)) {
-        w->shape[place] = w->shape[place - 1];
-        w->dst_strides[place] = w->dst_strides[place - 1];
-        w->src_strides[place] = w->src_strides[place - 1];
-        place--;
-    }
-    w->shape[place] = length;
-    w->dst_strides[place] = dst_stride;
-    w->src_strides[place] = src_stride;
-    w->rank++;
-}
-
-/* Merge each axis into the one inside it where one step out equals a walk along it. */
-static void merge_axes(walk *w)
-{
-    int kept = 0;
-    for (int axis = 1; axis < w->rank; axis++) {
-        const ptrdiff_t length = (ptrdiff_t)w->shape[axis];
-        if (w->dst_strides[kept] == w->dst_strides[axis] * length &&
-            w->src_strides[kept] == w->src_strides[axis] * length) {
-            w->shape[kept] *= w->shape[axis];
-        } else {
-            kept++;
-            w->shape[kept] = w->shape[axis];
-        }
-        w->dst_strides[kept] = w->dst_strides[axis];
-        w->src_strides[kept] = w->src_strides[axis];
-    }
-    w->rank = kept + 1;
-}
-
-/* `src` may be NULL.  False where there is nothing to walk. */
-static bool walk_init(walk *w, const mls_tensor *dst, const mls_tensor *src)
-{
-    w->rank = 0;
-    for (int axis = 0; axis < dst->rank; axis++) {
-        if (dst->shape[axis] == 0) {
-            return false;
-        }
-        if (dst->shape[axis] > 1) {
-            insert_axis(w, dst->shape[axis], dst->strides[axis],
-                        src == NULL ? dst->strides[axis] : src->strides[axis]);
-        }
-    }
-    if (w->rank == 0) { /* one element */
-        const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(dst);
-        insert_axis(w, 1, item,
-                    src == NULL ? item : (ptrdiff_t)mls_tensor_item_bytes(src));
-    }
-    merge_axes(w);
-    memset(w->index, 0, (size_t)w->rank * sizeof w->index[0]);
-    return true;
-}
-
-/* Step all axes but the innermost, moving both pointers; false at the end. */
-static bool walk_next(walk *w, unsigned char **dst, const unsigned char **src)
-{
-    for (int axis = w->rank - 2; axis >= 0; axis--) {
-        *dst += w->dst_strides[axis];
-        *src += w->src_strides[axis];
-        if (++w->index[axis] < w->shape[axis]) {
-            return true;
-        }
-        *dst -= w->dst_strides[axis] * (ptrdiff_t)w->shape[axis];
-        *src -= w->src_strides[axis] * (ptrdiff_t)w->shape[axis];
-        w->index[axis] = 0;
-    }
-    return false;
 }
 
 /* ---- copying ---- */
@@ -306,15 +193,6 @@ mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char
     return MLS_OK;
 }
 
-/* Collect `count` items that lie `stride` apart into `packed`. */
-static void gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
-                   size_t item, size_t count)
-{
-    for (size_t i = 0; i < count; i++, from += stride) {
-        memcpy(packed + i * item, from, item);
-    }
-}
-
 /* Spread `count` packed items out, `stride` apart. */
 static void scatter(unsigned char *to, ptrdiff_t stride, const unsigned char *packed,
                     size_t item, size_t count)
@@ -341,16 +219,16 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     unsigned char packed[CHUNK * 8];
     unsigned char converted[CHUNK * 8];
     unsigned char *ready = packed;
-    gather(packed, src, src_stride, c->src_item, count);
+    mls_gather(packed, src, src_stride, c->src_item, count);
     if (c->src_swapped) {
-        swap_items(packed, count * c->src_item, swap_unit(c->src_dtype));
+        mls_swap_items(packed, count * c->src_item, mls_swap_unit(c->src_dtype));
     }
     if (c->convert != NULL) {
         c->convert(converted, packed, count, false);
         ready = converted;
     }
     if (c->dst_swapped) {
-        swap_items(ready, count * c->dst_item, swap_unit(c->dst_dtype));
+        mls_swap_items(ready, count * c->dst_item, mls_swap_unit(c->dst_dtype));
     }
     scatter(dst, dst_stride, ready, c->dst_item, count);
 }
@@ -394,22 +272,23 @@ static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
               bool stream)
 {
-    walk w;
-    if (!walk_init(&w, dst, src)) {
+    mls_walk w;
+    if (!mls_walk_init(&w, dst, src)) {
         return;
     }
     copier c = copier_for(kernels, dst, src, stream);
-    const size_t count = w.shape[w.rank - 1];
-    const ptrdiff_t dst_stride = w.dst_strides[w.rank - 1];
-    const ptrdiff_t src_stride = w.src_strides[w.rank - 1];
+    const size_t count = w.length;
+    const ptrdiff_t dst_stride = w.a_step;
+    const ptrdiff_t src_stride = w.b_step;
     /* packed on both sides and in this machine's order: kernels take it as it is */
     const bool run = dst_stride == (ptrdiff_t)c.dst_item &&
                      src_stride == (ptrdiff_t)c.src_item && !c.dst_swapped &&
                      !c.src_swapped;
     c.stream = c.stream && count * c.dst_item >= STREAM_RUN;
-    unsigned char *to = dst->data;
-    const unsigned char *from = src->data;
+    ptrdiff_t dst_at = 0, src_at = 0;
     do {
+        unsigned char *to = dst->data + dst_at;
+        const unsigned char *from = src->data + src_at;
         if (!run) {
             copy_chunks(&c, to, dst_stride, from, src_stride, count);
         } else if (c.convert == NULL) {
@@ -417,7 +296,7 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
         } else {
             c.convert(to, from, count, c.stream);
         }
-    } while (walk_next(&w, &to, &from));
+    } while (mls_walk_next(&w, &dst_at, &src_at));
 }
 
 /* The element repeated until it fills eight bytes. */
@@ -438,27 +317,24 @@ static uint64_t pattern_of(mls_element element)
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               bool stream)
 {
-    walk w;
-    if (!walk_init(&w, dst, NULL)) {
+    mls_walk w;
+    if (!mls_walk_init(&w, dst, NULL)) {
         return;
     }
-    const size_t count = w.shape[w.rank - 1];
-    const ptrdiff_t stride = w.dst_strides[w.rank - 1];
+    const size_t count = w.length;
+    const ptrdiff_t stride = w.a_step;
     const uint64_t pattern = pattern_of(element);
     /* as in mls_copy: what is too short for streaming is stored the plain way */
     const bool streams = stream && count * element.size >= STREAM_RUN;
-    unsigned char *to = dst->data;
-    /* walk_next moves two pointers; the second follows the same strides and is not read
-     */
-    const unsigned char *unused = dst->data;
+    ptrdiff_t at = 0, unused = 0; /* the second follows the same strides */
     do {
+        unsigned char *to = dst->data + at;
         if (stride == (ptrdiff_t)element.size) {
             kernels->fill(to, pattern, count * element.size, streams);
         } else {
-            unsigned char *item = to;
-            for (size_t i = 0; i < count; i++, item += stride) {
-                memcpy(item, element.bytes, element.size);
+            for (size_t i = 0; i < count; i++, to += stride) {
+                memcpy(to, element.bytes, element.size);
             }
         }
-    } while (walk_next(&w, &to, &unused));
+    } while (mls_walk_next(&w, &at, &unused));
 }
