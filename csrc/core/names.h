@@ -1,4 +1,4 @@
-/* names: the dotted names of tensors as a tree, and the prefixes that rename them.
+/* names: the dotted names of tensors as a tree.
  *
  * "layers.0.attn.weight" lies under "layers", "layers.0" and "layers.0.attn".  The tree
  * is made once for a list of names; afterwards every layer is found by its own name, and
@@ -35,7 +35,7 @@ typedef struct mls_names mls_names;
 
 /* Make the tree of `count` names.  Gives: free with mls_names_free.
  * MLS_E_VALUE: a name occurs twice (it is the status's name).  MLS_E_CAPACITY: more than
- * 2**31 segments.  MLS_E_MEMORY.  `*out` is untouched on failure. */
+ * 2**31 nodes.  MLS_E_MEMORY.  `*out` is untouched on failure. */
 mls_code mls_names_new(const mls_text *names, size_t count, mls_names **out,
                        mls_status *st);
 
@@ -45,7 +45,9 @@ void mls_names_free(mls_names *names); /* accepts NULL */
 const mls_name_node *mls_names_nodes(const mls_names *names);
 size_t mls_names_size(const mls_names *names);
 
-/* The node whose path is `path`, or MLS_NAME_NONE; the root for an empty one. */
+/* The node whose path is `path`, or MLS_NAME_NONE; the root for an empty one.  This and
+ * all that follows take as long as the path and what lies under the node are, however
+ * many names there are. */
 uint32_t mls_names_find(const mls_names *names, mls_text path);
 
 /* Position in the list of a whole name, or MLS_NAME_NONE. */
@@ -58,40 +60,5 @@ size_t mls_names_under(const mls_names *names, uint32_t node, uint32_t *out);
 /* The node after `node` in pre-order within the tree under `top`, or MLS_NAME_NONE.  With
  * `skip`, what lies under `node` is passed over. */
 uint32_t mls_names_next(const mls_names *names, uint32_t top, uint32_t node, bool skip);
-
-/* ---- renaming ---- */
-
-/* Replace `old` by `new` at the start of a name or, where `anywhere`, wherever a segment
- * starts. */
-typedef struct mls_rename_rule {
-    mls_text old, new;
-    bool anywhere;
-} mls_rename_rule;
-
-/* Apply each rule once, in order, to `name`, and write the result to `out` (`room` bytes,
- * no NUL).  Returns the length of the result, which is written only where it fits: call
- * with `room` 0 to ask.  A rule that does not match changes nothing. */
-size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
-                      char *out, size_t room);
-
-enum { MLS_EXPLAIN_RULES = 8 };
-
-/* What mls_names_explain found. */
-typedef struct mls_explanation {
-    mls_rename_rule
-        rules[MLS_EXPLAIN_RULES]; /* texts: constants, or parts of the names */
-    size_t rule_count;            /* 0: nothing explains them */
-    size_t matched; /* unexpected names that become missing ones under the rules */
-} mls_explanation;
-
-/* Find the rules that turn `unexpected` names into `missing` ones: the marks of wrappers
- * ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module." wherever they
- * stand), then one prefix to take away or to put in front ("module.", "model." or any
- * other that ends with a dot).  Rules are given only where they explain more than half of
- * the shorter list and no two names become the same.  Borrows both lists; MLS_E_MEMORY.
- * `*out` is untouched on failure. */
-mls_code mls_names_explain(const mls_text *unexpected, size_t unexpected_count,
-                           const mls_text *missing, size_t missing_count,
-                           mls_explanation *out, mls_status *st);
 
 #endif
