@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..._types import NDArray
+    from ..._types import NDArray, NumpyDType
 
 
 # ---- tensors to arrays ----
@@ -69,7 +69,8 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
         error.name, error.got = name, dtype
         raise error
     # Elements that share memory, as expand() makes them: a write to one changes others.
-    if any(step == 0 and size > 1 for step, size in zip(array.strides, array.shape, strict=True)):
+    steps = array.strides
+    if 0 in steps and any(a == 0 and n > 1 for a, n in zip(steps, array.shape, strict=True)):
         array.flags.writeable = False
     return array
 
@@ -164,8 +165,8 @@ def _address(array: NDArray) -> int:
 def _extent(array: NDArray) -> tuple[int, int]:
     """Addresses of the first byte and behind the last, of an array without negative strides."""
     start = _address(array)
-    if array.size == 0:
-        return start, start
+    if array.flags.c_contiguous or array.size == 0:
+        return start, start + array.nbytes
     steps = zip(array.shape, array.strides, strict=True)
     return start, start + sum((size - 1) * step for size, step in steps) + array.itemsize
 
@@ -202,8 +203,8 @@ def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str
 
 def _integers(array: NDArray) -> NDArray:
     """See the elements as a dtype that torch and NumPy both have."""
-    viewed = VIEWED.get(array.dtype.name)
-    return array if viewed is None else array.view(viewed)
+    # 2: a dtype of another package, which is ml_dtypes; names of dtypes take time to make.
+    return array.view(VIEWED[array.dtype.name]) if array.dtype.isbuiltin == 2 else array
 
 
 def _tensor_over(array: NDArray) -> torch.Tensor:
@@ -214,7 +215,7 @@ def _tensor_over(array: NDArray) -> torch.Tensor:
     if not plain.flags.writeable:
         plain = np.asarray(_Writable(plain, plain.__array_interface__, _address(plain)))
     tensor = torch.from_numpy(plain)
-    return tensor if plain.dtype == array.dtype else tensor.view(getattr(torch, array.dtype.name))
+    return tensor.view(getattr(torch, array.dtype.name)) if array.dtype.isbuiltin == 2 else tensor
 
 
 def _tensors_over_one(start: int, end: int, arrays: list[NDArray]) -> list[torch.Tensor]:
@@ -270,7 +271,10 @@ def sharable(array: NDArray) -> bool:
     return (
         array.dtype.isnative
         and array.flags.aligned
-        and all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
+        and (
+            array.flags.c_contiguous
+            or all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
+        )
     )
 
 
@@ -323,6 +327,7 @@ def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, tor
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, NDArray] = {}
     made: dict[int, NDArray] = {}
+    known: set[NumpyDType] = set()
     taken = dict(state)
     for name, value in taken.items():
         if isinstance(value, torch.Tensor) or (
@@ -335,8 +340,10 @@ def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, tor
             continue
         if copy or id(value) not in made:
             array = np.asarray(value)
-            if not torch_has(array.dtype.name):
-                raise _refuse_dtype(name, array.dtype)
+            if array.dtype not in known:
+                if not torch_has(array.dtype.name):
+                    raise _refuse_dtype(name, array.dtype)
+                known.add(array.dtype)
             if copy or not sharable(array):
                 array = array.astype(array.dtype.newbyteorder("="), order="K", copy=True)
             made[id(value)] = array
