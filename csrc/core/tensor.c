@@ -97,9 +97,8 @@ mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t 
     return part;
 }
 
-/* The addresses from the lowest byte of a view up to one past its highest; false for an
- * empty view.  The owner's memory holds them all, so the sums cannot wrap. */
-static bool address_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
+/* The owner's memory holds all of the addresses, so the sums cannot wrap. */
+bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
 {
     *low = (uintptr_t)t->data;
     *high = (uintptr_t)t->data + mls_tensor_item_bytes(t);
@@ -122,7 +121,7 @@ static bool address_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
 {
     uintptr_t low_a, high_a, low_b, high_b;
-    return address_range(a, &low_a, &high_a) && address_range(b, &low_b, &high_b) &&
+    return mls_tensor_range(a, &low_a, &high_a) && mls_tensor_range(b, &low_b, &high_b) &&
            low_a < high_b && low_b < high_a;
 }
 

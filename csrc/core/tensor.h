@@ -10,7 +10,9 @@
 #include "dtype.h"
 #include "status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 enum { MLS_MAX_RANK = 64 }; /* NumPy's own limit */
 
@@ -40,6 +42,10 @@ bool mls_tensor_is_contiguous(const mls_tensor *t);
 /* The part of `t` from `start`, `length` long, along `axis`.  The caller has checked
  * that it lies inside. */
 mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length);
+
+/* The addresses from the lowest byte of a view up to one past its highest; false for an
+ * empty view, which has none. */
+bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high);
 
 /* Whether the address ranges of two views meet.  Two views that interleave without
  * sharing an element count as overlapping. */
