@@ -1,0 +1,264 @@
+/* layout: parts computed, and two parts laid over one another.
+ *
+ * What two boxes have in common is a box again.  It is walked row by row: along a row,
+ * the positions in both parts grow by one, so that the flat ranges of either cut a row at
+ * its ends only.  Inner axes that both boxes have whole are merged first, which makes
+ * rows as long as memory allows.
+ */
+#include "layout.h"
+
+#include "size.h"
+
+#include <string.h>
+
+/* ---- parts ---- */
+
+/* Why a step cannot be; the earlier steps are good. */
+static mls_code check_step(const mls_layout *layout, int which, mls_status *st)
+{
+    const mls_layout_step step = layout->steps[which];
+    if (step.parts == 0) {
+        return mls_fail(st, MLS_E_VALUE, "step %d of the layout has no parts", which);
+    }
+    if (step.axis == MLS_LAYOUT_FLAT) {
+        return which == layout->count - 1
+                   ? MLS_OK
+                   : mls_fail(st, MLS_E_VALUE, "a flat step must be the layout's last");
+    }
+    if (step.axis < 0) {
+        return mls_fail(st, MLS_E_VALUE, "step %d of the layout has axis %d", which,
+                        step.axis);
+    }
+    for (int earlier = 0; earlier < which; earlier++) {
+        if (layout->steps[earlier].axis == step.axis) {
+            return mls_fail(st, MLS_E_VALUE, "the layout cuts axis %d twice", step.axis);
+        }
+    }
+    return MLS_OK;
+}
+
+mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
+{
+    size_t parts = 1;
+    if (layout->count < 0 || layout->count > MLS_LAYOUT_STEPS) {
+        return mls_fail(st, MLS_E_VALUE, "a layout has 0 to %d steps, not %d",
+                        (int)MLS_LAYOUT_STEPS, layout->count);
+    }
+    for (int i = 0; i < layout->count; i++) {
+        const mls_code code = check_step(layout, i, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        if (!mls_size_mul(parts, layout->steps[i].parts, &parts)) {
+            return mls_fail(st, MLS_E_SIZE,
+                            "the layout has more parts than can be counted");
+        }
+    }
+    *out = parts;
+    return MLS_OK;
+}
+
+/* The range that part `index` of `parts` gets of `count`, as torch.chunk cuts. */
+static void cut(size_t count, size_t parts, size_t index, size_t *start, size_t *length)
+{
+    const size_t each = count / parts + (count % parts != 0 ? 1 : 0);
+    /* `index` is below `parts`, so the product is at most one part beyond the count, but
+     * for wrapping, which the division rules out */
+    const size_t first = each == 0 || index > count / each ? count : index * each;
+    *start = first < count ? first : count;
+    *length = count - *start < each ? count - *start : each;
+}
+
+/* The whole tensor as a part; false where its elements cannot be counted. */
+static bool whole(int rank, const size_t *shape, mls_part *out)
+{
+    size_t count = 1;
+    *out = (mls_part){.rank = rank};
+    for (int axis = 0; axis < rank; axis++) {
+        out->length[axis] = shape[axis];
+        if (!mls_size_mul(count, shape[axis] == 0 ? 1 : shape[axis], &count)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Elements of a part's box. */
+static size_t box_count(const mls_part *part)
+{
+    size_t count = 1;
+    for (int axis = 0; axis < part->rank; axis++) {
+        count *= part->length[axis]; /* no more than the tensor's, which was counted */
+    }
+    return count;
+}
+
+mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
+                         size_t index, mls_part *out, mls_status *st)
+{
+    size_t parts;
+    mls_part part;
+    const mls_code code = mls_layout_parts(layout, &parts, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (rank < 0 || rank > MLS_MAX_RANK) {
+        return mls_fail(st, MLS_E_SHAPE, "%d dimensions: at most %d are possible", rank,
+                        (int)MLS_MAX_RANK);
+    }
+    if (index >= parts) {
+        return mls_fail(st, MLS_E_VALUE, "part %zu of %zu does not exist", index, parts);
+    }
+    if (!whole(rank, shape, &part)) {
+        return mls_fail(st, MLS_E_SIZE,
+                        "the tensor has more elements than can be counted");
+    }
+    for (int i = 0; i < layout->count; i++) {
+        const mls_layout_step step = layout->steps[i];
+        parts /= step.parts;
+        const size_t here = index / parts % step.parts;
+        if (step.axis == MLS_LAYOUT_FLAT) {
+            size_t length;
+            cut(box_count(&part), step.parts, here, &part.begin, &length);
+            part.end = part.begin + length;
+            part.flat = true;
+        } else if (step.axis >= rank) {
+            return mls_fail(st, MLS_E_SHAPE, "the layout cuts axis %d of %d dimensions",
+                            step.axis, rank);
+        } else {
+            cut(part.length[step.axis], step.parts, here, &part.start[step.axis],
+                &part.length[step.axis]);
+        }
+    }
+    if (!part.flat) {
+        part.end = box_count(&part);
+    }
+    *out = part;
+    return MLS_OK;
+}
+
+size_t mls_part_count(const mls_part *part)
+{
+    return part->end - part->begin;
+}
+
+/* ---- overlap ---- */
+
+/* Where the common range of two axes starts, and how long it is. */
+static size_t common(const mls_part *a, const mls_part *b, int axis, size_t *start)
+{
+    const size_t a_end = a->start[axis] + a->length[axis];
+    const size_t b_end = b->start[axis] + b->length[axis];
+    const size_t end = a_end < b_end ? a_end : b_end;
+    *start = a->start[axis] > b->start[axis] ? a->start[axis] : b->start[axis];
+    return end > *start ? end - *start : 0;
+}
+
+/* Axes from the innermost out.  An axis that both boxes have whole, and all inside it
+ * too, becomes part of the one outside it: that is what `a_width` and `b_width` equal to
+ * the common length say. */
+void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
+{
+    size_t a_stride = 1, b_stride = 1;
+    mls_overlap o = {.a_begin = a->begin,
+                     .a_end = a->end,
+                     .b_begin = b->begin,
+                     .b_end = b->end,
+                     .rank = 0};
+    size_t length[MLS_MAX_RANK + 1], a_strides[MLS_MAX_RANK + 1],
+        b_strides[MLS_MAX_RANK + 1];
+    /* the innermost row to begin with: one element, which the first axis takes in */
+    length[0] = a_strides[0] = b_strides[0] = 1;
+    int rows = 1;
+    for (int axis = a->rank - 1; axis >= 0; axis--) {
+        size_t start;
+        const size_t shared = common(a, b, axis, &start);
+        o.done = o.done || shared == 0;
+        o.a_at += (start - a->start[axis]) * a_stride;
+        o.b_at += (start - b->start[axis]) * b_stride;
+        const size_t inside = length[rows - 1] * a_strides[rows - 1];
+        const size_t b_inside = length[rows - 1] * b_strides[rows - 1];
+        if (inside == a_stride && b_inside == b_stride) {
+            length[rows - 1] *= shared; /* goes on where the axis inside ends */
+        } else {
+            length[rows] = shared;
+            a_strides[rows] = a_stride;
+            b_strides[rows++] = b_stride;
+        }
+        a_stride *= a->length[axis];
+        b_stride *= b->length[axis];
+    }
+    /* outermost first, as it is walked */
+    for (int i = rows - 1; i >= 0; i--) {
+        o.length[o.rank] = length[i];
+        o.a_stride[o.rank] = a_strides[i];
+        o.b_stride[o.rank++] = b_strides[i];
+    }
+    *overlap = o;
+}
+
+/* Step to the next row; sets `done` after the last. */
+static void next_row(mls_overlap *o)
+{
+    for (int axis = o->rank - 2; axis >= 0; axis--) {
+        o->a_at += o->a_stride[axis];
+        o->b_at += o->b_stride[axis];
+        if (++o->index[axis] < o->length[axis]) {
+            return;
+        }
+        o->a_at -= o->a_stride[axis] * o->length[axis];
+        o->b_at -= o->b_stride[axis] * o->length[axis];
+        o->index[axis] = 0;
+    }
+    o->done = true;
+}
+
+/* The present row as far as both flat ranges have it; false where neither end is in. */
+static bool row_run(const mls_overlap *o, mls_run *out)
+{
+    const size_t length = o->length[o->rank - 1];
+    size_t skip = 0, keep = length;
+    skip = o->a_begin > o->a_at ? o->a_begin - o->a_at : 0;
+    const size_t b_skip = o->b_begin > o->b_at ? o->b_begin - o->b_at : 0;
+    skip = b_skip > skip ? b_skip : skip;
+    const size_t a_left = o->a_end > o->a_at ? o->a_end - o->a_at : 0;
+    const size_t b_left = o->b_end > o->b_at ? o->b_end - o->b_at : 0;
+    keep = a_left < keep ? a_left : keep;
+    keep = b_left < keep ? b_left : keep;
+    if (skip >= keep) {
+        return false;
+    }
+    *out = (mls_run){.a = o->a_at + skip - o->a_begin,
+                     .b = o->b_at + skip - o->b_begin,
+                     .count = keep - skip};
+    return true;
+}
+
+bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
+{
+    mls_run run = {0}, next;
+    while (!overlap->done) {
+        /* rows of a rise, so nothing more comes behind its end */
+        if (overlap->a_at >= overlap->a_end) {
+            overlap->done = true;
+            break;
+        }
+        if (row_run(overlap, &next)) {
+            if (run.count == 0) {
+                run = next;
+            } else if (next.a == run.a + run.count && next.b == run.b + run.count) {
+                run.count += next.count;
+            } else {
+                break; /* the row stays for the next call */
+            }
+        } else if (run.count > 0) {
+            next_row(overlap);
+            break;
+        }
+        next_row(overlap);
+    }
+    if (run.count > 0) {
+        *out = run;
+    }
+    return run.count > 0;
+}
