@@ -271,10 +271,7 @@ def sharable(array: NDArray) -> bool:
     return (
         array.dtype.isnative
         and array.flags.aligned
-        and (
-            array.flags.c_contiguous
-            or all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
-        )
+        and all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
     )
 
 
