@@ -151,10 +151,13 @@ static quoted quote(mls_text name)
     return q;
 }
 
-/* Add the pair's name to the failure that was just filled in. */
+/* Add the pair's name to the failure that was just filled in; an empty one may have no
+ * bytes to point at. */
 static mls_code named(mls_status *st, const mls_load_pair *pair)
 {
-    mls_status_name(st, pair->name.data, pair->name.length);
+    if (pair->name.length > 0) {
+        mls_status_name(st, pair->name.data, pair->name.length);
+    }
     return st->code;
 }
 

@@ -3,6 +3,7 @@
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
 #include "fsio.h"
 #include "json.h"
+#include "load.h"
 #include "mem.h"
 #include "runner.h"
 #include "safetensors.h"
@@ -195,11 +196,40 @@ static void opening_survives_every_failure(void)
     unlink(path);
 }
 
+/* ---- loading ---- */
+
+static mls_code plan_loading(mls_status *st)
+{
+    /* two that are tied, and one in more pieces than there was room for at first */
+    static unsigned char to[6 << 20], from[6 << 20];
+    const size_t shape[2] = {5, 1 << 20}, less[2] = {2, 100};
+    mls_tensor large_to, large_from, tied_to, tied_from;
+    mls_status unused;
+    CHECK(mls_tensor_init(&large_to, to, MLS_U8, 2, shape, &unused) == MLS_OK);
+    CHECK(mls_tensor_init(&large_from, from, MLS_U8, 2, shape, &unused) == MLS_OK);
+    CHECK(mls_tensor_init(&tied_to, to + (5 << 20), MLS_U8, 2, less, &unused) == MLS_OK);
+    CHECK(mls_tensor_init(&tied_from, from, MLS_U8, 2, less, &unused) == MLS_OK);
+    const mls_load_pair pairs[] = {{text("one"), &tied_to, &tied_from},
+                                   {text("two"), &tied_to, &tied_from},
+                                   {text("large"), &large_to, &large_from}};
+    mls_load *plan = NULL;
+    const mls_code code = mls_load_new(pairs, 3, false, &plan, st);
+    CHECK((code == MLS_OK) == (plan != NULL));
+    mls_load_free(plan);
+    return code;
+}
+
+static void planning_to_load_survives_every_failure(void)
+{
+    CHECK(fail_each(plan_loading) >= 7);
+}
+
 static const test_case tests[] = {
     TEST(parsing_json_survives_every_failure),
     TEST(reading_a_file_survives_every_failure),
     TEST(writing_survives_every_failure_and_keeps_the_old_file),
     TEST(opening_survives_every_failure),
+    TEST(planning_to_load_survives_every_failure),
 };
 
 int main(void)
