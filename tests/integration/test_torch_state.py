@@ -547,14 +547,6 @@ def test_four_bit_integers_come_back(through):
     assert_same(through(StateDict(w=array))["w"], array)
 
 
-def test_texts_of_any_length_stay_with_numpy():
-    texts = np.array(["a", "b" * 100], np.dtypes.StringDType())
-    if texts.dtype.hasobject:
-        pytest.skip("a state dict takes no references")
-    got = through_pickle(StateDict(w=texts, x=np.ones(1)))
-    assert got["w"].tolist() == texts.tolist()
-
-
 @WAYS
 def test_attributes_come_back(through):
     model = through(ModelStateDict(w=np.ones(2), model_type="llama", layer_count=3))

@@ -88,8 +88,8 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     callable, tuple
         `restore_state` and its arguments: the class, attributes, torch tensors that share the
         arrays' memory, and which of them were what. Dtypes that torch lacks, texts, records
-        and the other byte order included, go as bytes; only arrays that are no bytes
-        (``numpy.dtypes.StringDType``) stay with NumPy, and need ``weights_only=False``.
+        and the other byte order included, go as bytes. What is no bytes, such as an array of
+        empty texts, stays with NumPy, and needs ``weights_only=False`` to be read.
 
     Examples
     --------
