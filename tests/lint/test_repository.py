@@ -78,7 +78,8 @@ def test_each_module_has_a_test():
         name = "_".join(part for part in parts if part != "__init__").lstrip("_")
         if path.stem in UNTESTED and path.parent == house.PACKAGE:
             continue
-        if tests.intersection((f"test_{name}", f"test_{parts[0]}", f"test_{path.stem}")):
+        stem = path.parent.name if path.stem == "__init__" else path.stem
+        if tests.intersection((f"test_{name}", f"test_{parts[0]}", f"test_{stem}")):
             tested.add(path)
         elif path.stem == "__init__" and "__all__" not in path.read_text(encoding="utf-8"):
             continue
