@@ -43,7 +43,9 @@ static error_spec spec_of(mlsp_error which)
                             &PyExc_KeyError};
     case MLSP_ERROR_COMPATIBILITY:
         return (error_spec){"mlstate.errors.CompatibilityError",
-                            "Shapes, dtypes or keys that do not go together.",
+                            "Shapes, dtypes or keys that do not go together.\n\n"
+                            "``differences`` lists all that stood in the way of "
+                            "`mlstate.state.load_into`; it is empty elsewhere.",
                             MLSP_ERROR_BASE, &PyExc_ValueError};
     case MLSP_ERROR_FORMAT:
         return (error_spec){"mlstate.errors.FormatError",
@@ -118,6 +120,17 @@ static int add_fields(PyObject *root)
     return 0;
 }
 
+/* A failed load lists all that stood in its way; every CompatibilityError has the field.
+ */
+static int add_differences(PyObject *class)
+{
+    PyObject *none = PyTuple_New(0);
+    const int failed =
+        none == NULL ? -1 : PyObject_SetAttrString(class, "differences", none);
+    Py_XDECREF(none);
+    return failed;
+}
+
 /* In the table's order: a class comes after the one that it derives from. */
 int mlsp_errors_add(PyObject *module)
 {
@@ -132,6 +145,7 @@ int mlsp_errors_add(PyObject *module)
         Py_DECREF(bases);
         if (state->errors[i] == NULL ||
             (i == MLSP_ERROR_BASE && add_fields(state->errors[i]) < 0) ||
+            (i == MLSP_ERROR_COMPATIBILITY && add_differences(state->errors[i]) < 0) ||
             (i == MLSP_ERROR_NOT_FOUND && restore_plain_text(state->errors[i]) < 0) ||
             PyModule_AddObjectRef(module, strrchr(spec.name, '.') + 1, state->errors[i]) <
                 0) {

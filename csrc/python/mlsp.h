@@ -15,11 +15,13 @@
 #endif
 #include <numpy/arrayobject.h>
 
+#include "compat.h"
 #include "copy.h"
 #include "dtype.h"
 #include "pool.h"
 #include "status.h"
 #include "tensor.h"
+#include "text.h"
 
 /* Work on fewer bytes than this keeps the GIL: releasing it would cost more. */
 enum { MLSP_RELEASE_BYTES = 64 * 1024 };
@@ -44,6 +46,7 @@ typedef struct mlsp_state {
     PyObject *errors[MLSP_ERROR_COUNT];
     PyTypeObject *kv_buffer_type;
     PyTypeObject *kv_lease_type;
+    PyTypeObject *statedict_type;
     const mls_kernels *kernels; /* constant table, chosen at import */
     mls_pool *pool;             /* owned; NULL until start_core */
 } mlsp_state;
@@ -91,7 +94,8 @@ typedef struct mlsp_view {
     PyObject *owner; /* strong reference, or NULL */
 } mlsp_view;
 
-/* View an ndarray, or anything with __dlpack__ on the CPU (torch tensors, bf16 included).
+/* View an ndarray, or anything with __dlpack__ on the CPU (torch tensors, bf16 included)
+ * or with __array_interface__ (NumPy's scalars too, which are copied and read-only).
  * `what` names the argument in errors.  Returns -1 with TypeError or a mlstate exception
  * set, and `*out` zeroed. */
 int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
@@ -115,12 +119,104 @@ PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype);
 PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
                                     mls_dtype *out);
 
+/* Round a few lines that must see an object of Python's as nobody else changes it.  With
+ * one lock for everything we hold that already. */
+#if defined(Py_GIL_DISABLED)
+#    define MLSP_BEGIN_LOCKED(object) Py_BEGIN_CRITICAL_SECTION(object);
+#    define MLSP_END_LOCKED()         Py_END_CRITICAL_SECTION()
+#else
+#    define MLSP_BEGIN_LOCKED(object) {
+#    define MLSP_END_LOCKED()         }
+#endif
+
+/* ---- items.c: what a dict of arrays holds, held fast ---- */
+
+/* One entry of a dict.  `name` and `facts` point into what the item holds. */
+typedef struct mlsp_item {
+    PyObject *key, *value; /* strong */
+    mls_text name;
+    mls_facts facts;     /* once mlsp_items_facts was called */
+    PyObject *text;      /* strong or NULL: the name of a dtype that the core lacks */
+    size_t *owned_shape; /* NULL where the array itself holds its shape */
+} mlsp_item;
+
+/* The entries that a dict had at one moment, in its order: zero it, fill it, release it.
+ * Whatever becomes of the dict, the items stay as they are. */
+typedef struct mlsp_items {
+    mlsp_item *items;
+    size_t count;
+} mlsp_items;
+
+/* The UTF-8 of a name, which the str keeps.  -1 with TypeError or ValueError set. */
+int mlsp_name_of(PyObject *key, const char *what, mls_text *out);
+
+/* Take all entries of `dict`, checking that each key is a str with a UTF-8 form.  `what`
+ * names the dict in errors.  -1 with TypeError, ValueError or MemoryError set, and `*out`
+ * zeroed. */
+int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out);
+
+/* Fill in the facts of every item: shapes and dtypes, without touching the arrays' memory
+ * where they can say so themselves.  -1 with an exception set. */
+int mlsp_items_facts(const mlsp_state *state, mlsp_items *items);
+
+/* The same for one item, which needs `value` and `name`. */
+int mlsp_item_facts(const mlsp_state *state, mlsp_item *item);
+
+void mlsp_item_forget(mlsp_item *item); /* what its facts hold */
+
+void mlsp_items_release(mlsp_items *items); /* accepts a zeroed struct; zeroes it */
+
+/* The value under `key`, looked up in a dict that other threads may change: 1 and a
+ * strong reference, 0 where there is none, -1 with an exception set. */
+int mlsp_dict_get(PyObject *dict, PyObject *key, PyObject **out);
+
+/* Looks up one key after the other in `dict`, quicker where they come in its own order.
+ * Start with {.dict = dict, .in_step = true}; borrows the dict. */
+typedef struct mlsp_finder {
+    PyObject *dict;
+    Py_ssize_t at;
+    bool in_step;
+} mlsp_finder;
+
+/* As mlsp_dict_get for the finder's dict. */
+int mlsp_find(mlsp_finder *finder, PyObject *key, PyObject **out);
+
+/* New reference to a tuple of the dimensions. */
+PyObject *mlsp_shape_tuple(const mls_facts *facts);
+
+/* Whether an entry is what nearly all are, an ASCII str and an ndarray of numbers: good
+ * for a state dict without a second look.  Runs no code of others. */
+bool mlsp_entry_is_plain(PyObject *key, PyObject *value);
+
+/* Check one entry for a state dict: the key is a str, the value an array.  Returns a new
+ * reference to the key as an exact str, NULL with TypeError or ValueError set. */
+PyObject *mlsp_check_entry(PyObject *key, PyObject *value);
+
+/* ---- py_statedict.c, py_state.c, items.c ---- */
+
+/* New reference to make(dict), which describes the names that a dict has now.  A state
+ * dict keeps the result until its names change; any other dict is described anew. */
+PyObject *mlsp_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict));
+
+/* Whether two dicts have the same names, shapes, dtypes and elements: 1 or 0, -1 with an
+ * exception set. */
+int mlsp_states_equal(const mlsp_state *state, PyObject *a, PyObject *b);
+
+/* Bytes of an array's elements; -1 with an exception set. */
+int mlsp_array_bytes(const mlsp_state *state, PyObject *array, uint64_t *out);
+
 /* ---- one table of functions per file, NULL-terminated ---- */
 extern PyMethodDef mlsp_kv_methods[];
 extern PyMethodDef mlsp_file_methods[];
 extern PyMethodDef mlsp_mlpackage_methods[];
+extern PyMethodDef mlsp_load_methods[];
+extern PyMethodDef mlsp_names_methods[];
+extern PyMethodDef mlsp_state_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */
 int mlsp_kv_buffer_add(PyObject *module);
+
+/* Add the heap type of py_statedict.c.  -1 with an exception set. */
+int mlsp_statedict_add(PyObject *module);
 
 #endif

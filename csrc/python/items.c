@@ -1,0 +1,375 @@
+/* items: what a dict of arrays holds, held fast while it is worked on.
+ *
+ * A dict may change under whoever walks it: another thread assigns, or an array's own
+ * code runs.  So its entries are taken at one moment, with references of their own, and
+ * everything else works on those.
+ */
+#include "mlsp.h"
+
+#include "mem.h"
+
+/* ---- keys and values ---- */
+
+/* A str without half a surrogate pair: every other one has a UTF-8 form, which the str
+ * keeps. */
+int mlsp_name_of(PyObject *key, const char *what, mls_text *out)
+{
+    if (!PyUnicode_Check(key)) {
+        PyErr_Format(PyExc_TypeError, "%s: names must be str, got %.100s: %.200R", what,
+                     Py_TYPE(key)->tp_name, key);
+        return -1;
+    }
+    Py_ssize_t length;
+    const char *data = PyUnicode_AsUTF8AndSize(key, &length);
+    if (data == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+            PyErr_Format(
+                PyExc_ValueError,
+                "%s: name %.200R has half of a surrogate pair, which no file can "
+                "hold",
+                what, key);
+        }
+        return -1;
+    }
+    *out = (mls_text){.data = data, .length = (size_t)length};
+    return 0;
+}
+
+/* Whether a value that is no ndarray can be used as one.  A class is not an array, though
+ * NumPy's scalar classes have the attribute; text is not, though NumPy's is a scalar. */
+static bool is_array_like(PyObject *value)
+{
+    if (PyType_Check(value) || PyUnicode_Check(value) || PyBytes_Check(value)) {
+        return false;
+    }
+    return PyObject_HasAttrString(value, "__dlpack__") ||
+           PyObject_HasAttrString(value, "__array_interface__");
+}
+
+/* Say why `value` is no tensor of a state. */
+static void refuse_value(PyObject *key, PyObject *value)
+{
+    if (PyDict_Check(value)) {
+        PyErr_Format(
+            PyExc_TypeError,
+            "%.200R is a %.100s: a state dict is flat; join the names with dots, "
+            "as in 'layer.weight'",
+            key, Py_TYPE(value)->tp_name);
+    } else if (PyArray_Check(value)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%.200R is an array of Python objects: a state dict holds arrays of "
+                     "numbers",
+                     key);
+    } else {
+        PyErr_Format(PyExc_TypeError,
+                     "%.200R is a %.100s: a state dict holds arrays; wrap it in "
+                     "numpy.asarray with a dtype",
+                     key, Py_TYPE(value)->tp_name);
+    }
+}
+
+/* Anything else takes a second look. */
+bool mlsp_entry_is_plain(PyObject *key, PyObject *value)
+{
+    return PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
+           PyArray_CheckExact(value) &&
+           !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value));
+}
+
+/* A subclass of str becomes a plain one. */
+PyObject *mlsp_check_entry(PyObject *key, PyObject *value)
+{
+    mls_text name;
+    if (mlsp_entry_is_plain(key, value)) {
+        return Py_NewRef(key);
+    }
+    if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {
+        if (mlsp_name_of(key, "state dict", &name) < 0) {
+            return NULL;
+        }
+    }
+    const bool good = PyArray_Check(value)
+                          ? !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value))
+                          : is_array_like(value);
+    if (!good) {
+        refuse_value(key, value);
+        return NULL;
+    }
+    return PyUnicode_FromObject(key);
+}
+
+/* ---- taking the entries ---- */
+
+/* New references to all keys and values.  No code of others runs in between. */
+static int take_all(PyObject *dict, mlsp_items *out)
+{
+    bool failed = false;
+    MLSP_BEGIN_LOCKED(dict)
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        out->items = mls_alloc((size_t)PyDict_GET_SIZE(dict), sizeof *out->items);
+        failed = out->items == NULL;
+        while (!failed && PyDict_Next(dict, &at, &key, &value)) {
+            out->items[out->count].key = Py_NewRef(key);
+            out->items[out->count++].value = Py_NewRef(value);
+        }
+    MLSP_END_LOCKED()
+    if (failed) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
+{
+    *out = (mlsp_items){0};
+    if (!PyDict_Check(dict)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
+                     Py_TYPE(dict)->tp_name);
+        return -1;
+    }
+    if (take_all(dict, out) < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < out->count; i++) {
+        if (mlsp_name_of(out->items[i].key, what, &out->items[i].name) < 0) {
+            mlsp_items_release(out);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+void mlsp_item_forget(mlsp_item *item)
+{
+    Py_CLEAR(item->text);
+    mls_free(item->owned_shape);
+    item->owned_shape = NULL;
+}
+
+/* Needs the GIL: arrays may die here. */
+void mlsp_items_release(mlsp_items *items)
+{
+    for (size_t i = 0; i < items->count; i++) {
+        Py_XDECREF(items->items[i].key);
+        Py_XDECREF(items->items[i].value);
+        mlsp_item_forget(&items->items[i]);
+    }
+    mls_free(items->items);
+    *items = (mlsp_items){0};
+}
+
+int mlsp_dict_get(PyObject *dict, PyObject *key, PyObject **out)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    return PyDict_GetItemRef(dict, key, out);
+#else
+    PyObject *found = PyDict_GetItemWithError(dict, key); /* borrowed */
+    *out = Py_XNewRef(found);
+    return found != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
+#endif
+}
+
+/* Whether two keys are the same str; a key that is none is looked up. */
+static bool same_key(PyObject *a, PyObject *b)
+{
+    return a == b || (PyUnicode_CheckExact(a) && PyUnicode_CheckExact(b) &&
+                      PyUnicode_GET_LENGTH(a) == PyUnicode_GET_LENGTH(b) &&
+                      PyUnicode_Compare(a, b) == 0);
+}
+
+/* The next entry of the dict, where it is the one looked for; hashing starts with the
+ * first that is not. */
+static bool next_is(mlsp_finder *finder, PyObject *key, PyObject **out)
+{
+#if defined(Py_GIL_DISABLED)
+    (void)finder, (void)key, (void)out;
+    return false;
+#else
+    PyObject *next, *value;
+    if (!finder->in_step || !PyDict_Next(finder->dict, &finder->at, &next, &value) ||
+        !same_key(next, key)) {
+        finder->in_step = false;
+        return false;
+    }
+    *out = Py_NewRef(value);
+    return true;
+#endif
+}
+
+int mlsp_find(mlsp_finder *finder, PyObject *key, PyObject **out)
+{
+    return next_is(finder, key, out) ? 1 : mlsp_dict_get(finder->dict, key, out);
+}
+
+/* ---- shapes and dtypes ---- */
+
+/* The name of a dtype as its package prints it, "torch." left out; the item keeps it. */
+static int take_dtype_text(PyObject *dtype, mlsp_item *item)
+{
+    PyObject *text = PyObject_Str(dtype);
+    const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
+    if (name == NULL) {
+        Py_XDECREF(text);
+        return -1;
+    }
+    const size_t skipped = strncmp(name, "torch.", 6) == 0 ? 6 : 0;
+    item->text = text;
+    item->facts.dtype = name + skipped;
+    return 0;
+}
+
+/* NumPy's dimensions are never negative, so they are sizes as they lie. */
+static int facts_of_ndarray(mlsp_item *item)
+{
+    PyArrayObject *array = (PyArrayObject *)item->value;
+    mls_dtype dtype;
+    item->facts.rank = PyArray_NDIM(array);
+    item->facts.shape = (const size_t *)PyArray_DIMS(array);
+    if (mlsp_dtype_of_descr(PyArray_DESCR(array), &dtype)) {
+        item->facts.dtype = mls_dtype_of(dtype)->name;
+        return 0;
+    }
+    /* the byte order is no part of a dtype's name here, as it is none for our own dtypes
+     */
+    PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
+    const int failed = native == NULL ? -1 : take_dtype_text((PyObject *)native, item);
+    Py_XDECREF(native);
+    return failed;
+}
+
+/* Dimensions out of a tuple of ints; -1 with an exception set. */
+static int take_shape(PyObject *shape, mlsp_item *item)
+{
+    PyObject *tuple = PySequence_Tuple(shape);
+    if (tuple == NULL) {
+        return -1;
+    }
+    const Py_ssize_t rank = PyTuple_GET_SIZE(tuple);
+    size_t *sizes = rank > MLS_MAX_RANK ? NULL : mls_alloc((size_t)rank, sizeof *sizes);
+    for (Py_ssize_t i = 0; sizes != NULL && i < rank; i++) {
+        sizes[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(tuple, i));
+        if (sizes[i] == (size_t)-1 && PyErr_Occurred()) {
+            mls_free(sizes);
+            sizes = NULL;
+        }
+    }
+    Py_DECREF(tuple);
+    if (sizes == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_NoMemory();
+        }
+        return -1;
+    }
+    item->owned_shape = sizes;
+    item->facts.shape = sizes;
+    item->facts.rank = (int)rank;
+    return 0;
+}
+
+/* An array that says its shape and dtype is asked for them, whatever memory it is in: a
+ * tensor on a device, or on torch's meta device, has facts too. */
+static int facts_of_attributes(mlsp_item *item)
+{
+    PyObject *shape = PyObject_GetAttrString(item->value, "shape");
+    PyObject *dtype = shape == NULL ? NULL : PyObject_GetAttrString(item->value, "dtype");
+    if (dtype == NULL) {
+        Py_XDECREF(shape);
+        return -1;
+    }
+    const int failed =
+        take_shape(shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1 : 0;
+    Py_DECREF(shape);
+    Py_DECREF(dtype);
+    return failed;
+}
+
+/* What offers nothing but its memory is viewed. */
+static int facts_of_view(const mlsp_state *state, mlsp_item *item)
+{
+    char what[MLS_NAME_BYTES];
+    PyOS_snprintf(what, sizeof what, "'%.140s'", item->name.data);
+    mlsp_view view;
+    if (mlsp_view_of(state, item->value, what, &view) < 0) {
+        return -1;
+    }
+    const size_t rank = (size_t)view.tensor.rank;
+    size_t *sizes = mls_alloc(rank, sizeof *sizes);
+    if (sizes == NULL) {
+        mlsp_view_release(&view);
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(sizes, view.tensor.shape, rank * sizeof *sizes);
+    item->owned_shape = sizes;
+    item->facts = (mls_facts){.shape = sizes,
+                              .rank = view.tensor.rank,
+                              .dtype = mls_dtype_of(view.tensor.dtype)->name};
+    mlsp_view_release(&view);
+    return 0;
+}
+
+int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
+{
+    if (PyArray_Check(item->value)) {
+        return facts_of_ndarray(item);
+    }
+    if (PyObject_HasAttrString(item->value, "shape") &&
+        PyObject_HasAttrString(item->value, "dtype")) {
+        return facts_of_attributes(item);
+    }
+    return facts_of_view(state, item);
+}
+
+int mlsp_items_facts(const mlsp_state *state, mlsp_items *items)
+{
+    for (size_t i = 0; i < items->count; i++) {
+        if (mlsp_item_facts(state, &items->items[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* An array that says how many bytes it has is believed; others are viewed. */
+int mlsp_array_bytes(const mlsp_state *state, PyObject *array, uint64_t *out)
+{
+    if (PyArray_Check(array)) {
+        *out = (uint64_t)PyArray_NBYTES((PyArrayObject *)array);
+        return 0;
+    }
+    PyObject *said = PyObject_GetAttrString(array, "nbytes");
+    if (said != NULL) {
+        *out = PyLong_AsUnsignedLongLong(said);
+        Py_DECREF(said);
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    mlsp_view view;
+    size_t bytes = 0;
+    if (mlsp_view_of(state, array, "tensor", &view) < 0) {
+        return -1;
+    }
+    (void)mls_tensor_bytes(&view.tensor, &bytes); /* it lies in memory, so it fits */
+    *out = bytes;
+    mlsp_view_release(&view);
+    return 0;
+}
+
+PyObject *mlsp_shape_tuple(const mls_facts *facts)
+{
+    PyObject *tuple = PyTuple_New(facts->rank);
+    for (int axis = 0; tuple != NULL && axis < facts->rank; axis++) {
+        PyObject *size = PyLong_FromSize_t(facts->shape[axis]);
+        if (size == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, axis, size);
+        }
+    }
+    return tuple;
+}

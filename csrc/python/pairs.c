@@ -1,0 +1,309 @@
+/* pairs: names paired by looking them up, what differs as lists, and views of both sides.
+ *
+ * Python's dicts are the hash tables, so that no name is hashed twice; where both dicts
+ * have the same order, none is hashed at all.
+ */
+#include "pairs.h"
+
+#include "mem.h"
+#include "size.h"
+
+/* Accepts pairs that mlsp_pairs_init left half done. */
+void mlsp_pairs_fini(mlsp_pairs *p)
+{
+    mlsp_items_release(&p->source);
+    mlsp_items_release(&p->target);
+    mls_free(p->pairs);
+    mls_free(p->bits);
+    *p = (mlsp_pairs){0};
+}
+
+/* Give each source item its partner; `*found` counts them. */
+static int find_partners(mlsp_pairs *p, PyObject *target, size_t *found)
+{
+    mlsp_finder finder = {.dict = target, .in_step = true};
+    *found = 0;
+    for (size_t i = 0; i < p->source.count; i++) {
+        const mlsp_item *from = &p->source.items[i];
+        mlsp_item *to = &p->target.items[i];
+        const int there = mlsp_find(&finder, from->key, &to->value);
+        if (there < 0) {
+            return -1;
+        }
+        if (there == 1) {
+            to->key = Py_NewRef(from->key);
+            to->name = from->name;
+            (*found)++;
+        }
+    }
+    return 0;
+}
+
+/* Move what only the target has behind the partners. */
+static int find_others(mlsp_pairs *p, PyObject *source, mlsp_items *all)
+{
+    size_t room;
+    mlsp_item *items = NULL;
+    if (mls_size_add(p->source.count, all->count, &room)) {
+        items = mls_realloc(p->target.items, room, sizeof *items);
+    }
+    if (items == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    p->target.items = items;
+    for (size_t i = 0; i < all->count; i++) {
+        const int there = PyDict_Contains(source, all->items[i].key);
+        if (there < 0) {
+            return -1;
+        }
+        if (there == 0) {
+            items[p->target.count++] = all->items[i];
+            all->items[i] = (mlsp_item){0};
+        }
+    }
+    p->count = p->target.count;
+    return 0;
+}
+
+/* Fill in the pairs from the items. */
+static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
+{
+    p->pairs = mls_alloc(p->count, sizeof *p->pairs);
+    p->bits = mls_alloc(p->count, sizeof *p->bits);
+    if (p->pairs == NULL || p->bits == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < p->count; i++) {
+        mlsp_item *from = i < p->source.count ? &p->source.items[i] : NULL;
+        mlsp_item *to = &p->target.items[i];
+        mls_fact_pair *pair = &p->pairs[i];
+        pair->has_source = from != NULL;
+        pair->has_target = to->key != NULL;
+        pair->name = from != NULL ? from->name : to->name;
+        /* shapes and dtypes are only asked for where there is something to compare */
+        if (from == NULL || to->key == NULL) {
+            continue;
+        }
+        if (mlsp_item_facts(state, from) < 0 || mlsp_item_facts(state, to) < 0) {
+            return -1;
+        }
+        pair->source = from->facts;
+        pair->target = to->facts;
+    }
+    p->counts = mls_compat_compare(p->pairs, p->count, p->bits);
+    return 0;
+}
+
+/* Find what belongs together.  Only where the target has names of its own is all of it
+ * looked at. */
+static int match_items(mlsp_pairs *p, PyObject *source, PyObject *target)
+{
+    mlsp_items all;
+    size_t found;
+    p->target.items = mls_alloc(p->source.count, sizeof *p->target.items);
+    if (p->target.items == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    p->target.count = p->count = p->source.count;
+    if (find_partners(p, target, &found) < 0) {
+        return -1;
+    }
+    if (found == (size_t)PyDict_GET_SIZE(target)) {
+        return 0;
+    }
+    if (mlsp_items_of(target, "target", &all) < 0) {
+        return -1;
+    }
+    const int failed = find_others(p, source, &all);
+    mlsp_items_release(&all);
+    return failed;
+}
+
+/* TypeError unless an object is a dict. */
+int mlsp_take_dict(PyObject *object, const char *what)
+{
+    if (PyDict_Check(object)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
+                 Py_TYPE(object)->tp_name);
+    return -1;
+}
+
+/* Pair up two dicts.  -1 with an exception set, and `*p` zeroed. */
+int mlsp_pairs_init(const mlsp_state *state, PyObject *source, PyObject *target,
+                    mlsp_pairs *p)
+{
+    *p = (mlsp_pairs){0};
+    if (mlsp_take_dict(target, "target") < 0 ||
+        mlsp_items_of(source, "source", &p->source) < 0 ||
+        match_items(p, source, target) < 0 || make_pairs(state, p) < 0) {
+        mlsp_pairs_fini(p);
+        return -1;
+    }
+    return 0;
+}
+
+/* ---- what differs, as lists ---- */
+
+/* The key of a pair (borrowed). */
+PyObject *mlsp_pair_key(const mlsp_pairs *p, size_t i)
+{
+    return i < p->source.count ? p->source.items[i].key : p->target.items[i].key;
+}
+
+/* New list of the names that have a bit. */
+static PyObject *names_with(const mlsp_pairs *p, unsigned bit)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < p->count; i++) {
+        if ((p->bits[i] & bit) != 0 && PyList_Append(list, mlsp_pair_key(p, i)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* (name, shape of the source, shape of the target) */
+static PyObject *shape_entry(PyObject *key, const mls_fact_pair *pair)
+{
+    PyObject *source = mlsp_shape_tuple(&pair->source);
+    PyObject *target = source == NULL ? NULL : mlsp_shape_tuple(&pair->target);
+    PyObject *entry = target == NULL ? NULL : PyTuple_Pack(3, key, source, target);
+    Py_XDECREF(source);
+    Py_XDECREF(target);
+    return entry;
+}
+
+/* (name, dtype of the source, dtype of the target) */
+static PyObject *dtype_entry(PyObject *key, const mls_fact_pair *pair)
+{
+    return Py_BuildValue("(Oss)", key, pair->source.dtype, pair->target.dtype);
+}
+
+/* New list of what `entry` makes of the pairs that have a bit. */
+static PyObject *entries_with(const mlsp_pairs *p, unsigned bit,
+                              PyObject *(*entry)(PyObject *, const mls_fact_pair *))
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < p->count; i++) {
+        if ((p->bits[i] & bit) != 0) {
+            PyObject *made = entry(mlsp_pair_key(p, i), &p->pairs[i]);
+            if (made == NULL || PyList_Append(list, made) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(made);
+        }
+    }
+    return list;
+}
+
+/* (missing, unexpected, shapes, dtypes), seen from the source or from the target. */
+PyObject *mlsp_pairs_report(const mlsp_pairs *p, bool from_target)
+{
+    const unsigned missing = from_target ? MLS_UNEXPECTED : MLS_MISSING;
+    const unsigned unexpected = from_target ? MLS_MISSING : MLS_UNEXPECTED;
+    /* Py_BuildValue passes a NULL on as an error and drops the others */
+    return Py_BuildValue("(NNNN)", names_with(p, missing), names_with(p, unexpected),
+                         entries_with(p, MLS_SHAPE_DIFFERS, shape_entry),
+                         entries_with(p, MLS_DTYPE_DIFFERS, dtype_entry));
+}
+
+/* ---- views, and work without the GIL ---- */
+
+/* New reference to what lends the memory of an array: tensors that are part of a graph,
+ * parameters above all, only lend it detached. */
+static PyObject *lender_of(PyObject *array)
+{
+    PyObject *needs =
+        PyArray_Check(array) ? NULL : PyObject_GetAttrString(array, "requires_grad");
+    if (needs == NULL) {
+        PyErr_Clear();
+        return Py_NewRef(array);
+    }
+    const int detach = PyObject_IsTrue(needs);
+    Py_DECREF(needs);
+    if (detach < 0) {
+        return NULL;
+    }
+    return detach ? PyObject_CallMethod(array, "detach", NULL) : Py_NewRef(array);
+}
+
+/* Turn the BufferError of a tensor without memory here into our own, with its name. */
+static void name_buffer_error(const mlsp_state *state, const char *what)
+{
+    PyObject *reason;
+#if PY_VERSION_HEX >= 0x030C0000
+    reason = PyErr_GetRaisedException();
+#else
+    PyObject *type, *trace;
+    PyErr_Fetch(&type, &reason, &trace);
+    PyErr_NormalizeException(&type, &reason, &trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+#endif
+    PyErr_Format(state->errors[MLSP_ERROR_COMPATIBILITY],
+                 "%s: its memory cannot be read: %S", what, reason);
+    Py_XDECREF(reason);
+}
+
+/* View one array; errors name it. */
+int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
+                   bool writable, mlsp_view *out)
+{
+    char what[MLS_NAME_BYTES];
+    PyOS_snprintf(what, sizeof what, "%s'%.140s'", side, item->name.data);
+    *out = (mlsp_view){0};
+    PyObject *lender = lender_of(item->value);
+    if (lender == NULL) {
+        return -1;
+    }
+    const int failed = writable ? mlsp_view_writable(state, lender, what, out)
+                                : mlsp_view_of(state, lender, what, out);
+    Py_DECREF(lender);
+    if (failed < 0 && PyErr_ExceptionMatches(PyExc_BufferError)) {
+        name_buffer_error(state, what);
+    }
+    return failed;
+}
+
+/* New reference to the bytes of an array of a dtype that only NumPy knows, packed and in
+ * this machine's byte order. */
+PyObject *mlsp_raw_bytes(PyObject *array)
+{
+    if (!PyArray_Check(array) || PyArray_ISNOTSWAPPED((PyArrayObject *)array)) {
+        return PyObject_CallMethod(array, "tobytes", NULL);
+    }
+    PyArray_Descr *native =
+        PyArray_DescrNewByteorder(PyArray_DESCR((PyArrayObject *)array), NPY_NATIVE);
+    PyObject *turned =
+        native == NULL ? NULL : PyArray_FromAny(array, native, 0, 0, 0, NULL);
+    PyObject *raw = turned == NULL ? NULL : PyObject_CallMethod(turned, "tobytes", NULL);
+    Py_XDECREF(turned);
+    return raw;
+}
+
+/* Whether the core knows the dtype of an array: others are compared as bytes. */
+bool mlsp_is_known(const mlsp_item *item)
+{
+    mls_dtype dtype;
+    return mls_dtype_from_name(item->facts.dtype, strlen(item->facts.dtype), &dtype);
+}
+
+/* Let go of the GIL for work on that many bytes, if that is worth it; resume with what
+ * it gives. */
+PyThreadState *mlsp_leave_python(uint64_t bytes)
+{
+    return bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
+}
+
+/* The other half of mlsp_leave_python. */
+void mlsp_resume_python(PyThreadState *saved)
+{
+    if (saved != NULL) {
+        PyEval_RestoreThread(saved);
+    }
+}

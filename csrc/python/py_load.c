@@ -1,0 +1,235 @@
+/* py_load: one state dict read as a whole: loaded into another one, or digested.  The
+ * public names and their docstrings are in mlstate/state.py; these take positional
+ * arguments only.
+ */
+#include "pairs.h"
+
+#include "load.h"
+#include "mem.h"
+#include "size.h"
+
+/* ---- loading ---- */
+
+/* What a load holds on to while the GIL is released. */
+typedef struct load_job {
+    mlsp_view *views; /* destination and source of each pair */
+    mls_load_pair *pairs;
+    size_t count;
+    mls_load *load;
+} load_job;
+
+/* Accepts a job that job_init left half done. */
+static void job_fini(load_job *job)
+{
+    for (size_t i = 0; job->views != NULL && i < 2 * job->count; i++) {
+        mlsp_view_release(&job->views[i]);
+    }
+    mls_load_free(job->load);
+    mls_free(job->views);
+    mls_free(job->pairs);
+}
+
+/* View both arrays of pair `i`, the target to be written. */
+static int job_add(const mlsp_state *state, const mlsp_pairs *p, size_t i, load_job *job)
+{
+    mlsp_view *views = &job->views[2 * job->count];
+    if (mlsp_view_item(state, &p->target.items[i], "target ", true, &views[0]) < 0) {
+        return -1;
+    }
+    if (mlsp_view_item(state, &p->source.items[i], "source ", false, &views[1]) < 0) {
+        mlsp_view_release(&views[0]);
+        return -1;
+    }
+    job->pairs[job->count++] = (mls_load_pair){
+        .name = p->pairs[i].name, .dst = &views[0].tensor, .src = &views[1].tensor};
+    return 0;
+}
+
+/* Views of all pairs that both sides have, and the checks of the core. */
+static int job_init(const mlsp_state *state, const mlsp_pairs *p, bool cast,
+                    load_job *job)
+{
+    mls_status st;
+    job->views = mls_alloc(p->source.count, 2 * sizeof *job->views);
+    job->pairs = mls_alloc(p->source.count, sizeof *job->pairs);
+    if (job->views == NULL || job->pairs == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < p->source.count; i++) {
+        if (p->pairs[i].has_target && job_add(state, p, i, job) < 0) {
+            return -1;
+        }
+    }
+    if (mls_load_new(job->pairs, job->count, cast, &job->load, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    return 0;
+}
+
+/* Copy all pairs, or raise before the first byte is written. */
+static int load_pairs(const mlsp_state *state, const mlsp_pairs *p, bool cast)
+{
+    load_job job = {0};
+    if (job_init(state, p, cast, &job) < 0) {
+        job_fini(&job);
+        return -1;
+    }
+    PyThreadState *saved = mlsp_leave_python(mls_load_bytes(job.load));
+    mls_load_run(job.load, state->kernels, state->pool);
+    mlsp_resume_python(saved);
+    job_fini(&job);
+    return 0;
+}
+
+/* state_load(target, source, strict, cast) -> None when done, else what stands in the
+ * way, seen from the target: (missing, unexpected, shapes, dtypes) */
+static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mlsp_pairs p;
+    if (mlsp_take_count("state_load", 4, count) < 0) {
+        return NULL;
+    }
+    const int strict = PyObject_IsTrue(args[2]);
+    const int cast = PyObject_IsTrue(args[3]);
+    if (strict < 0 || cast < 0 || mlsp_pairs_init(state, args[1], args[0], &p) < 0) {
+        return NULL;
+    }
+    PyObject *result;
+    const bool refused = p.counts.shapes > 0 || (p.counts.dtypes > 0 && cast == 0) ||
+                         (strict != 0 && p.counts.missing + p.counts.unexpected > 0);
+    if (refused) {
+        result = mlsp_pairs_report(&p, true);
+    } else {
+        result = load_pairs(state, &p, cast != 0) < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    mlsp_pairs_fini(&p);
+    return result;
+}
+
+/* ---- digest ----
+ *
+ * The stream that is hashed, for each tensor in the order of the names' bytes: as 64-bit
+ * little-endian numbers the length of the name, of the dtype's name, the rank and the
+ * dimensions, then the name, the dtype's name, and the elements in C order.
+ */
+
+/* By the bytes of the names, which sorts as their code points do. */
+static int by_name(const void *a, const void *b)
+{
+    const mls_text x = ((const mlsp_item *)a)->name, y = ((const mlsp_item *)b)->name;
+    const size_t shorter = x.length < y.length ? x.length : y.length;
+    const int order = shorter == 0 ? 0 : memcmp(x.data, y.data, shorter);
+    return order != 0 ? order : (x.length > y.length) - (x.length < y.length);
+}
+
+/* Call update(bytes) with memory that stays as it is during the call. */
+static int feed(PyObject *update, const void *data, size_t bytes)
+{
+    if (bytes == 0) {
+        return 0;
+    }
+    /* read-only, though the interface wants a plain pointer */
+    PyObject *memory =
+        PyMemoryView_FromMemory((char *)(uintptr_t)data, (Py_ssize_t)bytes, PyBUF_READ);
+    PyObject *done = memory == NULL ? NULL : PyObject_CallOneArg(update, memory);
+    Py_XDECREF(done);
+    Py_XDECREF(memory);
+    return done == NULL ? -1 : 0;
+}
+
+/* The part of the stream in front of the elements. */
+static int feed_facts(PyObject *update, const mlsp_item *item)
+{
+    unsigned char head[8 * (3 + MLS_MAX_RANK)];
+    const size_t dtype_length = strlen(item->facts.dtype);
+    const size_t rank = (size_t)item->facts.rank;
+    mls_store_le64(head, item->name.length);
+    mls_store_le64(head + 8, dtype_length);
+    mls_store_le64(head + 16, rank);
+    for (size_t axis = 0; axis < rank; axis++) {
+        mls_store_le64(head + 24 + 8 * axis, item->facts.shape[axis]);
+    }
+    return feed(update, head, 24 + 8 * rank) < 0 ||
+                   feed(update, item->name.data, item->name.length) < 0 ||
+                   feed(update, item->facts.dtype, dtype_length) < 0
+               ? -1
+               : 0;
+}
+
+/* Elements that lie scattered, or in the other byte order, are packed first. */
+static int feed_packed(const mlsp_state *state, PyObject *update, const mls_tensor *t,
+                       size_t bytes)
+{
+    mls_status st;
+    mls_tensor packed;
+    void *data = mls_alloc(bytes, 1);
+    if (data == NULL ||
+        mls_tensor_init(&packed, data, t->dtype, t->rank, t->shape, &st) != MLS_OK) {
+        mls_free(data);
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        mls_copy(state->kernels, &packed, t, false);
+    Py_END_ALLOW_THREADS
+    const int failed = feed(update, data, bytes);
+    mls_free(data);
+    return failed;
+}
+
+/* The elements of one tensor. */
+static int feed_elements(const mlsp_state *state, PyObject *update, const mlsp_item *item)
+{
+    mlsp_view view;
+    size_t bytes = 0;
+    if (!mlsp_is_known(item)) { /* only NumPy knows how its elements lie */
+        PyObject *raw = mlsp_raw_bytes(item->value);
+        PyObject *done = raw == NULL ? NULL : PyObject_CallOneArg(update, raw);
+        Py_XDECREF(raw);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    if (mlsp_view_item(state, item, "", false, &view) < 0) {
+        return -1;
+    }
+    (void)mls_tensor_bytes(&view.tensor, &bytes); /* it lies in memory, so it fits */
+    const bool plain = mls_tensor_is_contiguous(&view.tensor) && !view.tensor.swapped;
+    const int failed = plain ? feed(update, view.tensor.data, bytes)
+                             : feed_packed(state, update, &view.tensor, bytes);
+    mlsp_view_release(&view);
+    return failed;
+}
+
+/* state_digest(state, update): feed the stream to update() in pieces */
+static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mlsp_items items;
+    if (mlsp_take_count("state_digest", 2, count) < 0 ||
+        mlsp_items_of(args[0], "state", &items) < 0) {
+        return NULL;
+    }
+    int failed = mlsp_items_facts(state, &items);
+    if (failed == 0) {
+        qsort(items.items, items.count, sizeof *items.items, by_name);
+    }
+    for (size_t i = 0; failed == 0 && i < items.count; i++) {
+        failed = feed_facts(args[1], &items.items[i]) < 0 ||
+                         feed_elements(state, args[1], &items.items[i]) < 0
+                     ? -1
+                     : 0;
+    }
+    mlsp_items_release(&items);
+    return failed < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyMethodDef mlsp_load_methods[] = {
+    {"state_load", MLSP_FASTCALL(state_load),
+     "state_load(target, source, strict, cast, /)\n--\n\nCopy all tensors, or none."},
+    {"state_digest", MLSP_FASTCALL(state_digest),
+     "state_digest(state, update, /)\n--\n\nFeed names, facts and elements to a hash."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,666 @@
+/* py_names: the layers of a state dict, its outline, and renaming.  The public names and
+ * their docstrings are in mlstate/state.py; these take positional arguments only.
+ *
+ * The tree of names is made once and kept by the state dict; the arrays are always looked
+ * up anew, so that an index which is out of date can miss a name but never give a wrong
+ * array.
+ */
+#include "mlsp.h"
+
+#include "mem.h"
+#include "names.h"
+#include "outline.h"
+#include "rename.h"
+
+/* ---- the index ----
+ *
+ * A capsule, since it must live as long as the state dict keeps it or a call uses it.
+ */
+
+typedef struct name_index {
+    PyObject *keys;  /* a tuple of str, in the dict's order */
+    mls_text *texts; /* their UTF-8, which the str hold */
+    mls_names *names;
+} name_index;
+
+static const char index_name[] = "mlstate.names";
+
+/* Accepts an index that make_index left half done. */
+static void free_index(name_index *index)
+{
+    mls_names_free(index->names);
+    mls_free(index->texts);
+    Py_XDECREF(index->keys);
+    mls_free(index);
+}
+
+/* Nobody uses the index any more. */
+static void index_end(PyObject *capsule)
+{
+    free_index(PyCapsule_GetPointer(capsule, index_name));
+}
+
+/* Fill an index from the items of a dict; the keys move into its tuple. */
+static int fill_index(name_index *index, const mlsp_items *items)
+{
+    mls_status st;
+    index->texts = mls_alloc(items->count, sizeof *index->texts);
+    index->keys = PyTuple_New((Py_ssize_t)items->count);
+    if (index->texts == NULL || index->keys == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < items->count; i++) {
+        index->texts[i] = items->items[i].name;
+        PyTuple_SET_ITEM(index->keys, (Py_ssize_t)i, Py_NewRef(items->items[i].key));
+    }
+    /* the names of a dict are all different, so only memory can be short */
+    if (mls_names_new(index->texts, items->count, &index->names, &st) != MLS_OK) {
+        PyErr_SetString(st.code == MLS_E_MEMORY ? PyExc_MemoryError : PyExc_ValueError,
+                        st.text);
+        return -1;
+    }
+    return 0;
+}
+
+/* New capsule for the names that `dict` has now. */
+static PyObject *make_index(PyObject *dict)
+{
+    mlsp_items items;
+    if (mlsp_items_of(dict, "state", &items) < 0) {
+        return NULL;
+    }
+    PyObject *capsule = NULL;
+    name_index *index = mls_alloc(1, sizeof *index);
+    if (index == NULL) {
+        PyErr_NoMemory();
+    } else if (fill_index(index, &items) == 0) {
+        capsule = PyCapsule_New(index, index_name, index_end);
+    }
+    if (capsule == NULL && index != NULL) {
+        free_index(index);
+    }
+    mlsp_items_release(&items);
+    return capsule;
+}
+
+/* The index in a capsule (borrowed from it). */
+static const name_index *index_in(PyObject *capsule)
+{
+    return PyCapsule_GetPointer(capsule, index_name);
+}
+
+/* New reference to a str of UTF-8 that was one before. */
+static PyObject *str_of(mls_text text)
+{
+    return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
+}
+
+/* The UTF-8 of a str, which shares its memory. */
+static int text_of(PyObject *object, const char *what, mls_text *out)
+{
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s", what,
+                     Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    Py_ssize_t length;
+    const char *data = PyUnicode_AsUTF8AndSize(object, &length);
+    *out = (mls_text){.data = data, .length = (size_t)length};
+    return data == NULL ? -1 : 0;
+}
+
+/* ---- layers ---- */
+
+/* The name of a layer: not empty, and without the dot that the function adds itself. */
+static int layer_name(PyObject *object, mls_text *out)
+{
+    if (text_of(object, "layer name", out) < 0) {
+        return -1;
+    }
+    if (out->length == 0) {
+        PyErr_SetString(PyExc_ValueError,
+                        "the layer name is empty: the whole state is the state itself");
+        return -1;
+    }
+    if (out->data[out->length - 1] == '.') {
+        PyErr_Format(PyExc_ValueError,
+                     "layer name %.200R ends with a dot: leave the dot away", object);
+        return -1;
+    }
+    return 0;
+}
+
+/* Add the array under `key`, with `skipped` characters of the name left out.  1 where the
+ * dict has no such name any more, -1 with an exception set. */
+static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t skipped)
+{
+    PyObject *array;
+    const int found = mlsp_dict_get(dict, key, &array);
+    if (found <= 0) {
+        return found < 0 ? -1 : 1;
+    }
+    PyObject *part = PyUnicode_Substring(key, skipped, PyUnicode_GET_LENGTH(key));
+    PyObject *name = part == NULL ? NULL : mlsp_check_entry(part, array);
+    const int failed = name == NULL ? -1 : PyDict_SetItem(layer, name, array);
+    Py_XDECREF(name);
+    Py_XDECREF(part);
+    Py_DECREF(array);
+    return failed;
+}
+
+/* Fill an empty dict with what lies under a layer.  1 where the index is out of date. */
+static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
+                      const name_index *index)
+{
+    mls_text path;
+    if (layer_name(name, &path) < 0) {
+        return -1;
+    }
+    const uint32_t node = mls_names_find(index->names, path);
+    if (node == MLS_NAME_NONE) {
+        return 0;
+    }
+    uint32_t *positions =
+        mls_alloc(mls_names_nodes(index->names)[node].count, sizeof *positions);
+    if (positions == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const size_t count = mls_names_under(index->names, node, positions);
+    const Py_ssize_t skipped = PyUnicode_GET_LENGTH(name) + 1;
+    int result = 0;
+    for (size_t i = 0; result == 0 && i < count; i++) {
+        PyObject *key = PyTuple_GET_ITEM(index->keys, (Py_ssize_t)positions[i]);
+        result = add_part(layer, dict, key, skipped);
+    }
+    mls_free(positions);
+    return result;
+}
+
+/* New, empty instance of a class; its __init__ does not run. */
+static PyObject *new_empty(PyObject *class)
+{
+    if (!PyType_Check(class) || !PyType_IsSubtype((PyTypeObject *)class, &PyDict_Type)) {
+        PyErr_SetString(PyExc_TypeError, "state_layer wants a class of dicts");
+        return NULL;
+    }
+    PyObject *nothing = PyTuple_New(0);
+    PyTypeObject *type = (PyTypeObject *)class;
+    PyObject *made = nothing == NULL ? NULL : type->tp_new(type, nothing, NULL);
+    Py_XDECREF(nothing);
+    return made;
+}
+
+/* state_layer(state, name, class) -> the tensors under a layer, in a new `class` */
+static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    if (mlsp_take_count("state_layer", 3, count) < 0) {
+        return NULL;
+    }
+    PyObject *capsule = mlsp_describe_names(args[0], make_index);
+    PyObject *layer = capsule == NULL ? NULL : new_empty(args[2]);
+    int result =
+        layer == NULL ? -1 : fill_layer(layer, args[0], args[1], index_in(capsule));
+    if (result == 1) { /* dict's own methods went round us: look at the names again */
+        Py_DECREF(capsule);
+        PyDict_Clear(layer);
+        capsule = make_index(args[0]);
+        result =
+            capsule == NULL ? -1 : fill_layer(layer, args[0], args[1], index_in(capsule));
+    }
+    Py_XDECREF(capsule);
+    if (result != 0) {
+        if (result == 1) {
+            PyErr_SetString(PyExc_RuntimeError, "the state dict changes all the time");
+        }
+        Py_CLEAR(layer);
+    }
+    return layer;
+}
+
+/* Whether a layer is asked for: at a depth, or (-1) because tensors lie right in it. */
+static bool is_layer(const mls_name_node *nodes, uint32_t node, int64_t depth)
+{
+    if (depth >= 0) {
+        return nodes[node].depth == depth && nodes[node].first_child != MLS_NAME_NONE;
+    }
+    uint32_t child = nodes[node].first_child;
+    while (child != MLS_NAME_NONE && nodes[child].name == MLS_NAME_NONE) {
+        child = nodes[child].next_sibling;
+    }
+    return child != MLS_NAME_NONE;
+}
+
+/* Whether the name is one that layer_name accepts: "a..b" has a layer "a." that it does
+ * not. */
+static bool can_be_asked(mls_text path)
+{
+    return path.length > 0 && path.data[path.length - 1] != '.';
+}
+
+/* state_layer_names(state, depth | None) -> the layers, in the state's order */
+static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
+                                   Py_ssize_t count)
+{
+    int64_t depth = -1;
+    if (mlsp_take_count("state_layer_names", 2, count) < 0 ||
+        (args[1] != Py_None &&
+         mlsp_take_int64(mlsp_state_of(module), args[1], "depth", &depth) < 0)) {
+        return NULL;
+    }
+    if (args[1] != Py_None && depth < 1) {
+        PyErr_Format(PyExc_ValueError,
+                     "depth is the number of parts, at least 1; got %lld",
+                     (long long)depth);
+        return NULL;
+    }
+    PyObject *capsule = mlsp_describe_names(args[0], make_index);
+    PyObject *result = capsule == NULL ? NULL : PyList_New(0);
+    if (result != NULL) {
+        const mls_names *names = index_in(capsule)->names;
+        const mls_name_node *nodes = mls_names_nodes(names);
+        uint32_t node = mls_names_next(names, 0, 0, false);
+        for (; result != NULL && node != MLS_NAME_NONE;
+             node = mls_names_next(names, 0, node, false)) {
+            PyObject *path =
+                is_layer(nodes, node, depth) && can_be_asked(nodes[node].path)
+                    ? str_of(nodes[node].path)
+                    : Py_NewRef(Py_None);
+            if (path == NULL || (path != Py_None && PyList_Append(result, path) < 0)) {
+                Py_CLEAR(result);
+            }
+            Py_XDECREF(path);
+        }
+    }
+    Py_XDECREF(capsule);
+    return result;
+}
+
+/* state_prefixed(layer name, state) -> a dict whose names begin with the layer's */
+static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    mls_text path;
+    mlsp_items items;
+    if (mlsp_take_count("state_prefixed", 2, count) < 0 ||
+        layer_name(args[0], &path) < 0 ||
+        mlsp_items_of(args[1], "layer state", &items) < 0) {
+        return NULL;
+    }
+    PyObject *result = PyDict_New();
+    for (size_t i = 0; result != NULL && i < items.count; i++) {
+        PyObject *name = PyUnicode_FromFormat("%U.%U", args[0], items.items[i].key);
+        if (name == NULL || PyDict_SetItem(result, name, items.items[i].value) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(name);
+    }
+    mlsp_items_release(&items);
+    return result;
+}
+
+/* ---- renaming ---- */
+
+/* A pair (old, new) of str; a star in front of `old` means anywhere. */
+static int take_rule(PyObject *pair, mls_rename_rule *out)
+{
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+        PyErr_SetString(PyExc_TypeError, "rules must be pairs of old and new");
+        return -1;
+    }
+    if (text_of(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &out->old) < 0 ||
+        text_of(PyTuple_GET_ITEM(pair, 1), "the new part of a rule", &out->new) < 0) {
+        return -1;
+    }
+    out->anywhere = out->old.length > 0 && out->old.data[0] == '*';
+    if (out->anywhere) {
+        out->old.data++;
+        out->old.length--;
+        if (out->old.length == 0) {
+            PyErr_SetString(PyExc_ValueError, "rule '*' says nothing to look for");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* A buffer that grows to the longest name. */
+typedef struct name_buffer {
+    char *data;
+    size_t room;
+} name_buffer;
+
+/* New reference to the name that `item` gets. */
+static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
+                         size_t rule_count, name_buffer *buffer)
+{
+    size_t length =
+        mls_name_apply(item->name, rules, rule_count, buffer->data, buffer->room);
+    if (length > buffer->room) {
+        char *larger = mls_realloc(buffer->data, length, 1);
+        if (larger == NULL) {
+            return PyErr_NoMemory();
+        }
+        *buffer = (name_buffer){.data = larger, .room = length};
+        length = mls_name_apply(item->name, rules, rule_count, larger, length);
+    }
+    if (length == 0) {
+        PyErr_Format(PyExc_ValueError, "the rules leave nothing of the name %.200R",
+                     item->key);
+        return NULL;
+    }
+    return str_of((mls_text){.data = buffer->data, .length = length});
+}
+
+/* Raise for two names that would become one. */
+static void refuse_collapse(const mlsp_state *state, PyObject *first, PyObject *second,
+                            PyObject *name)
+{
+    PyObject *class = state->errors[MLSP_ERROR_COMPATIBILITY];
+    PyObject *text = PyUnicode_FromFormat(
+        "%.200R and %.200R would both become %.200R: nothing was renamed", first, second,
+        name);
+    PyObject *error = text == NULL ? NULL : PyObject_CallOneArg(class, text);
+    if (error != NULL && PyObject_SetAttrString(error, "name", name) == 0) {
+        PyErr_SetObject(class, error);
+    }
+    Py_XDECREF(error);
+    Py_XDECREF(text);
+}
+
+/* Put every array under its new name.  `origin` maps new names to old ones. */
+static int rename_all(const mlsp_state *state, const mlsp_items *items,
+                      const mls_rename_rule *rules, size_t rule_count, PyObject *result)
+{
+    name_buffer buffer = {0};
+    PyObject *origin = PyDict_New();
+    int failed = origin == NULL ? -1 : 0;
+    for (size_t i = 0; failed == 0 && i < items->count; i++) {
+        const mlsp_item *item = &items->items[i];
+        PyObject *name = renamed(item, rules, rule_count, &buffer);
+        PyObject *earlier = name == NULL ? NULL : PyDict_GetItemWithError(origin, name);
+        if (earlier != NULL) {
+            refuse_collapse(state, earlier, item->key, name);
+        }
+        failed = name == NULL || PyErr_Occurred() ||
+                         PyDict_SetItem(origin, name, item->key) < 0 ||
+                         PyDict_SetItem(result, name, item->value) < 0
+                     ? -1
+                     : 0;
+        Py_XDECREF(name);
+    }
+    Py_XDECREF(origin);
+    mls_free(buffer.data);
+    return failed;
+}
+
+/* state_rename(state, ((old, new), ...)) -> a dict with the new names */
+static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (mlsp_take_count("state_rename", 2, count) < 0) {
+        return NULL;
+    }
+    if (!PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "state_rename wants a tuple of pairs");
+        return NULL;
+    }
+    const size_t rule_count = (size_t)PyTuple_GET_SIZE(args[1]);
+    mlsp_items items = {0};
+    PyObject *result = NULL;
+    mls_rename_rule *rules = mls_alloc(rule_count, sizeof *rules);
+    if (rules == NULL) {
+        return PyErr_NoMemory();
+    }
+    for (size_t i = 0; i < rule_count; i++) {
+        if (take_rule(PyTuple_GET_ITEM(args[1], (Py_ssize_t)i), &rules[i]) < 0) {
+            goto done;
+        }
+    }
+    if (mlsp_items_of(args[0], "state", &items) < 0) {
+        goto done;
+    }
+    result = PyDict_New();
+    if (result != NULL &&
+        rename_all(mlsp_state_of(module), &items, rules, rule_count, result) < 0) {
+        Py_CLEAR(result);
+    }
+done:
+    mlsp_items_release(&items);
+    mls_free(rules);
+    return result;
+}
+
+/* The texts of a list of str, which the caller keeps alive; NULL with an exception set.
+ */
+static mls_text *texts_of(PyObject *list)
+{
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "state_explain wants two lists of str");
+        return NULL;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    mls_text *texts = mls_alloc((size_t)count, sizeof *texts);
+    if (texts == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (text_of(PyList_GET_ITEM(list, i), "a name", &texts[i]) < 0) {
+            mls_free(texts);
+            return NULL;
+        }
+    }
+    return texts;
+}
+
+/* ([(old, new), ...], matched) of an explanation. */
+static PyObject *explanation_tuple(const mls_explanation *found)
+{
+    PyObject *rules = PyList_New(0);
+    for (size_t i = 0; rules != NULL && i < found->rule_count; i++) {
+        const mls_rename_rule *rule = &found->rules[i];
+        PyObject *old = str_of(rule->old);
+        PyObject *new = str_of(rule->new);
+        PyObject *pair =
+            old == NULL || new == NULL
+                ? NULL
+                : Py_BuildValue("(NN)",
+                                PyUnicode_FromFormat(rule->anywhere ? "*%U" : "%U", old),
+                                Py_NewRef(new));
+        if (pair == NULL || PyList_Append(rules, pair) < 0) {
+            Py_CLEAR(rules);
+        }
+        Py_XDECREF(pair);
+        Py_XDECREF(new);
+        Py_XDECREF(old);
+    }
+    return rules == NULL ? NULL
+                         : Py_BuildValue("(Nn)", rules, (Py_ssize_t)found->matched);
+}
+
+/* state_explain(unexpected, missing) -> (rules, matched) */
+static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (mlsp_take_count("state_explain", 2, count) < 0) {
+        return NULL;
+    }
+    mls_status st;
+    mls_explanation found = {0};
+    PyObject *result = NULL;
+    mls_text *unexpected = texts_of(args[0]);
+    mls_text *missing = unexpected == NULL ? NULL : texts_of(args[1]);
+    if (missing != NULL) {
+        const mls_code code =
+            mls_names_explain(unexpected, (size_t)PyList_GET_SIZE(args[0]), missing,
+                              (size_t)PyList_GET_SIZE(args[1]), &found, &st);
+        result = code == MLS_OK ? explanation_tuple(&found)
+                                : mlsp_raise(mlsp_state_of(module), &st, NULL);
+        mls_explanation_fini(&found);
+    }
+    mls_free(missing);
+    mls_free(unexpected);
+    return result;
+}
+
+/* ---- the outline ---- */
+
+/* What is said of a node: bytes under it, and the dtype that all of it has. */
+typedef struct node_sum {
+    uint64_t bytes;
+    const char *dtype; /* NULL: nothing yet */
+} node_sum;
+
+static const char mixed[] = "mixed";
+
+/* Take what is known of a part into the sum of the whole. */
+static void add_sum(node_sum *whole, const node_sum *part)
+{
+    whole->bytes += part->bytes;
+    if (whole->dtype == NULL) {
+        whole->dtype = part->dtype;
+    } else if (part->dtype != NULL && strcmp(whole->dtype, part->dtype) != 0) {
+        whole->dtype = mixed;
+    }
+}
+
+/* The sums of all nodes, parents after their children; NULL with an exception set. */
+static node_sum *sums_of(const mlsp_state *state, const mls_names *names,
+                         const mlsp_items *items)
+{
+    const mls_name_node *nodes = mls_names_nodes(names);
+    node_sum *sums = mls_alloc(mls_names_size(names), sizeof *sums);
+    if (sums == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = mls_names_size(names); i-- > 0;) {
+        if (nodes[i].name != MLS_NAME_NONE) {
+            const mlsp_item *item = &items->items[nodes[i].name];
+            node_sum own = {.dtype = item->facts.dtype};
+            if (mlsp_array_bytes(state, item->value, &own.bytes) < 0) {
+                mls_free(sums);
+                return NULL;
+            }
+            add_sum(&sums[i], &own);
+        }
+        if (nodes[i].parent != MLS_NAME_NONE) {
+            add_sum(&sums[nodes[i].parent], &sums[i]);
+        }
+    }
+    return sums;
+}
+
+/* Sum of the `hidden` siblings from `node` on, and how many names they have. */
+static node_sum hidden_sum(const mls_name_node *nodes, const node_sum *sums,
+                           uint32_t node, uint32_t hidden, size_t *count)
+{
+    node_sum sum = {0};
+    *count = 0;
+    for (; hidden > 0 && node != MLS_NAME_NONE; hidden--) {
+        add_sum(&sum, &sums[node]);
+        *count += nodes[node].count;
+        node = nodes[node].next_sibling;
+    }
+    return sum;
+}
+
+/* (depth, name, count, nbytes, dtype, shape or None, hidden, open) */
+static PyObject *row_tuple(const mls_outline_row *row, const mls_name_node *nodes,
+                           const node_sum *sums, const mlsp_items *items)
+{
+    const mls_name_node *node = &nodes[row->node];
+    size_t count = node->count;
+    const node_sum sum = row->hidden > 0
+                             ? hidden_sum(nodes, sums, row->node, row->hidden, &count)
+                             : sums[row->node];
+    /* a tensor shows its shape, unless others lie under its name */
+    const bool leaf = row->hidden == 0 && node->name != MLS_NAME_NONE && count == 1;
+    PyObject *shape =
+        leaf ? mlsp_shape_tuple(&items->items[node->name].facts) : Py_NewRef(Py_None);
+    PyObject *name = str_of(node->segment);
+    PyObject *result = NULL;
+    if (shape != NULL && name != NULL) {
+        result = Py_BuildValue("(IOnKsOIO)", node->depth, name, (Py_ssize_t)count,
+                               (unsigned long long)sum.bytes,
+                               sum.dtype == NULL ? "" : sum.dtype, shape, row->hidden,
+                               row->open ? Py_True : Py_False);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(shape);
+    return result;
+}
+
+/* The rows as a list of tuples. */
+static PyObject *rows_list(const mlsp_state *state, const mls_names *names,
+                           const mlsp_items *items, const mls_outline_row *rows,
+                           size_t count)
+{
+    node_sum *sums = sums_of(state, names, items);
+    PyObject *list = sums == NULL ? NULL : PyList_New(0);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        PyObject *row = row_tuple(&rows[i], mls_names_nodes(names), sums, items);
+        if (row == NULL || PyList_Append(list, row) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(row);
+    }
+    mls_free(sums);
+    return list;
+}
+
+/* state_outline(state, max_rows, max_children) -> rows for the page that a person sees */
+static PyObject *state_outline(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    int64_t max_rows, max_children;
+    if (mlsp_take_count("state_outline", 3, count) < 0 ||
+        mlsp_take_int64(state, args[1], "max_rows", &max_rows) < 0 ||
+        mlsp_take_int64(state, args[2], "max_children", &max_children) < 0) {
+        return NULL;
+    }
+    mlsp_items items;
+    name_index index = {0};
+    mls_outline_row *rows = NULL;
+    size_t row_count;
+    mls_status st;
+    PyObject *result = NULL;
+    /* made anew: rows, arrays and names must be of one moment */
+    if (mlsp_items_of(args[0], "state", &items) < 0) {
+        return NULL;
+    }
+    if (mlsp_items_facts(state, &items) < 0 || fill_index(&index, &items) < 0) {
+        goto done;
+    }
+    if (mls_outline_new(index.names, max_rows < 0 ? 0 : (size_t)max_rows,
+                        max_children < 3 ? 3 : (size_t)max_children, &rows, &row_count,
+                        &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        goto done;
+    }
+    result = rows_list(state, index.names, &items, rows, row_count);
+done:
+    mls_free(rows);
+    mls_names_free(index.names);
+    mls_free(index.texts);
+    Py_XDECREF(index.keys);
+    mlsp_items_release(&items);
+    return result;
+}
+
+PyMethodDef mlsp_names_methods[] = {
+    {"state_layer", MLSP_FASTCALL(state_layer),
+     "state_layer(state, name, cls, /)\n--\n\nThe tensors under a layer."},
+    {"state_layer_names", MLSP_FASTCALL(state_layer_names),
+     "state_layer_names(state, depth, /)\n--\n\nThe layers of a state."},
+    {"state_prefixed", MLSP_FASTCALL(state_prefixed),
+     "state_prefixed(name, state, /)\n--\n\nA state under a layer's name."},
+    {"state_rename", MLSP_FASTCALL(state_rename),
+     "state_rename(state, rules, /)\n--\n\nA state with other names."},
+    {"state_explain", MLSP_FASTCALL(state_explain),
+     "state_explain(unexpected, missing, /)\n--\n\nRules that would match the names."},
+    {"state_outline", MLSP_FASTCALL(state_outline),
+     "state_outline(state, max_rows, max_children, /)\n--\n\nRows of the tree of names."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,430 @@
+/* py_state: two state dicts compared: names, shapes, dtypes, elements.  The public names
+ * and their docstrings are in mlstate/state.py; these take positional arguments only.
+ */
+#include "pairs.h"
+
+#include "differ.h"
+#include "mem.h"
+
+/* state_compare(source, target) -> (missing, unexpected, shapes, dtypes) */
+static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    mlsp_pairs p;
+    if (mlsp_take_count("state_compare", 2, count) < 0 ||
+        mlsp_pairs_init(mlsp_state_of(module), args[0], args[1], &p) < 0) {
+        return NULL;
+    }
+    PyObject *report = mlsp_pairs_report(&p, false);
+    mlsp_pairs_fini(&p);
+    return report;
+}
+
+/* ---- quick answers ----
+ *
+ * No items are taken here: the first dict is walked as it is, with a reference to what is
+ * being looked at.  A dict that changes meanwhile gives an answer about either state.
+ */
+
+/* What is asked of each entry of the first dict: 1 yes, 0 no, -1 with an exception set.
+ */
+typedef int (*entry_question)(const mlsp_state *state, PyObject *key, PyObject *value,
+                              mlsp_finder *other);
+
+/* Whether the answer is yes for all entries of `dict`. */
+static int ask_all(const mlsp_state *state, PyObject *dict, PyObject *other,
+                   entry_question ask)
+{
+    mlsp_finder finder = {.dict = other, .in_step = true};
+    int answer = 1;
+    MLSP_BEGIN_LOCKED(dict)
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        while (answer == 1 && PyDict_Next(dict, &at, &key, &value)) {
+            Py_INCREF(key);
+            Py_INCREF(value);
+            answer = ask(state, key, value, &finder);
+            Py_DECREF(key);
+            Py_DECREF(value);
+        }
+    MLSP_END_LOCKED()
+    return answer;
+}
+
+/* Ask about two dicts, after a look at the arguments. */
+static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *args,
+                         Py_ssize_t count, bool same_length, entry_question ask)
+{
+    if (mlsp_take_count(name, 2, count) < 0 || mlsp_take_dict(args[0], "state1") < 0 ||
+        mlsp_take_dict(args[1], "state2") < 0) {
+        return NULL;
+    }
+    if (same_length && PyDict_GET_SIZE(args[0]) != PyDict_GET_SIZE(args[1])) {
+        Py_RETURN_FALSE;
+    }
+    const int answer = ask_all(mlsp_state_of(module), args[0], args[1], ask);
+    return answer < 0 ? NULL : PyBool_FromLong(answer);
+}
+
+/* Look a name up; one that is no str is refused. */
+static int find_name(mlsp_finder *other, PyObject *key, PyObject **found)
+{
+    if (!PyUnicode_Check(key)) {
+        PyErr_Format(PyExc_TypeError, "names must be str, got %.100s: %.200R",
+                     Py_TYPE(key)->tp_name, key);
+        return -1;
+    }
+    return mlsp_find(other, key, found);
+}
+
+/* Is there an entry of that name? */
+static int has_name(const mlsp_state *state, PyObject *key, PyObject *value,
+                    mlsp_finder *other)
+{
+    (void)state, (void)value;
+    PyObject *found;
+    const int there = find_name(other, key, &found);
+    if (there == 1) {
+        Py_DECREF(found);
+    }
+    return there;
+}
+
+/* state_keys_match(a, b) -> bool */
+static PyObject *state_keys_match(PyObject *module, PyObject *const *args,
+                                  Py_ssize_t count)
+{
+    return ask_two(module, "state_keys_match", args, count, true, has_name);
+}
+
+/* The shapes of two arrays that can only be asked for them. */
+static int same_facts(const mlsp_state *state, PyObject *key, PyObject *a, PyObject *b)
+{
+    mlsp_item one = {.value = a}, other = {.value = b};
+    int same = -1;
+    if (mlsp_name_of(key, "state", &one.name) == 0) {
+        other.name = one.name;
+        if (mlsp_item_facts(state, &one) == 0 && mlsp_item_facts(state, &other) == 0) {
+            same = mls_facts_same_shape(&one.facts, &other.facts) ? 1 : 0;
+        }
+    }
+    mlsp_item_forget(&one);
+    mlsp_item_forget(&other);
+    return same;
+}
+
+/* Is there an array of that name and shape? */
+static int has_shape(const mlsp_state *state, PyObject *key, PyObject *value,
+                     mlsp_finder *other)
+{
+    PyObject *found;
+    const int there = find_name(other, key, &found);
+    if (there != 1) {
+        return there;
+    }
+    int same;
+    if (PyArray_Check(value) && PyArray_Check(found)) {
+        same = PyArray_SAMESHAPE((PyArrayObject *)value, (PyArrayObject *)found) ? 1 : 0;
+    } else {
+        same = same_facts(state, key, value, found);
+    }
+    Py_DECREF(found);
+    return same;
+}
+
+/* state_shapes_match(a, b) -> whether b has all tensors of a in the same shapes */
+static PyObject *state_shapes_match(PyObject *module, PyObject *const *args,
+                                    Py_ssize_t count)
+{
+    return ask_two(module, "state_shapes_match", args, count, false, has_shape);
+}
+
+/* state_missing(a, b) -> the names that a has and b lacks, as a set */
+static PyObject *state_missing(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    mlsp_items items = {0};
+    if (mlsp_take_count("state_missing", 2, count) < 0 ||
+        mlsp_items_of(args[0], "state", &items) < 0) {
+        return NULL;
+    }
+    PyObject *missing = mlsp_take_dict(args[1], "state") < 0 ? NULL : PySet_New(NULL);
+    for (size_t i = 0; missing != NULL && i < items.count; i++) {
+        PyObject *key = items.items[i].key;
+        const int there = PyDict_Contains(args[1], key);
+        if (there < 0 || (there == 0 && PySet_Add(missing, key) < 0)) {
+            Py_CLEAR(missing);
+        }
+    }
+    mlsp_items_release(&items);
+    return missing;
+}
+
+/* ---- views of many arrays ----
+ *
+ * A view takes a kilobyte, most of it room for dimensions that nobody has: so they are
+ * made for a batch of pairs at a time, which stays in the cache.
+ */
+
+enum { BATCH = 128 };
+
+/* Views of both sides of some pairs, and the core's pairs over them. */
+typedef struct view_batch {
+    size_t count;
+    uint64_t bytes;      /* of one side */
+    size_t where[BATCH]; /* position of each in the mlsp_pairs */
+    mls_differ_pair pairs[BATCH];
+    mls_difference found[BATCH];
+    mlsp_view views[2 * BATCH];
+} view_batch;
+
+/* Give the views back; the batch is empty then. */
+static void batch_clear(view_batch *batch)
+{
+    for (size_t i = 0; i < 2 * batch->count; i++) {
+        mlsp_view_release(&batch->views[i]);
+    }
+    batch->count = 0;
+    batch->bytes = 0;
+}
+
+/* View both arrays of pair `i` of `p`. */
+static int batch_add(const mlsp_state *state, const mlsp_pairs *p, size_t i,
+                     view_batch *batch)
+{
+    mlsp_view *views = &batch->views[2 * batch->count];
+    size_t bytes = 0;
+    if (mlsp_view_item(state, &p->source.items[i], "", false, &views[0]) < 0) {
+        return -1;
+    }
+    if (mlsp_view_item(state, &p->target.items[i], "", false, &views[1]) < 0) {
+        mlsp_view_release(&views[0]);
+        return -1;
+    }
+    (void)mls_tensor_bytes(&views[0].tensor, &bytes); /* it lies in memory, so it fits */
+    batch->pairs[batch->count] =
+        (mls_differ_pair){.a = &views[0].tensor, .b = &views[1].tensor};
+    batch->where[batch->count++] = i;
+    batch->bytes += bytes;
+    return 0;
+}
+
+/* Fill an empty batch with the pairs from `*at` on whose elements are to be compared:
+ * those of one shape and dtype that are not the same object.  Those of a dtype that only
+ * NumPy knows are left out where `known`, else they are an error. */
+static int batch_fill(const mlsp_state *state, const mlsp_pairs *p, bool known,
+                      size_t *at, view_batch *batch)
+{
+    for (; *at < p->source.count && batch->count < BATCH; (*at)++) {
+        const mlsp_item *a = &p->source.items[*at], *b = &p->target.items[*at];
+        if (p->bits[*at] != MLS_SAME || a->value == b->value ||
+            (known && !mlsp_is_known(a))) {
+            continue;
+        }
+        if (batch_add(state, p, *at, batch) < 0) {
+            batch_clear(batch);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Kernels follow the instruction set that the module chose. */
+static const mls_differ_kernels *differ_of(const mlsp_state *state)
+{
+    return mls_differ_of(state->kernels->cpu);
+}
+
+/* ---- differences ---- */
+
+/* Append (name, changed, size, nan, max_abs, max_rel) for each tensor that changed. */
+static int append_changes(const mlsp_pairs *p, const view_batch *batch, PyObject *list)
+{
+    for (size_t i = 0; i < batch->count; i++) {
+        const mls_difference *d = &batch->found[i];
+        size_t size = 0;
+        if (d->changed == 0) {
+            continue;
+        }
+        (void)mls_tensor_count(batch->pairs[i].a, &size);
+        PyObject *entry = Py_BuildValue(
+            "(OKnKdd)", mlsp_pair_key(p, batch->where[i]), (unsigned long long)d->changed,
+            (Py_ssize_t)size, (unsigned long long)d->nan, d->max_abs, d->max_rel);
+        const int failed = entry == NULL ? -1 : PyList_Append(list, entry);
+        Py_XDECREF(entry);
+        if (failed < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Measure the pairs of a batch and note what changed. */
+static int measure_batch(const mlsp_state *state, const mlsp_pairs *p, view_batch *batch,
+                         PyObject *list)
+{
+    mls_status st;
+    PyThreadState *saved = mlsp_leave_python(batch->bytes);
+    const mls_code code = mls_differ(differ_of(state), state->pool, batch->pairs,
+                                     batch->count, batch->found, &st);
+    mlsp_resume_python(saved);
+    if (code != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    return append_changes(p, batch, list);
+}
+
+/* New list of all changes. */
+static PyObject *changes_of(const mlsp_state *state, const mlsp_pairs *p)
+{
+    view_batch *batch = mls_alloc(1, sizeof *batch);
+    PyObject *list = batch == NULL ? PyErr_NoMemory() : PyList_New(0);
+    for (size_t at = 0; list != NULL && at < p->source.count;) {
+        if (batch_fill(state, p, false, &at, batch) < 0 ||
+            measure_batch(state, p, batch, list) < 0) {
+            Py_CLEAR(list);
+        }
+        batch_clear(batch);
+    }
+    mls_free(batch);
+    return list;
+}
+
+/* state_diff(a, b) -> (missing, unexpected, shapes, dtypes, changes, unchanged) */
+static PyObject *state_diff(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mlsp_pairs p;
+    PyObject *result = NULL;
+    if (mlsp_take_count("state_diff", 2, count) < 0 ||
+        mlsp_pairs_init(state, args[0], args[1], &p) < 0) {
+        return NULL;
+    }
+    PyObject *changes = changes_of(state, &p);
+    PyObject *report = changes == NULL ? NULL : mlsp_pairs_report(&p, false);
+    if (report != NULL) {
+        size_t same = 0;
+        for (size_t i = 0; i < p.count; i++) {
+            same += p.bits[i] == MLS_SAME ? 1 : 0;
+        }
+        result = Py_BuildValue("(OOOOOn)", PyTuple_GET_ITEM(report, 0),
+                               PyTuple_GET_ITEM(report, 1), PyTuple_GET_ITEM(report, 2),
+                               PyTuple_GET_ITEM(report, 3), changes,
+                               (Py_ssize_t)same - PyList_GET_SIZE(changes));
+    }
+    Py_XDECREF(report);
+    Py_XDECREF(changes);
+    mlsp_pairs_fini(&p);
+    return result;
+}
+
+/* ---- equality ---- */
+
+/* Whether two arrays of a dtype that only NumPy knows are the same bytes. */
+static int same_bytes(PyObject *a, PyObject *b)
+{
+    PyObject *first = mlsp_raw_bytes(a);
+    PyObject *second = first == NULL ? NULL : mlsp_raw_bytes(b);
+    const int same = second == NULL ? -1 : PyObject_RichCompareBool(first, second, Py_EQ);
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    return same;
+}
+
+/* Those pairs that NumPy alone knows. */
+static int same_unknown(const mlsp_pairs *p)
+{
+    int same = 1;
+    for (size_t i = 0; same == 1 && i < p->count; i++) {
+        const mlsp_item *a = &p->source.items[i], *b = &p->target.items[i];
+        if (a->value != b->value && !mlsp_is_known(a)) {
+            same = same_bytes(a->value, b->value);
+        }
+    }
+    return same;
+}
+
+/* All other pairs. */
+static int same_elements(const mlsp_state *state, const mlsp_pairs *p)
+{
+    view_batch *batch = mls_alloc(1, sizeof *batch);
+    int same = 1;
+    if (batch == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t at = 0; same == 1 && at < p->source.count;) {
+        same = batch_fill(state, p, true, &at, batch) < 0 ? -1 : 1;
+        if (same == 1) {
+            PyThreadState *saved = mlsp_leave_python(batch->bytes);
+            same = mls_differ_same(differ_of(state), state->pool, batch->pairs,
+                                   batch->count);
+            mlsp_resume_python(saved);
+        }
+        batch_clear(batch);
+    }
+    mls_free(batch);
+    return same;
+}
+
+/* Whether any dict at all holds names and arrays, and nothing else. */
+static int holds_arrays(PyObject *dict)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    bool good = true;
+    MLSP_BEGIN_LOCKED(dict)
+        while (good && PyDict_Next(dict, &at, &key, &value)) {
+            PyObject *held[] = {Py_NewRef(key), Py_NewRef(value)};
+            PyObject *name = mlsp_check_entry(held[0], held[1]);
+            good = name != NULL;
+            Py_XDECREF(name);
+            Py_DECREF(held[0]);
+            Py_DECREF(held[1]);
+        }
+    MLSP_END_LOCKED()
+    if (!good && (PyErr_ExceptionMatches(PyExc_TypeError) ||
+                  PyErr_ExceptionMatches(PyExc_ValueError))) {
+        PyErr_Clear();
+        return 0;
+    }
+    return good ? 1 : -1;
+}
+
+/* Everything but the elements first: that is cheap.  A dict of something else is not
+ * equal, which is no error. */
+int mlsp_states_equal(const mlsp_state *state, PyObject *a, PyObject *b)
+{
+    mlsp_pairs p;
+    if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) {
+        return 0;
+    }
+    const int good = holds_arrays(b);
+    if (good != 1) {
+        return good;
+    }
+    if (mlsp_pairs_init(state, a, b, &p) < 0) {
+        return -1;
+    }
+    int same = 0;
+    if (p.counts.missing + p.counts.unexpected + p.counts.shapes + p.counts.dtypes == 0) {
+        same = same_unknown(&p);
+        same = same == 1 ? same_elements(state, &p) : same;
+    }
+    mlsp_pairs_fini(&p);
+    return same;
+}
+
+PyMethodDef mlsp_state_methods[] = {
+    {"state_keys_match", MLSP_FASTCALL(state_keys_match),
+     "state_keys_match(state1, state2, /)\n--\n\nWhether the names are the same."},
+    {"state_shapes_match", MLSP_FASTCALL(state_shapes_match),
+     "state_shapes_match(state1, state2, /)\n--\n\nWhether state2 has all the shapes."},
+    {"state_missing", MLSP_FASTCALL(state_missing),
+     "state_missing(state1, state2, /)\n--\n\nNames that only state1 has."},
+    {"state_compare", MLSP_FASTCALL(state_compare),
+     "state_compare(source, target, /)\n--\n\nNames, shapes and dtypes that differ."},
+    {"state_diff", MLSP_FASTCALL(state_diff),
+     "state_diff(a, b, /)\n--\n\nWhat differs, elements too."},
+    {NULL, NULL, 0, NULL},
+};
