@@ -4,7 +4,7 @@ Arrays are used where they lie, files commit atomically or not at all, and every
 is judged by a clear slow one.
 """
 
-from . import checkpoint, coreml, errors, kv
+from . import checkpoint, coreml, errors, kv, state
 from ._version import __version__
 from .checkpoint import load_file, save_file
 from .errors import (
@@ -18,6 +18,7 @@ from .errors import (
     TensorNotFoundError,
 )
 from .kv import compact_kv_state, transition_kv_state
+from .state import ModelStateDict, OptimizerStateDict, OptimizerType, StateDict, Stateful
 from .threads import get_num_threads, set_num_threads
 
 __all__ = [
@@ -27,6 +28,11 @@ __all__ = [
     "CompatibilityError",
     "FormatError",
     "MLStateError",
+    "ModelStateDict",
+    "OptimizerStateDict",
+    "OptimizerType",
+    "StateDict",
+    "Stateful",
     "StoreError",
     "TensorNotFoundError",
     "__version__",
@@ -39,5 +45,17 @@ __all__ = [
     "load_file",
     "save_file",
     "set_num_threads",
+    "state",
     "transition_kv_state",
 ]
+
+
+def _meet_torch() -> None:
+    """Let torch's files hold state dicts, where torch was imported first."""
+    import sys
+
+    if sys.modules.get("torch") is not None:
+        from .integrations import torch  # noqa: F401
+
+
+_meet_torch()
