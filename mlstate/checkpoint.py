@@ -1,6 +1,6 @@
 """State in files.
 
-`save_file` writes a dict of arrays to one safetensors file, atomically and with checksums;
+`save_file` writes a state dict to one safetensors file, atomically and with checksums;
 `load_file` reads it back, or reads the files that other programs wrote in that format.
 `load_metadata` gives the texts that were stored beside the arrays.
 
@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _core
+from ._state_kind import KEY, describe, restore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ._types import NDArray
+    from ._state_dict import StateDict
 
 __all__ = ["load_file", "load_metadata", "save_file"]
 
@@ -64,7 +65,8 @@ def save_file(
     ----------
     state : mapping of str to array
         NumPy arrays (any strides, either byte order, read-only), ml_dtypes arrays, torch
-        tensors in main memory (parameters too), or anything else with ``__dlpack__``.
+        tensors in main memory (parameters too), or anything else with ``__dlpack__``. What
+        a `ModelStateDict` or `OptimizerStateDict` knows besides is stored too.
     path : str, bytes or os.PathLike
         File to write. A symbolic link is followed and stays. An existing file keeps its
         permission bits, and must be writable; a new one gets 0666 less the umask.
@@ -74,7 +76,8 @@ def save_file(
     Raises
     ------
     TypeError
-        A name or text is not a str, or a value is not an array.
+        A name or text is not a str, a value is not an array, or the ``param_groups`` of an
+        `OptimizerStateDict` are more than numbers, texts and lists.
     ValueError
         A name or text cannot be written as UTF-8 or is reserved, or `path` is neither
         absent nor a regular file.
@@ -112,8 +115,15 @@ def save_file(
     """
     # copies of the mappings, taken in one step: other threads may change the originals
     tensors = tuple((name, _array(name, value)) for name, value in dict(state).items())
-    texts = () if metadata is None else tuple(dict(metadata).items())
-    _core.file_save(os.fspath(path), tensors, texts)
+    texts = {} if metadata is None else dict(metadata)
+    if KEY in texts:
+        raise ValueError(
+            f'metadata key "{KEY}" is reserved: choose one that does not start with "mlstate."'
+        )
+    kind = describe(state)
+    if kind is not None:
+        texts[KEY] = kind
+    _core.file_save(os.fspath(path), tensors, tuple(texts.items()))
 
 
 def load_file(
@@ -121,7 +131,7 @@ def load_file(
     *,
     mmap: bool = False,
     verify: bool = True,
-) -> dict[str, NDArray]:
+) -> StateDict:
     """
     Read the arrays of a safetensors file.
 
@@ -140,9 +150,10 @@ def load_file(
 
     Returns
     -------
-    dict of str to numpy.ndarray
-        New arrays, or views of the mapping, in the file's order. bfloat16 and the 8-bit
-        floats are dtypes of ml_dtypes.
+    StateDict
+        New NumPy arrays, or views of the mapping, in the file's order. bfloat16 and the
+        8-bit floats are dtypes of ml_dtypes. A `ModelStateDict` or `OptimizerStateDict` where
+        one was saved.
 
     Raises
     ------
@@ -176,7 +187,9 @@ def load_file(
     >>> mapped, mapped.flags.writeable
     (array([0, 1, 2, 3], dtype=int32), False)
     """
-    return _core.file_load(os.fspath(path), mmap, verify)
+    plain = os.fspath(path)
+    arrays, texts = _core.file_load(plain, mmap, verify)
+    return restore(arrays, texts.get(KEY), plain)
 
 
 def load_metadata(
@@ -196,7 +209,7 @@ def load_metadata(
     -------
     dict of str to str
         What was given to `save_file` as ``metadata``, or what another program stored;
-        our own checksum entries are left out.
+        our own entries are left out.
 
     Raises
     ------
@@ -212,4 +225,6 @@ def load_metadata(
     >>> load_metadata(path)
     {'epoch': '3'}
     """
-    return _core.file_metadata(os.fspath(path), verify)
+    texts = _core.file_metadata(os.fspath(path), verify)
+    texts.pop(KEY, None)
+    return texts

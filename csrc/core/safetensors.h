@@ -32,6 +32,10 @@
 /* Keys of "__metadata__" that are ours start so. */
 #define MLS_SAFETENSORS_PREFIX "mlstate."
 
+/* The one of them that is metadata like any other here: what kind of state it is, which
+ * is the caller's to write and to understand. */
+#define MLS_SAFETENSORS_STATE MLS_SAFETENSORS_PREFIX "state"
+
 /* ---- reading ---- */
 
 /* What the header says of one tensor.  Name and shape share the header's memory. */
@@ -114,7 +118,8 @@ typedef struct mls_safetensors_content {
  * tensors start at a multiple of 64.  Contiguous tensors are written from where they lie,
  * others through a buffer of 1 MiB.
  * MLS_E_VALUE: a name or key that is not UTF-8, appears twice, or is reserved
- * ("__metadata__" for a tensor, "mlstate." at the start of a key).  MLS_E_SIZE: a header
+ * ("__metadata__" for a tensor, "mlstate." at the start of any key but
+ * MLS_SAFETENSORS_STATE).  MLS_E_SIZE: a header
  * over 100 MB.  MLS_E_IO, MLS_E_MEMORY.  On failure an existing file is what it was. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,

@@ -217,15 +217,16 @@ static const char tensors_key[] = MLS_SAFETENSORS_PREFIX "tensors.crc32c";
 /* Metadata that cannot be written, or that could be taken for ours when it is read. */
 static mls_code check_pair(writer *w, const mls_text_pair *pair)
 {
-    const size_t prefix = strlen(MLS_SAFETENSORS_PREFIX);
+    const mls_text prefix = {.data = MLS_SAFETENSORS_PREFIX,
+                             .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
     if (!mls_utf8_valid(pair->key.data, pair->key.length)) {
         return fail_name(w, "metadata key", pair->key, "is not valid UTF-8");
     }
     if (!mls_utf8_valid(pair->value.data, pair->value.length)) {
         return fail_name(w, "the value of metadata key", pair->key, "is not valid UTF-8");
     }
-    if (pair->key.length >= prefix &&
-        memcmp(pair->key.data, MLS_SAFETENSORS_PREFIX, prefix) == 0) {
+    if (mls_text_starts(pair->key, prefix) &&
+        !mls_text_is(pair->key, MLS_SAFETENSORS_STATE)) {
         return fail_name(w, "metadata key", pair->key,
                          "is reserved: choose one that does not start with "
                          "\"" MLS_SAFETENSORS_PREFIX "\"");

@@ -396,7 +396,7 @@ static int open_file(PyObject *module, const file_path *path, bool verify, int *
     return 0;
 }
 
-/* file_load(path, mmap, verify) -> {name: array} */
+/* file_load(path, mmap, verify) -> ({name: array}, {key: text}) */
 static PyObject *file_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     if (mlsp_take_count("file_load", 3, count) < 0) {
@@ -412,8 +412,11 @@ static PyObject *file_load(PyObject *module, PyObject *const *args, Py_ssize_t c
         open_file(module, &path, verifies != 0, &fd, &file) < 0) {
         goto done;
     }
-    result = maps != 0 ? load_mapped(module, &path, fd, &file)
-                       : load_copied(module, &path, fd, &file);
+    PyObject *arrays = maps != 0 ? load_mapped(module, &path, fd, &file)
+                                 : load_copied(module, &path, fd, &file);
+    if (arrays != NULL) {
+        result = Py_BuildValue("(NN)", arrays, metadata_of(&file));
+    }
 done:
     if (fd >= 0) {
         (void)close(fd);
@@ -448,7 +451,8 @@ PyMethodDef mlsp_file_methods[] = {
     {"file_save", MLSP_FASTCALL(file_save),
      "file_save(path, tensors, metadata, /)\n--\n\nWrite a safetensors file atomically."},
     {"file_load", MLSP_FASTCALL(file_load),
-     "file_load(path, mmap, verify, /)\n--\n\nThe arrays of a safetensors file."},
+     "file_load(path, mmap, verify, /)\n--\n\nArrays and metadata of a safetensors "
+     "file."},
     {"file_metadata", MLSP_FASTCALL(file_metadata),
      "file_metadata(path, verify, /)\n--\n\nThe metadata of a safetensors file."},
     {NULL, NULL, 0, NULL},

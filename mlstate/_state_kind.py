@@ -1,0 +1,61 @@
+"""Which kind of state dict a file holds, written beside its arrays as text.
+
+The metadata entry ``mlstate.state`` is a JSON object: ``kind`` is ``"model"`` or
+``"optimizer"``, the other members are the attributes of that class. A file without it holds
+a plain `StateDict`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._optimizer_state import OptimizerStateDict
+from ._state_dict import ModelStateDict, StateDict
+from .errors import FormatError
+
+KEY = "mlstate.state"
+
+_ATTRIBUTES: dict[str, tuple[type[StateDict], tuple[str, ...]]] = {
+    "model": (ModelStateDict, ("model_type", "layer_count")),
+    "optimizer": (
+        OptimizerStateDict,
+        ("optimizer_type", "step", "learning_rate", "param_groups"),
+    ),
+}
+
+
+def describe(state: object) -> str | None:
+    """Return the text for a state's file, or None where the class has no attributes."""
+    for kind, (cls, names) in _ATTRIBUTES.items():
+        if isinstance(state, cls):
+            import json
+
+            values = {name: getattr(state, name) for name in names}
+            try:
+                return json.dumps({"kind": kind, **values}, sort_keys=True)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"param_groups cannot be written as text: {error}; "
+                    "keep plain numbers, texts and lists there"
+                ) from None
+    return None
+
+
+def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict:
+    """Make the state dict that `describe` described; `path` is for the error."""
+    if text is None:
+        return StateDict(arrays)
+    import json
+
+    try:
+        found = json.loads(text)
+        cls, names = _ATTRIBUTES[found.pop("kind")]
+        if not found.keys() <= set(names):
+            raise KeyError(*(found.keys() - set(names)))
+        state = cls(**found)  # before the arrays, whose names must not reach keywords
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as reason:
+        error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
+        error.path = path
+        raise error from None
+    state.update(arrays)
+    return state
