@@ -93,5 +93,18 @@ def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monk
 
 
 def test_a_changed_cache_fails_the_command(capsys, monkeypatch):
-    monkeypatch.setattr(story, "run", lambda picture: story.Report("", False, "", [], None))
-    assert main(["demo", "--picture", ""]) == 1
+    for good in ((False, True), (True, False)):
+        report = story.Report("", good[0], "", [], None, good[1])
+        monkeypatch.setattr(story, "run", lambda picture, report=report: report)
+        assert main(["demo", "--picture", ""]) == 1
+
+
+def test_a_renamed_checkpoint_is_loaded_and_a_damaged_one_is_not(told):
+    report, printed = told
+    assert report.untouched
+    part = printed[printed.index("8. State dict") :]
+    assert "proposed: rename(source, {'module.': ''})" in part
+    assert "after load_into: identical: 26 tensors" in part
+    assert "size mismatch for layers.2.out.weight" in part
+    assert "(64, 32)" in part and "(64, 64)" in part
+    assert part.endswith("before and after: the same")

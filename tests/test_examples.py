@@ -100,6 +100,24 @@ def test_coreml_transition_shows_what_it_says(tmp_path):
         assert outputs(cells, "image/png")
 
 
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_state_dicts_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "state_dicts.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    model, layer, result, tuned, loaded = outputs(cells, "text/html")
+    assert "<details" in model and "26 tensors" in model
+    assert "out.weight" in layer and "layers" not in layer.split("</style>")[-1]
+    assert "module." in result
+    assert "1 changed" in tuned and "layers.3.out.weight" in tuned and "25 unchanged" in tuned
+    assert "1 changed" in loaded
+    printed = "".join(outputs(cells, "stdout"))
+    assert "size mismatch for norm.weight" in printed and "(32,)" in printed
+
+
 @pytest.mark.slow
 def test_a_notebook_that_fails_is_noticed(tmp_path):
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}

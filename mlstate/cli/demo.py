@@ -24,7 +24,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the demo; 1 if a transition changed what the model says next."""
+    """Run the demo; 1 if a transition or a refused load changed anything."""
     from ..demo.story import run
 
-    return 0 if run(arguments.picture or None).identical else 1
+    report = run(arguments.picture or None)
+    return 0 if report.identical and report.untouched else 1

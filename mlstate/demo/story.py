@@ -2,7 +2,8 @@
 
 A small character model, trained on Python's own library, runs in NumPy. Its cache travels
 between the states of two real Core ML packages as it would on a Mac: prefill with a context
-of 512, compact to 256, generate until that is full, expand to 512, go on.
+of 512, compact to 256, generate until that is full, expand to 512, go on. Then its weights
+are loaded from a checkpoint with other names.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..kv import (
     transition_kv_state,
 )
 from .model import CharModel
+from .weights import show_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +62,8 @@ class Report(NamedTuple):
         Label, tokens and sequence length, in order.
     picture : Path or None
         The picture that was written.
+    untouched : bool
+        Whether a checkpoint that was refused left every weight as it was.
     """
 
     text: str
@@ -67,6 +71,7 @@ class Report(NamedTuple):
     refused: str
     stages: list[Stage]
     picture: Path | None
+    untouched: bool
 
 
 class _Story:
@@ -252,9 +257,10 @@ def run(
         specs = _show_packages(data, say)
         story = _Story(data, say)
         refused = _tell(story, specs)
-    text = story.model.decode(story.tokens)
-    say("\n   What it wrote (the prompt ends at the bar):\n")
-    say(_indent(text[: len(story.prompt)] + "|" + text[len(story.prompt) :]))
-    _memory_table(say)
+        text = story.model.decode(story.tokens)
+        say("\n   What it wrote (the prompt ends at the bar):\n")
+        say(_indent(text[: len(story.prompt)] + "|" + text[len(story.prompt) :]))
+        _memory_table(say)
+        loaded = show_weights(data / "model.safetensors", say)
     drawn = _draw(story.stages, None if picture is None else Path(picture), say)
-    return Report(text, story.identical, refused, story.stages, drawn)
+    return Report(text, story.identical, refused, story.stages, drawn, loaded.untouched)

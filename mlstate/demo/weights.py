@@ -1,0 +1,86 @@
+"""The demo's second part: the model's weights as a state dict.
+
+A checkpoint of the same model arrives under other names, as a wrapper leaves them. It is
+compared, renamed and loaded into an untrained model; then a damaged one is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..checkpoint import load_file
+from ..errors import CompatibilityError
+from ..state import ModelStateDict, check_compatibility, diff, load_into, rename
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["Loaded", "show_weights"]
+
+
+class Loaded(NamedTuple):
+    """What became of the untrained model.
+
+    Attributes
+    ----------
+    state : ModelStateDict
+        Its weights after loading.
+    refused : str
+        The message that refused the damaged checkpoint.
+    untouched : bool
+        Whether the refused checkpoint left every bit of the weights as it was.
+    """
+
+    state: ModelStateDict
+    refused: str
+    untouched: bool
+
+
+def show_weights(path: Path, say: Callable[[str], None]) -> Loaded:
+    """Tell the story of a checkpoint that is loaded, and of one that is not.
+
+    Parameters
+    ----------
+    path : Path
+        The demo's weights.
+    say : callable
+        Gets each line.
+
+    Returns
+    -------
+    Loaded
+        The loaded weights and the refusal.
+    """
+    trained = ModelStateDict(load_file(path), model_type="character model", layer_count=4)
+    names = trained.layer_names(2)
+    say(f"\n8. State dict: {len(trained)} tensors, {trained.nbytes / 1024:.0f} KiB, {names}")
+    for line in repr(trained.get_layer_state("layers.3")).splitlines():
+        say(f"   {line}")
+
+    wrapped = rename(trained, {"": "module."})
+    model = ModelStateDict((name, np.zeros_like(array)) for name, array in trained.items())
+    say("\n9. A wrapper renamed the checkpoint; an untrained model is to load it")
+    found = check_compatibility(wrapped, model)
+    say(f"   proposed: rename(source, {found.renames!r})")
+    load_into(model, rename(wrapped, found.renames))
+    say(f"   after load_into: {diff(trained, model)}")
+
+    say("\n10. One tensor of another shape, and nothing is written")
+    damaged = trained.copy()
+    damaged["layers.2.out.weight"] = np.zeros((64, 32), np.float16)
+    damaged["embed.weight"] = np.ones((96, 64), np.float16)
+    before = model.digest()
+    try:
+        load_into(model, damaged)
+    except CompatibilityError as error:
+        refused = str(error)
+    else:
+        raise AssertionError("a checkpoint with another shape was loaded")
+    for line in refused.splitlines():
+        say(f"   {line.strip()}")
+    untouched = model.digest() == before
+    say(f"   digest of the model before and after: {'the same' if untouched else 'DIFFERENT'}")
+    return Loaded(model, refused, untouched)
