@@ -166,8 +166,9 @@ static void a_target_over_another_source_is_refused_with_both_names(void)
 
 static void both_names_are_seen_however_long_they_are(void)
 {
-    char long_a[601] = "", long_b[601] = "";
-    for (size_t i = 0; i < 600; i += 3) { /* characters of three bytes */
+    char long_a[602] = "a", long_b[602] = "b";
+    for (size_t i = 1; i < 601;
+         i += 3) { /* characters of three bytes, cut in the middle */
         memcpy(long_a + i, "\xE2\x82\xAC", 3);
         memcpy(long_b + i, "\xE2\x86\x92", 3);
     }
