@@ -1,7 +1,30 @@
-"""torch tensors: as KV caches, as state dicts.  Each file imports torch inside its functions."""
+"""torch tensors: as KV caches, as state dicts, in files of torch's own.
+
+Importing this lets ``torch.load`` read state dicts that ``torch.save`` stored, with
+``weights_only``. `mlstate` imports it by itself where torch was imported first, and whenever
+it meets a tensor; a fresh process that does neither before ``torch.load`` imports it by name.
+Each file here imports torch inside its functions.
+"""
 
 from ._kv import move
 from ._memory import note_written, write_into_tensor
+from ._optimizer import optimizer_dict, optimizer_state
+from ._pickle import reduce_state, register, restore_state
 from ._state import arrays_of, tensors_of
 
-__all__ = ["arrays_of", "move", "note_written", "tensors_of", "write_into_tensor"]
+__all__ = [
+    "arrays_of",
+    "move",
+    "note_written",
+    "optimizer_dict",
+    "optimizer_state",
+    "reduce_state",
+    "register",
+    "restore_state",
+    "tensors_of",
+    "write_into_tensor",
+]
+
+# Files name the function by this package, which stays where the file it is in may not.
+restore_state.__module__ = __name__
+register()
