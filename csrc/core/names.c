@@ -2,9 +2,10 @@
  *
  * All nodes lie in one array, and one open-addressing table finds the child of a node by
  * its segment: there are no lists to search, however many children a node has.  A first
- * child is known to its parent and is not in the table, which halves it.  Names of one
- * layer usually follow each other, so each name is begun at the node that it shares with
- * the name before it; most of a name is then compared and not looked up.
+ * child is known to its parent and is not in the table: so each name needs one place of
+ * it at most, where it leaves the names before it, and the table never has to grow. Names
+ * of one layer usually follow each other, so each name is begun at the node that it
+ * shares with the name before it; most of a name is then compared and not looked up.
  *
  * Nothing here recurses: a name of thousands of segments is as good as any.
  */
@@ -27,8 +28,8 @@ typedef struct name_slot {
 struct mls_names {
     mls_name_node *nodes;
     size_t size, room;
-    name_slot *slots;        /* all children but the first ones */
-    size_t slot_count, used; /* a power of two; at most half of it */
+    name_slot *slots;  /* all children but the first ones */
+    size_t slot_count; /* a power of two */
 };
 
 /* ---- the table ---- */
@@ -125,32 +126,6 @@ static mls_text segment_after(const mls_names *names, uint32_t node, mls_text na
     return (mls_text){from, dot == NULL ? name.length - start : (size_t)(dot - from)};
 }
 
-/* A table of twice the size.  The hashes are at hand: no name is read again. */
-static bool grow_slots(mls_names *names)
-{
-    size_t slot_count;
-    if (!mls_size_mul(names->slot_count, 2, &slot_count)) {
-        return false;
-    }
-    name_slot *slots = mls_alloc(slot_count, sizeof *slots);
-    if (slots == NULL) {
-        return false;
-    }
-    for (size_t i = 0; i < names->slot_count; i++) {
-        if (names->slots[i].node != 0) {
-            size_t at = names->slots[i].hash & (slot_count - 1);
-            while (slots[at].node != 0) {
-                at = (at + 1) & (slot_count - 1);
-            }
-            slots[at] = names->slots[i];
-        }
-    }
-    mls_free(names->slots);
-    names->slots = slots;
-    names->slot_count = slot_count;
-    return true;
-}
-
 /* ---- making the tree ---- */
 
 /* The one message for a list that the machine cannot hold. */
@@ -159,7 +134,7 @@ static mls_code no_memory(mls_status *st)
     return mls_fail(st, MLS_E_MEMORY, "no memory for the tree of names");
 }
 
-/* Room for one more node, in the array and in the table. */
+/* Room for one more node. */
 static mls_code reserve_node(mls_names *names, mls_status *st)
 {
     if (names->size == MAX_NODES) {
@@ -176,9 +151,6 @@ static mls_code reserve_node(mls_names *names, mls_status *st)
         }
         names->nodes = nodes;
         names->room = room;
-    }
-    if (names->used >= names->slot_count / 2 && !grow_slots(names)) {
-        return no_memory(st);
     }
     return MLS_OK;
 }
@@ -203,7 +175,6 @@ static uint32_t append_node(mls_names *names, uint32_t parent, mls_text path,
         const uint32_t hash = hash_segment(parent, segment);
         *find_slot(names, hash, parent, segment) =
             (name_slot){.hash = hash, .node = added};
-        names->used++;
         names->nodes[above->count].next_sibling = added;
     }
     above->count = added;
@@ -299,8 +270,8 @@ static void count_names(mls_names *names)
     }
 }
 
-/* An empty tree with room for about `count` names: models have up to two and a half
- * nodes for each name, and what is too much is never touched. */
+/* An empty tree for `count` names.  Models have up to two and a half nodes for each name,
+ * and what is too much is never touched; the table is at most half full. */
 static mls_names *names_alloc(size_t count)
 {
     mls_names *names = mls_alloc(1, sizeof *names);

@@ -33,12 +33,12 @@ size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
 
 enum { MLS_EXPLAIN_RULES = 8 };
 
-/* What mls_names_explain found. */
+/* What mls_names_explain found.  The texts of the rules are constants, or `prefix`. */
 typedef struct mls_explanation {
-    /* texts: constants, or parts of the names */
     mls_rename_rule rules[MLS_EXPLAIN_RULES];
     size_t rule_count; /* 0: nothing explains them */
     size_t matched;    /* unexpected names that become missing ones under the rules */
+    char *prefix;      /* owned; NULL where no rule has one */
 } mls_explanation;
 
 /* Find the rules that turn `unexpected` names into `missing` ones: the marks of wrappers
@@ -53,9 +53,12 @@ typedef struct mls_explanation {
  * rules do to them.
  *
  * Borrows both lists, in which no name may occur twice: MLS_E_VALUE.  MLS_E_CAPACITY as
- * for mls_names_new.  MLS_E_MEMORY.  `*out` is untouched on failure. */
+ * for mls_names_new.  MLS_E_MEMORY.  `*out` is untouched on failure.  Gives: free with
+ * mls_explanation_fini. */
 mls_code mls_names_explain(const mls_text *unexpected, size_t unexpected_count,
                            const mls_text *missing, size_t missing_count,
                            mls_explanation *out, mls_status *st);
+
+void mls_explanation_fini(mls_explanation *explanation); /* accepts a zeroed one */
 
 #endif

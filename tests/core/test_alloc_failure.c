@@ -1,10 +1,13 @@
-/* Every allocation fails once: the n-th one for every n, in reading, writing and parsing.
+/* Every allocation fails once: the n-th one for every n, in reading, writing and parsing
+ * files, and in making and comparing trees of names.
  * Each must end in MLS_E_MEMORY with nothing leaked, the outputs untouched and the old
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
 #include "fsio.h"
 #include "json.h"
 #include "load.h"
 #include "mem.h"
+#include "names.h"
+#include "rename.h"
 #include "runner.h"
 #include "safetensors.h"
 
@@ -224,12 +227,52 @@ static void planning_to_load_survives_every_failure(void)
     CHECK(fail_each(plan_loading) >= 7);
 }
 
+/* ---- names ---- */
+
+/* A name deep enough for the array of nodes to grow. */
+static mls_code make_tree(mls_status *st)
+{
+    const mls_text list[] = {text("a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z"),
+                             text("a.b.c"), text("b")};
+    mls_names *names = NULL;
+    const mls_code code = mls_names_new(list, 3, &names, st);
+    CHECK((code == MLS_OK) == (names != NULL));
+    mls_names_free(names);
+    return code;
+}
+
+static void a_tree_of_names_survives_every_failure(void)
+{
+    CHECK(fail_each(make_tree) >= 4);
+}
+
+static mls_code explain_names(mls_status *st)
+{
+    const mls_text unexpected[] = {text("module._orig_mod.a"), text("module.b"),
+                                   text("module._orig_mod.c._fsdp_wrapped_module.w")};
+    const mls_text missing[] = {text("a"), text("b"), text("c.w")};
+    mls_explanation found = {.rule_count = 77};
+    const mls_code code = mls_names_explain(unexpected, 3, missing, 3, &found, st);
+    CHECK(found.rule_count == (code == MLS_OK ? 3 : 77));
+    if (code == MLS_OK) {
+        mls_explanation_fini(&found);
+    }
+    return code;
+}
+
+static void explaining_names_survives_every_failure(void)
+{
+    CHECK(fail_each(explain_names) >= 12);
+}
+
 static const test_case tests[] = {
     TEST(parsing_json_survives_every_failure),
     TEST(reading_a_file_survives_every_failure),
     TEST(writing_survives_every_failure_and_keeps_the_old_file),
     TEST(opening_survives_every_failure),
     TEST(planning_to_load_survives_every_failure),
+    TEST(a_tree_of_names_survives_every_failure),
+    TEST(explaining_names_survives_every_failure),
 };
 
 int main(void)
