@@ -48,7 +48,7 @@ def test_too_many_tokens_are_refused_with_a_way_out(told):
 
 
 def test_the_memory_table_is_computed(told):
-    table = told[1].split("7. Memory")[1].split("\n")
+    table = told[1].split("7. Memory")[1].split("8. State dict")[0].split("\n")
     expand = next(line for line in table if "expand" in line)
     compact = next(line for line in table if "compact" in line)
     assert "4.50" in expand and "9.00" in expand and "+4.50 MB (+100 %)" in expand
