@@ -86,6 +86,7 @@ static name_slot *find_slot(const mls_names *names, uint32_t hash, uint32_t pare
         if (slot->node == 0) {
             return slot;
         }
+        /* other hashes need no look at the node */
         if (slot->hash == hash) {
             const mls_name_node *node = &names->nodes[slot->node];
             if (node->parent == parent && mls_text_equal(node->segment, segment)) {
@@ -98,6 +99,7 @@ static name_slot *find_slot(const mls_names *names, uint32_t hash, uint32_t pare
 /* The child with this segment, or 0. */
 static uint32_t find_child(const mls_names *names, uint32_t parent, mls_text segment)
 {
+    /* the first child and an only child are decided without the table */
     const uint32_t first = names->nodes[parent].first_child;
     if (first == MLS_NAME_NONE) {
         return 0;
@@ -278,6 +280,7 @@ static mls_names *names_alloc(size_t count)
     if (names == NULL) {
         return NULL;
     }
+    /* at least a few, for short lists of deep names */
     names->room = 2 * count + count / 2 + 8;
     names->slot_count = 16;
     while (names->slot_count < 2 * count) {
@@ -299,6 +302,7 @@ static mls_names *names_alloc(size_t count)
     return names;
 }
 
+/* The tree is whole before the caller sees it: a failure drops all of it. */
 mls_code mls_names_new(const mls_text *names, size_t count, mls_names **out,
                        mls_status *st)
 {
@@ -321,6 +325,7 @@ mls_code mls_names_new(const mls_text *names, size_t count, mls_names **out,
     return MLS_OK;
 }
 
+/* Half-made ones too: what is not there yet is NULL. */
 void mls_names_free(mls_names *names)
 {
     if (names != NULL) {
@@ -332,11 +337,13 @@ void mls_names_free(mls_names *names)
 
 /* ---- looking things up ---- */
 
+/* One array, in the order in which the nodes were met: readers may walk it directly. */
 const mls_name_node *mls_names_nodes(const mls_names *names)
 {
     return names->nodes;
 }
 
+/* The root counts. */
 size_t mls_names_size(const mls_names *names)
 {
     return names->size;
@@ -370,6 +377,7 @@ uint32_t mls_names_position(const mls_names *names, mls_text name)
     return node == MLS_NAME_NONE ? MLS_NAME_NONE : names->nodes[node].name;
 }
 
+/* The links are enough to find the way back: no stack, however deep the tree is. */
 uint32_t mls_names_next(const mls_names *names, uint32_t top, uint32_t node, bool skip)
 {
     const mls_name_node *nodes = names->nodes;

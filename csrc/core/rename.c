@@ -319,6 +319,7 @@ static void collect_guesses(explainer *e)
     const bool is_unexpected = e->unexpected_count <= e->missing_count;
     const mls_text *names = is_unexpected ? e->plain : e->missing;
     const size_t count = is_unexpected ? e->unexpected_count : e->missing_count;
+    /* a short list is compared whole */
     const size_t samples = count < SAMPLES ? count : SAMPLES;
     for (size_t i = 0; i < samples; i++) {
         /* scattered, since names repeat themselves at regular distances */
@@ -392,6 +393,7 @@ static mls_code keep_best(explainer *e, unsigned set, const prefix_guess *guess,
         (matched == e->best.matched && rule_count >= e->best.rule_count)) {
         return MLS_OK;
     }
+    /* the marks are constants; only a prefix has to be kept alive */
     if (guess != NULL) {
         found.prefix = mls_alloc(guess->prefix.length, 1);
         if (found.prefix == NULL) {
@@ -416,6 +418,7 @@ static mls_code try_marks(explainer *e, unsigned set, mls_status *st)
     }
     code = keep_best(e, set, NULL, count_without(e, (mls_text){0}), st);
     collect_guesses(e);
+    /* checking costs a look at each name, so only a few guesses are worth it */
     for (int i = 0; i < TRIES && code == MLS_OK; i++) {
         const prefix_guess *guess = best_guess(e);
         if (guess == NULL) {
@@ -445,6 +448,7 @@ static mls_code explainer_init(explainer *e, mls_status *st)
     return mls_names_new(e->missing, e->missing_count, &e->wanted, st);
 }
 
+/* Every set of the marks that occur is tried: one that both sides have must stay. */
 mls_code mls_names_explain(const mls_text *unexpected, size_t unexpected_count,
                            const mls_text *missing, size_t missing_count,
                            mls_explanation *out, mls_status *st)
@@ -478,6 +482,7 @@ mls_code mls_names_explain(const mls_text *unexpected, size_t unexpected_count,
     return code;
 }
 
+/* Leaves nothing that could be freed again. */
 void mls_explanation_fini(mls_explanation *explanation)
 {
     mls_free(explanation->prefix);
