@@ -113,6 +113,8 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
         return mls_fail(st, MLS_E_SIZE,
                         "the tensor has more elements than can be counted");
     }
+    /* each step cuts what the one before left; `parts` becomes the number of parts that
+     * the later steps make of each */
     for (int i = 0; i < layout->count; i++) {
         const mls_layout_step step = layout->steps[i];
         parts /= step.parts;
@@ -155,8 +157,7 @@ static size_t common(const mls_part *a, const mls_part *b, int axis, size_t *sta
 }
 
 /* Axes from the innermost out.  An axis that both boxes have whole, and all inside it
- * too, becomes part of the one outside it: that is what `a_width` and `b_width` equal to
- * the common length say. */
+ * too, becomes part of the one outside it. */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
 {
     size_t a_stride = 1, b_stride = 1;
@@ -173,9 +174,11 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     for (int axis = a->rank - 1; axis >= 0; axis--) {
         size_t start;
         const size_t shared = common(a, b, axis, &start);
+        /* nothing in common along one axis is nothing in common at all */
         o.done = o.done || shared == 0;
         o.a_at += (start - a->start[axis]) * a_stride;
         o.b_at += (start - b->start[axis]) * b_stride;
+        /* the row inside: where it is as long as the stride, there is no gap */
         const size_t inside = length[rows - 1] * a_strides[rows - 1];
         const size_t b_inside = length[rows - 1] * b_strides[rows - 1];
         if (inside == a_stride && b_inside == b_stride) {
@@ -216,6 +219,7 @@ static void next_row(mls_overlap *o)
 /* The present row as far as both flat ranges have it; false where neither end is in. */
 static bool row_run(const mls_overlap *o, mls_run *out)
 {
+    /* `skip` elements at the front are before one of the ranges, `keep` of them end it */
     const size_t length = o->length[o->rank - 1];
     size_t skip = 0, keep = length;
     skip = o->a_begin > o->a_at ? o->a_begin - o->a_at : 0;
@@ -244,6 +248,7 @@ bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
             break;
         }
         if (row_run(overlap, &next)) {
+            /* joined as long as the rows go on in both; the first that does not waits */
             if (run.count == 0) {
                 run = next;
             } else if (next.a == run.a + run.count && next.b == run.b + run.count) {

@@ -132,6 +132,7 @@ int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
     if (take_all(dict, out) < 0) {
         return -1;
     }
+    /* names after entries: encoding one allocates, which may run a collection */
     for (size_t i = 0; i < out->count; i++) {
         if (mlsp_name_of(out->items[i].key, what, &out->items[i].name) < 0) {
             mlsp_items_release(out);
@@ -214,6 +215,7 @@ static int take_dtype_text(PyObject *dtype, mlsp_item *item)
         Py_XDECREF(text);
         return -1;
     }
+    /* torch.float32 is what NumPy calls float32, and all names of the core are NumPy's */
     const size_t skipped = strncmp(name, "torch.", 6) == 0 ? 6 : 0;
     item->text = text;
     item->facts.dtype = name + skipped;
@@ -225,6 +227,8 @@ static int facts_of_ndarray(mlsp_item *item)
 {
     PyArrayObject *array = (PyArrayObject *)item->value;
     mls_dtype dtype;
+    /* borrowed from the array, which the item holds: a shape is fixed for its life, but
+     * for assignments to .shape, which NumPy deprecates */
     item->facts.rank = PyArray_NDIM(array);
     item->facts.shape = (const size_t *)PyArray_DIMS(array);
     if (mlsp_dtype_of_descr(PyArray_DESCR(array), &dtype)) {
@@ -246,6 +250,7 @@ static int take_shape(PyObject *shape, mlsp_item *item)
     if (tuple == NULL) {
         return -1;
     }
+    /* a tuple of anybody's: it may be longer than any array's, or hold no numbers */
     const Py_ssize_t rank = PyTuple_GET_SIZE(tuple);
     size_t *sizes = rank > MLS_MAX_RANK ? NULL : mls_alloc((size_t)rank, sizeof *sizes);
     for (Py_ssize_t i = 0; sizes != NULL && i < rank; i++) {
@@ -272,6 +277,7 @@ static int take_shape(PyObject *shape, mlsp_item *item)
  * tensor on a device, or on torch's meta device, has facts too. */
 static int facts_of_attributes(mlsp_item *item)
 {
+    /* both may be properties that run code of others: everything is held meanwhile */
     PyObject *shape = PyObject_GetAttrString(item->value, "shape");
     PyObject *dtype = shape == NULL ? NULL : PyObject_GetAttrString(item->value, "dtype");
     if (dtype == NULL) {
@@ -301,6 +307,7 @@ static int facts_of_view(const mlsp_state *state, mlsp_item *item)
         PyErr_NoMemory();
         return -1;
     }
+    /* the view goes, its shape must stay */
     memcpy(sizes, view.tensor.shape, rank * sizeof *sizes);
     item->owned_shape = sizes;
     item->facts = (mls_facts){.shape = sizes,
@@ -312,6 +319,7 @@ static int facts_of_view(const mlsp_state *state, mlsp_item *item)
 
 int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
 {
+    /* the quick way first: nearly all arrays are NumPy's */
     if (PyArray_Check(item->value)) {
         return facts_of_ndarray(item);
     }

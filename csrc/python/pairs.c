@@ -30,6 +30,7 @@ static int find_partners(mlsp_pairs *p, PyObject *target, size_t *found)
         if (there < 0) {
             return -1;
         }
+        /* the name is the same text, so one UTF-8 serves both */
         if (there == 1) {
             to->key = Py_NewRef(from->key);
             to->name = from->name;
@@ -51,6 +52,7 @@ static int find_others(mlsp_pairs *p, PyObject *source, mlsp_items *all)
         PyErr_NoMemory();
         return -1;
     }
+    /* what was there moved along; what is new is not part of the list yet */
     p->target.items = items;
     for (size_t i = 0; i < all->count; i++) {
         const int there = PyDict_Contains(source, all->items[i].key);
@@ -111,6 +113,7 @@ static int match_items(mlsp_pairs *p, PyObject *source, PyObject *target)
     if (find_partners(p, target, &found) < 0) {
         return -1;
     }
+    /* as many found as there are: the target has nothing of its own */
     if (found == (size_t)PyDict_GET_SIZE(target)) {
         return 0;
     }

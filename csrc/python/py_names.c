@@ -44,6 +44,7 @@ static void index_end(PyObject *capsule)
 static int fill_index(name_index *index, const mlsp_items *items)
 {
     mls_status st;
+    /* the tuple keeps the str alive, and with them the texts that the tree borrows */
     index->texts = mls_alloc(items->count, sizeof *index->texts);
     index->keys = PyTuple_New((Py_ssize_t)items->count);
     if (index->texts == NULL || index->keys == NULL) {
@@ -158,6 +159,7 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
         return -1;
     }
     const uint32_t node = mls_names_find(index->names, path);
+    /* no such layer is a layer without tensors, as the specification has it */
     if (node == MLS_NAME_NONE) {
         return 0;
     }
@@ -168,6 +170,7 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
         return -1;
     }
     const size_t count = mls_names_under(index->names, node, positions);
+    /* in characters, not bytes: the name of the layer and its dot */
     const Py_ssize_t skipped = PyUnicode_GET_LENGTH(name) + 1;
     int result = 0;
     for (size_t i = 0; result == 0 && i < count; i++) {
@@ -199,6 +202,7 @@ static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t
     if (mlsp_take_count("state_layer", 3, count) < 0) {
         return NULL;
     }
+    /* the index may have been made long ago, the arrays are those of this moment */
     PyObject *capsule = mlsp_describe_names(args[0], make_index);
     PyObject *layer = capsule == NULL ? NULL : new_empty(args[2]);
     int result =
@@ -336,6 +340,7 @@ typedef struct name_buffer {
 static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
                          size_t rule_count, name_buffer *buffer)
 {
+    /* asked with the room there is: most names fit where the one before did */
     size_t length =
         mls_name_apply(item->name, rules, rule_count, buffer->data, buffer->room);
     if (length > buffer->room) {
@@ -343,6 +348,7 @@ static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
         if (larger == NULL) {
             return PyErr_NoMemory();
         }
+        /* the old block is gone, whatever happens next */
         *buffer = (name_buffer){.data = larger, .room = length};
         length = mls_name_apply(item->name, rules, rule_count, larger, length);
     }
@@ -374,6 +380,8 @@ static void refuse_collapse(const mlsp_state *state, PyObject *first, PyObject *
 static int rename_all(const mlsp_state *state, const mlsp_items *items,
                       const mls_rename_rule *rules, size_t rule_count, PyObject *result)
 {
+    /* two names that become one are found before anyone sees the result, which is
+     * dropped then */
     name_buffer buffer = {0};
     PyObject *origin = PyDict_New();
     int failed = origin == NULL ? -1 : 0;
@@ -535,6 +543,8 @@ static node_sum *sums_of(const mlsp_state *state, const mls_names *names,
         PyErr_NoMemory();
         return NULL;
     }
+    /* parents come before their children, so from the end each sum is complete when it
+     * is added to its parent's */
     for (size_t i = mls_names_size(names); i-- > 0;) {
         if (nodes[i].name != MLS_NAME_NONE) {
             const mlsp_item *item = &items->items[nodes[i].name];
@@ -633,6 +643,7 @@ static PyObject *state_outline(PyObject *module, PyObject *const *args, Py_ssize
     if (mlsp_items_facts(state, &items) < 0 || fill_index(&index, &items) < 0) {
         goto done;
     }
+    /* negative or tiny limits are the core's least ones: a page can always be drawn */
     if (mls_outline_new(index.names, max_rows < 0 ? 0 : (size_t)max_rows,
                         max_children < 3 ? 3 : (size_t)max_children, &rows, &row_count,
                         &st) != MLS_OK) {

@@ -40,6 +40,7 @@ static int ask_all(const mlsp_state *state, PyObject *dict, PyObject *other,
         PyObject *key, *value;
         Py_ssize_t at = 0;
         while (answer == 1 && PyDict_Next(dict, &at, &key, &value)) {
+            /* the lookup may run code that drops the entry */
             Py_INCREF(key);
             Py_INCREF(value);
             answer = ask(state, key, value, &finder);
@@ -122,6 +123,7 @@ static int has_shape(const mlsp_state *state, PyObject *key, PyObject *value,
         return there;
     }
     int same;
+    /* no facts are taken where NumPy has both shapes at hand */
     if (PyArray_Check(value) && PyArray_Check(found)) {
         same = PyArray_SAMESHAPE((PyArrayObject *)value, (PyArrayObject *)found) ? 1 : 0;
     } else {
@@ -279,6 +281,8 @@ static PyObject *changes_of(const mlsp_state *state, const mlsp_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
     PyObject *list = batch == NULL ? PyErr_NoMemory() : PyList_New(0);
+    /* large tensors are shared out over threads within a batch, so nothing is lost by
+     * taking one batch after the other */
     for (size_t at = 0; list != NULL && at < p->source.count;) {
         if (batch_fill(state, p, false, &at, batch) < 0 ||
             measure_batch(state, p, batch, list) < 0) {
@@ -303,6 +307,8 @@ static PyObject *state_diff(PyObject *module, PyObject *const *args, Py_ssize_t 
     PyObject *changes = changes_of(state, &p);
     PyObject *report = changes == NULL ? NULL : mlsp_pairs_report(&p, false);
     if (report != NULL) {
+        /* pairs that differ in nothing but perhaps elements; those that do are subtracted
+         */
         size_t same = 0;
         for (size_t i = 0; i < p.count; i++) {
             same += p.bits[i] == MLS_SAME ? 1 : 0;
@@ -396,6 +402,7 @@ static int holds_arrays(PyObject *dict)
 int mlsp_states_equal(const mlsp_state *state, PyObject *a, PyObject *b)
 {
     mlsp_pairs p;
+    /* different lengths need no look at any name */
     if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) {
         return 0;
     }
