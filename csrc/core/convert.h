@@ -2,10 +2,13 @@
  *
  * These are the oracle that every vector kernel is held to.  All of them round to
  * nearest, ties to even.  A NaN stays a quiet NaN with the top of its payload, as the
- * hardware instructions do; a finite value beyond the range becomes infinity.
+ * hardware instructions do; a finite value beyond the range becomes infinity.  The 8-bit
+ * formats are only read.
  *
  * Source of the formats: IEEE 754-2019 binary16, binary32, binary64; bfloat16 is the
- * upper half of a binary32.
+ * upper half of a binary32; E4M3 and E5M2 as in the OCP 8-bit Floating Point
+ * Specification 1.0, E8M0 as in its Microscaling Formats 1.0; the FNUZ forms have one
+ * zero, no infinity, and NaN where negative zero would be.
  */
 #ifndef MLS_CONVERT_H
 #define MLS_CONVERT_H
@@ -33,6 +36,13 @@ static inline uint64_t mls_f64_bits(double value)
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
+}
+
+static inline double mls_f64_from_bits(uint64_t bits)
+{
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 /* `value` / 2**`shift`, rounded to nearest, ties to even; 1 <= shift <= 63. */
@@ -122,6 +132,60 @@ static inline uint16_t mls_bf16_from_f32(float value)
         return (uint16_t)((bits >> 16) | 0x40U);
     }
     return (uint16_t)mls_round_shift(bits, 16);
+}
+
+/* 2**exponent, which must be that of a normal number. */
+static inline double mls_f64_power(int exponent)
+{
+    return mls_f64_from_bits((uint64_t)(exponent + 1023) << 52);
+}
+
+/* The number that 8 bits of sign, exponent and `digits` bits of mantissa stand for, codes
+ * that mean something else not looked at. */
+static inline double mls_f64_from_f8(uint8_t bits, unsigned digits, int bias)
+{
+    const unsigned exponent = (bits & 0x7FU) >> digits;
+    const unsigned mantissa = bits & ((1U << digits) - 1);
+    /* below the smallest normal number the leading 1 is missing, not the place */
+    const unsigned whole = exponent == 0 ? mantissa : mantissa | 1U << digits;
+    const int place = (exponent == 0 ? 1 : (int)exponent) - bias - (int)digits;
+    const double value = (double)whole * mls_f64_power(place);
+    return (bits & 0x80U) != 0 ? -value : value;
+}
+
+/* A quiet NaN. */
+static inline double mls_f64_nan(void)
+{
+    return mls_f64_from_bits(0x7FF8000000000000U);
+}
+
+/* The two codes of all ones are NaN; there is no infinity. */
+static inline double mls_f64_from_e4m3(uint8_t bits)
+{
+    return (bits & 0x7FU) == 0x7FU ? mls_f64_nan() : mls_f64_from_f8(bits, 3, 7);
+}
+
+/* The upper half of a float16, infinity and NaN included. */
+static inline double mls_f64_from_e5m2(uint8_t bits)
+{
+    return (double)mls_f32_from_f16((uint16_t)(bits << 8));
+}
+
+/* 2**-127 to 2**127; all ones is NaN. */
+static inline double mls_f64_from_e8m0(uint8_t bits)
+{
+    return bits == 0xFFU ? mls_f64_nan() : mls_f64_power((int)bits - 127);
+}
+
+/* The bias is one more than without "FNUZ", here and below. */
+static inline double mls_f64_from_e4m3fnuz(uint8_t bits)
+{
+    return bits == 0x80U ? mls_f64_nan() : mls_f64_from_f8(bits, 3, 8);
+}
+
+static inline double mls_f64_from_e5m2fnuz(uint8_t bits)
+{
+    return bits == 0x80U ? mls_f64_nan() : mls_f64_from_f8(bits, 2, 16);
 }
 
 #endif

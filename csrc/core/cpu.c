@@ -46,7 +46,7 @@ static unsigned saved_registers(void)
 enum {
     YMM_STATE = 0x6,  /* XMM and the upper halves of YMM */
     ZMM_STATE = 0xE6, /* those, the mask registers and all of ZMM */
-    LEAF1_WANTED = bit_F16C | bit_AVX | bit_SSE4_2 | bit_PCLMUL,
+    LEAF1_WANTED = bit_FMA | bit_F16C | bit_AVX | bit_POPCNT | bit_SSE4_2 | bit_PCLMUL,
     LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
 };
 

@@ -7,7 +7,7 @@
 
 typedef enum mls_cpu {
     MLS_CPU_SCALAR, /* the oracle: plain C, present everywhere */
-    MLS_CPU_AVX2,   /* x86-64 with AVX2 and F16C */
+    MLS_CPU_AVX2,   /* x86-64 with AVX2, FMA and F16C */
     MLS_CPU_AVX512, /* x86-64 with AVX-512 F, BW, DQ and VL */
     MLS_CPU_NEON,   /* arm64, always present there */
     MLS_CPU_COUNT

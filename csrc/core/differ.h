@@ -4,9 +4,11 @@
  * differ, by a distance of 0.  Of those that are not the same, the distance |a - b| and
  * the relative distance |a - b| / max(|a|, |b|) are measured in float64; 0 / 0 counts as
  * 0. An element that is NaN on one side only is counted apart and takes no part in the
- * maxima.  Infinity and anything else are infinitely far apart, in both measures.
- * Integers of 64 bits are subtracted exactly and rounded once; the distance of complex
- * numbers is the modulus of their difference.
+ * maxima.  Infinity and anything else are infinitely far apart, in both measures; so are
+ * two float64 whose distance is beyond float64.  Integers of 64 bits are subtracted
+ * exactly and rounded once; a bool is its byte.  The distance of complex numbers is the
+ * modulus of their difference; one is NaN, or infinite, where a part of it is, and NaN
+ * comes first.
  *
  * The scalar table is the oracle: every other one gives the same numbers, bit for bit.
  */
@@ -26,7 +28,7 @@ typedef struct mls_difference {
     uint64_t changed; /* elements that are not the same, NaN on one side included */
     uint64_t nan;     /* of those, the ones that are NaN on exactly one side */
     double max_abs;   /* 0 where nothing changed */
-    double max_rel;   /* 0 .. 2 for finite elements, else infinity */
+    double max_rel;   /* 0 .. 2, or infinity */
 } mls_difference;
 
 /* Add what `count` elements, packed and in this machine's byte order, differ by. */
@@ -41,7 +43,8 @@ typedef struct mls_differ_kernels {
 const mls_differ_kernels *mls_differ_of(mls_cpu cpu);
 
 /* Two tensors of the same shape and dtype, any strides and byte orders, which may share
- * memory.  MLS_E_SHAPE, MLS_E_DTYPE. */
+ * memory.  MLS_E_SHAPE, MLS_E_DTYPE.  MLS_E_SIZE: more elements than a size_t counts,
+ * which strides of 0 allow. */
 mls_code mls_differ_check(const mls_tensor *a, const mls_tensor *b, mls_status *st);
 
 /* A pair that mls_differ_check passed. */

@@ -1,0 +1,169 @@
+/* differ_avx2: compare elements with AVX2, 4 doubles at a time.
+ *
+ * The loops are those of differ_lanes.h; here is what one register does.  Comparisons
+ * give lanes of all ones or all zeros; unsigned integers of 32 bits, for which there is
+ * no conversion, are moved into the signed range and back.
+ */
+#include "differ_kernels.h"
+
+#if defined(__x86_64__)
+
+#    include <immintrin.h>
+
+#    define TARGET __attribute__((target("avx2,fma,f16c,popcnt")))
+
+enum { WIDTH = 32, LANES = 4 };
+typedef __m256d vector;
+typedef __m256d flags;
+#    define NO_FLAGS _mm256_setzero_pd()
+
+/* 4 items of 4, of 2 and of 1 byte, from any address. */
+TARGET static inline __m128i load_128(const unsigned char *items)
+{
+    return _mm_loadu_si128((const __m128i *)(const void *)items);
+}
+
+TARGET static inline __m128i load_64(const unsigned char *items)
+{
+    return _mm_loadl_epi64((const __m128i *)(const void *)items);
+}
+
+TARGET static inline __m128i load_32(const unsigned char *items)
+{
+    int bits;
+    memcpy(&bits, items, sizeof bits);
+    return _mm_cvtsi32_si128(bits);
+}
+
+/* Floats: all of these are exact. */
+TARGET static inline vector load_f64(const unsigned char *items)
+{
+    return _mm256_loadu_pd((const double *)(const void *)items);
+}
+
+TARGET static inline vector load_f32(const unsigned char *items)
+{
+    return _mm256_cvtps_pd(_mm_castsi128_ps(load_128(items)));
+}
+
+TARGET static inline vector load_f16(const unsigned char *items)
+{
+    return _mm256_cvtps_pd(_mm_cvtph_ps(load_64(items)));
+}
+
+TARGET static inline vector load_bf16(const unsigned char *items)
+{
+    const __m128i wide = _mm_cvtepu16_epi32(load_64(items));
+    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(wide, 16)));
+}
+
+/* Integers: exact up to 32 bits. */
+TARGET static inline vector load_i32(const unsigned char *items)
+{
+    return _mm256_cvtepi32_pd(load_128(items));
+}
+
+TARGET static inline vector load_u32(const unsigned char *items)
+{
+    const __m128i moved = _mm_xor_si128(load_128(items), _mm_set1_epi32(INT32_MIN));
+    return _mm256_add_pd(_mm256_cvtepi32_pd(moved), _mm256_set1_pd(0x1p31));
+}
+
+TARGET static inline vector load_i16(const unsigned char *items)
+{
+    return _mm256_cvtepi32_pd(_mm_cvtepi16_epi32(load_64(items)));
+}
+
+TARGET static inline vector load_u16(const unsigned char *items)
+{
+    return _mm256_cvtepi32_pd(_mm_cvtepu16_epi32(load_64(items)));
+}
+
+TARGET static inline vector load_i8(const unsigned char *items)
+{
+    return _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(load_32(items)));
+}
+
+TARGET static inline vector load_u8(const unsigned char *items)
+{
+    return _mm256_cvtepi32_pd(_mm_cvtepu8_epi32(load_32(items)));
+}
+
+/* Arithmetic on 4 doubles. */
+TARGET static inline vector repeat(double value)
+{
+    return _mm256_set1_pd(value);
+}
+
+TARGET static inline vector subtract(vector x, vector y)
+{
+    return _mm256_sub_pd(x, y);
+}
+
+TARGET static inline vector divide(vector x, vector y)
+{
+    return _mm256_div_pd(x, y);
+}
+
+TARGET static inline vector magnitude(vector x)
+{
+    return _mm256_andnot_pd(_mm256_set1_pd(-0.0), x);
+}
+
+/* The instruction gives its second operand where one is NaN. */
+TARGET static inline vector larger(vector x, vector y)
+{
+    return _mm256_max_pd(x, y);
+}
+
+TARGET static inline double greatest(vector x)
+{
+    const __m128d two =
+        _mm_max_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));
+    return _mm_cvtsd_f64(_mm_max_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
+TARGET static inline flags exceeds(vector d, vector m, vector ratio, vector half)
+{
+    const vector rest = _mm256_fnmadd_pd(ratio, m, d);
+    return _mm256_cmp_pd(rest, _mm256_mul_pd(half, m), _CMP_GT_OQ);
+}
+
+TARGET static inline flags unordered(vector x, vector y)
+{
+    return _mm256_cmp_pd(x, y, _CMP_UNORD_Q);
+}
+
+/* Flags are lanes of ones. */
+TARGET static inline flags either(flags x, flags y)
+{
+    return _mm256_or_pd(x, y);
+}
+
+TARGET static inline bool any(flags x)
+{
+    return _mm256_movemask_pd(x) != 0;
+}
+
+/* The unequal_N for items of the given bits: the mask has a bit for each byte. */
+#    define DEFINE_UNEQUAL(bytes, bits)                                                  \
+        TARGET static inline size_t unequal_##bytes(const unsigned char *a,              \
+                                                    const unsigned char *b)              \
+        {                                                                                \
+            const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)a);      \
+            const __m256i y = _mm256_loadu_si256((const __m256i *)(const void *)b);      \
+            const int equal = _mm256_movemask_epi8(_mm256_cmpeq_epi##bits(x, y));        \
+            return (size_t)__builtin_popcount(~(unsigned)equal) / (bytes);               \
+        }
+
+DEFINE_UNEQUAL(1, 8)
+DEFINE_UNEQUAL(2, 16)
+DEFINE_UNEQUAL(4, 32)
+DEFINE_UNEQUAL(8, 64)
+
+#    include "differ_lanes.h"
+
+/* mls_cpu_offers(MLS_CPU_AVX2) must be true before any of these is called. */
+const mls_differ_kernels mls_differ_avx2 = {.run = MLS_DIFFER_TABLE};
+
+#endif

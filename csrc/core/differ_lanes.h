@@ -1,0 +1,165 @@
+/* differ_lanes: the runs of a vector table, written once for any width.
+ *
+ * Private to differ_avx2.c, differ_avx512.c and differ_neon.c, which include it after
+ * they have defined:
+ *   TARGET           the attribute that lets a function use the instruction set
+ *   vector           one register of doubles; LANES of them
+ *   flags            one truth value for each lane; NO_FLAGS is false everywhere
+ *   WIDTH            bytes of a register of items, compared for equality at once
+ *   load_X           LANES items of dtype X from memory as doubles, exactly
+ *   repeat, subtract, divide, magnitude        on doubles, as IEEE 754 has them
+ *   larger(x, y)     the maximum, but y where x is NaN; |y| is what matters, not its sign
+ *   greatest(x)      the maximum over all lanes, none of which is NaN
+ *   exceeds(d, m, ratio, half)      d - ratio * m, rounded once, is above half * m
+ *   unordered(x, y)  NaN on either side
+ *   either, any      flags or-ed; whether one is set
+ *   unequal_N(a, b)  how many of the items of N bytes in two registers differ in a bit
+ *
+ * A run is cut into blocks that stay in the innermost cache.  Each is read twice: items
+ * whose bits differ are counted first, and only where there are some is the block
+ * measured.  So what has not changed costs no more than reading it.
+ *
+ * NaN is left out of the maxima by the rules of `larger`, but not out of the count, which
+ * is done again by the oracle for the rare block that has it.
+ *
+ * A division takes as long as all the rest, so it is only done where it raises the
+ * maximum so far: the quotient d / m is rounded to more than `ratio` only where it
+ * exceeds it by half a unit in the last place, and then d - ratio * m exceeds half a unit
+ * times m.  For this nothing may be lost to underflow: true of all types but float64, for
+ * which everything is divided.
+ */
+#ifndef MLS_DIFFER_LANES_H
+#define MLS_DIFFER_LANES_H
+
+#define MLS_INLINED static inline __attribute__((always_inline))
+
+enum { BLOCK = 4096 }; /* bytes of each side; a multiple of WIDTH */
+
+/* Any of the load_X and unequal_N.  Always constants where they are passed, and inlined
+ * with their caller: no pointer is left in the machine code. */
+typedef vector (*load_function)(const unsigned char *items);
+typedef size_t (*unequal_function)(const unsigned char *a, const unsigned char *b);
+
+/* What is known of the items so far. */
+typedef struct tally {
+    vector distance; /* the greatest one that each lane has seen */
+    vector ratio;    /* the greatest relative distance; where `filtered`, of all lanes */
+    vector half;     /* half a unit in the last place of `ratio`, or a little less */
+    flags nan;       /* in the block at hand */
+} tally;
+
+/* Some lane has a quotient above all so far.  0 / 0 is NaN, which `larger` leaves out. */
+TARGET MLS_INLINED void raise_ratio(tally *t, vector distance, vector largest)
+{
+    const double best = greatest(larger(divide(distance, largest), t->ratio));
+    t->ratio = repeat(best);
+    t->half = repeat(mls_differ_half_unit(best));
+}
+
+/* One register of each side.  `filtered`: divide only where it pays. */
+TARGET MLS_INLINED void measure_lanes(tally *t, vector x, vector y, bool filtered)
+{
+    const vector distance = magnitude(subtract(x, y));
+    const vector largest = larger(magnitude(x), magnitude(y));
+    t->nan = either(t->nan, unordered(x, y));
+    t->distance = larger(distance, t->distance);
+    if (!filtered) {
+        t->ratio = larger(divide(distance, largest), t->ratio);
+    } else if (__builtin_expect(any(exceeds(distance, largest, t->ratio, t->half)), 0)) {
+        raise_ratio(t, distance, largest);
+    }
+}
+
+/* One block or the last part of one, in whole registers of items.  What comes after it is
+ * asked for in the meantime: the processor does not foresee it while it computes. */
+TARGET MLS_INLINED void measure_block(tally *t, const unsigned char *a,
+                                      const unsigned char *b, size_t bytes, size_t item,
+                                      load_function load, bool filtered)
+{
+    const size_t step = WIDTH / item < 2 * LANES ? LANES : 2 * LANES;
+    for (size_t i = 0; i < bytes; i += step * item) {
+        if (i % 64 == 0) {
+            __builtin_prefetch((const void *)((uintptr_t)a + BLOCK + i));
+            __builtin_prefetch((const void *)((uintptr_t)b + BLOCK + i));
+        }
+        measure_lanes(t, load(a + i), load(b + i), filtered);
+        if (step > LANES) {
+            const size_t next = i + LANES * item;
+            measure_lanes(t, load(a + next), load(b + next), filtered);
+        }
+    }
+}
+
+/* Items of a block whose bits differ. */
+TARGET MLS_INLINED size_t count_block(const unsigned char *a, const unsigned char *b,
+                                      size_t bytes, unequal_function unequal)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < bytes; i += WIDTH) {
+        count += unequal(a + i, b + i);
+    }
+    return count;
+}
+
+/* A run of any dtype: blocks of whole registers, and the oracle for the rest.  Inlined
+ * into each run, so that the functions are no calls. */
+TARGET MLS_INLINED void differ_run(const unsigned char *a, const unsigned char *b,
+                                   size_t count, size_t item, mls_difference *into,
+                                   load_function load, unequal_function unequal,
+                                   bool filtered, mls_differ_run oracle)
+{
+    tally t = {.distance = repeat(into->max_abs),
+               .ratio = repeat(into->max_rel),
+               .half = repeat(mls_differ_half_unit(into->max_rel))};
+    size_t left = count * item / WIDTH * WIDTH;
+    const size_t rest = count - left / item;
+    while (left > 0) {
+        const size_t bytes = left < BLOCK ? left : BLOCK;
+        const size_t changed = count_block(a, b, bytes, unequal);
+        if (changed > 0) {
+            t.nan = NO_FLAGS;
+            measure_block(&t, a, b, bytes, item, load, filtered);
+            if (__builtin_expect(any(t.nan), 0)) { /* same where both are NaN */
+                mls_difference again = {0};
+                oracle(a, b, bytes / item, &again);
+                into->changed += again.changed;
+                into->nan += again.nan;
+            } else {
+                into->changed += changed;
+            }
+        }
+        a += bytes, b += bytes, left -= bytes;
+    }
+    into->max_abs = greatest(t.distance);
+    into->max_rel = mls_differ_settle(into->max_abs, greatest(t.ratio));
+    oracle(a, b, rest, into);
+}
+
+/* The run of dtype X; its items' size becomes a constant of the inlined loops. */
+#define MLS_DEFINE_DIFFER(X, bytes, filtered)                                            \
+    TARGET static void differ_##X(const void *a, const void *b, size_t count,            \
+                                  mls_difference *into)                                  \
+    {                                                                                    \
+        differ_run(a, b, count, bytes, into, load_##X, unequal_##bytes, filtered,        \
+                   mls_differ_##X);                                                      \
+    }
+
+MLS_DEFINE_DIFFER(f16, 2, true)
+MLS_DEFINE_DIFFER(bf16, 2, true)
+MLS_DEFINE_DIFFER(f32, 4, true)
+MLS_DEFINE_DIFFER(f64, 8, false)
+MLS_DEFINE_DIFFER(i8, 1, true)
+MLS_DEFINE_DIFFER(i16, 2, true)
+MLS_DEFINE_DIFFER(i32, 4, true)
+MLS_DEFINE_DIFFER(u8, 1, true)
+MLS_DEFINE_DIFFER(u16, 2, true)
+MLS_DEFINE_DIFFER(u32, 4, true)
+
+/* The table of these runs and the oracle's. */
+#define MLS_DIFFER_TABLE                                                                 \
+    {[MLS_F16] = differ_f16, [MLS_BF16] = differ_bf16, [MLS_F32] = differ_f32,           \
+     [MLS_F64] = differ_f64, [MLS_I8] = differ_i8,     [MLS_I16] = differ_i16,           \
+     [MLS_I32] = differ_i32, [MLS_U8] = differ_u8,     [MLS_U16] = differ_u16,           \
+     [MLS_U32] = differ_u32, [MLS_BOOL] = differ_u8,   MLS_DIFFER_RARE}
+
+#endif

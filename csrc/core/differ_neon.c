@@ -1,0 +1,186 @@
+/* differ_neon: compare elements with NEON, 2 doubles at a time.
+ *
+ * The loops are those of differ_lanes.h; here is what one register does.  Every arm64
+ * processor has these instructions, so nothing is asked of it first.
+ */
+#include "differ_kernels.h"
+
+#if defined(__aarch64__)
+
+#    include <arm_neon.h>
+
+#    define TARGET /* nothing has to be asked for */
+
+enum { WIDTH = 16, LANES = 2 };
+typedef float64x2_t vector;
+typedef uint64x2_t flags;
+#    define NO_FLAGS vdupq_n_u64(0)
+
+/* 2 items of 4 bytes, from any address; below, of 2 and 1 bytes in the lowest lanes. */
+static inline uint32x2_t load_64(const unsigned char *items)
+{
+    return vreinterpret_u32_u8(vld1_u8(items));
+}
+
+static inline uint16x4_t load_32(const unsigned char *items)
+{
+    uint32_t bits;
+    memcpy(&bits, items, sizeof bits);
+    return vreinterpret_u16_u32(vdup_n_u32(bits));
+}
+
+static inline uint8x8_t load_16(const unsigned char *items)
+{
+    uint16_t bits;
+    memcpy(&bits, items, sizeof bits);
+    return vreinterpret_u8_u16(vdup_n_u16(bits));
+}
+
+/* Floats: all of these are exact. */
+static inline vector load_f64(const unsigned char *items)
+{
+    return vreinterpretq_f64_u8(vld1q_u8(items));
+}
+
+static inline vector load_f32(const unsigned char *items)
+{
+    return vcvt_f64_f32(vreinterpret_f32_u32(load_64(items)));
+}
+
+static inline vector load_f16(const unsigned char *items)
+{
+    const float16x4_t halves = vreinterpret_f16_u16(load_32(items));
+    return vcvt_f64_f32(vget_low_f32(vcvt_f32_f16(halves)));
+}
+
+static inline vector load_bf16(const unsigned char *items)
+{
+    const uint32x4_t wide = vshll_n_u16(load_32(items), 16);
+    return vcvt_f64_f32(vget_low_f32(vreinterpretq_f32_u32(wide)));
+}
+
+/* Integers: exact, being of 32 bits at most.  Each is first made a 64-bit one. */
+static inline vector from_signed(int32x2_t items)
+{
+    return vcvtq_f64_s64(vmovl_s32(items));
+}
+
+static inline vector from_unsigned(uint32x2_t items)
+{
+    return vcvtq_f64_u64(vmovl_u32(items));
+}
+
+static inline vector load_i32(const unsigned char *items)
+{
+    return from_signed(vreinterpret_s32_u32(load_64(items)));
+}
+
+static inline vector load_u32(const unsigned char *items)
+{
+    return from_unsigned(load_64(items));
+}
+
+static inline vector load_i16(const unsigned char *items)
+{
+    return from_signed(vget_low_s32(vmovl_s16(vreinterpret_s16_u16(load_32(items)))));
+}
+
+static inline vector load_u16(const unsigned char *items)
+{
+    return from_unsigned(vget_low_u32(vmovl_u16(load_32(items))));
+}
+
+static inline vector load_i8(const unsigned char *items)
+{
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(load_16(items)));
+    return from_signed(vget_low_s32(vmovl_s16(vget_low_s16(wide))));
+}
+
+static inline vector load_u8(const unsigned char *items)
+{
+    const uint16x8_t wide = vmovl_u8(load_16(items));
+    return from_unsigned(vget_low_u32(vmovl_u16(vget_low_u16(wide))));
+}
+
+/* Arithmetic on 2 doubles. */
+static inline vector repeat(double value)
+{
+    return vdupq_n_f64(value);
+}
+
+static inline vector subtract(vector x, vector y)
+{
+    return vsubq_f64(x, y);
+}
+
+static inline vector divide(vector x, vector y)
+{
+    return vdivq_f64(x, y);
+}
+
+static inline vector magnitude(vector x)
+{
+    return vabsq_f64(x);
+}
+
+/* This comparison is false where x is NaN. */
+static inline vector larger(vector x, vector y)
+{
+    return vbslq_f64(vcgtq_f64(x, y), x, y);
+}
+
+static inline double greatest(vector x)
+{
+    return vmaxvq_f64(x);
+}
+
+static inline flags exceeds(vector d, vector m, vector ratio, vector half)
+{
+    return vcgtq_f64(vfmsq_f64(d, ratio, m), vmulq_f64(half, m));
+}
+
+/* NaN equals nothing, itself included. */
+static inline flags unordered(vector x, vector y)
+{
+    const uint64x2_t numbers = vandq_u64(vceqq_f64(x, x), vceqq_f64(y, y));
+    return veorq_u64(numbers, vdupq_n_u64(UINT64_MAX));
+}
+
+/* Flags are lanes of ones. */
+static inline flags either(flags x, flags y)
+{
+    return vorrq_u64(x, y);
+}
+
+static inline bool any(flags x)
+{
+    return vmaxvq_u32(vreinterpretq_u32_u64(x)) != 0;
+}
+
+/* The unequal_N for items of the given bits: equal ones are lanes of ones, so each takes
+ * one off. */
+#    define DEFINE_UNEQUAL(bytes, bits)                                                  \
+        static inline size_t unequal_##bytes(const unsigned char *a,                     \
+                                             const unsigned char *b)                     \
+        {                                                                                \
+            const uint8x16_t x = vld1q_u8(a), y = vld1q_u8(b);                           \
+            const uint##bits##_t equal =                                                 \
+                ADD_UP(bits, vceqq_u##bits(AS_ITEMS(bits, x), AS_ITEMS(bits, y)));       \
+            return WIDTH / (bytes) - (size_t)(uint##bits##_t)(0 - equal);                \
+        }
+#    define ADD_UP(bits, lanes)        vaddvq_u##bits(lanes)
+#    define AS_ITEMS(bits, lanes)      vreinterpretq_u##bits##_u8(lanes)
+/* bytes are items already */
+#    define vreinterpretq_u8_u8(lanes) (lanes)
+
+DEFINE_UNEQUAL(1, 8)
+DEFINE_UNEQUAL(2, 16)
+DEFINE_UNEQUAL(4, 32)
+DEFINE_UNEQUAL(8, 64)
+
+#    include "differ_lanes.h"
+
+/* For every arm64 machine. */
+const mls_differ_kernels mls_differ_neon = {.run = MLS_DIFFER_TABLE};
+
+#endif
