@@ -20,8 +20,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from . import _core
 from ._state_kind import KEY, describe, restore
 
@@ -33,14 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["load_file", "load_metadata", "save_file"]
 
 
-def _array(name: object, value: object) -> object:
-    """Take scalars of NumPy and ml_dtypes as arrays, and parameters without their graph."""
-    if isinstance(value, np.ndarray):
-        return value
-    if isinstance(value, np.generic):
-        return np.asarray(value)
-    if getattr(value, "requires_grad", False):
-        return value.detach()  # type: ignore[attr-defined]
+def _checked(name: object, value: object) -> object:
+    """Refuse plain values of Python, with what to do instead; the core views all others."""
     if type(value) in (bool, int, float, complex, str, bytes, list, tuple):
         raise TypeError(
             f"{name!r} is a {type(value).__name__}: state files hold arrays; "
@@ -114,7 +106,7 @@ def save_file(
     ['k', 'v']
     """
     # copies of the mappings, taken in one step: other threads may change the originals
-    tensors = tuple((name, _array(name, value)) for name, value in dict(state).items())
+    tensors = tuple((name, _checked(name, value)) for name, value in dict(state).items())
     texts = {} if metadata is None else dict(metadata)
     if KEY in texts:
         raise ValueError(

@@ -133,6 +133,116 @@ def test_scalars_of_numpy_are_arrays_of_no_dimensions(tmp_path):
     assert loaded["s"].shape == () and loaded["s"] == 2 and float(loaded["b"]) == 3
 
 
+@pytest.mark.parametrize("dtype", ALL)
+def test_every_scalar_keeps_its_dtype(dtype, tmp_path):
+    scalar = sample(dtype, (1,))[0]
+    assert isinstance(scalar, np.generic)
+    save_file({"s": scalar}, tmp_path / "f")
+    assert same(load_file(tmp_path / "f")["s"], np.asarray(scalar))
+
+
+@pytest.mark.parametrize("scalar", [np.str_("text"), np.complex128(1), np.datetime64(1, "s")])
+def test_scalars_of_other_dtypes_are_refused(scalar, tmp_path):
+    with pytest.raises(mlstate.CompatibilityError, match=r"'s'.*not supported"):
+        save_file({"s": scalar}, tmp_path / "f")
+
+
+# ---- whatever else has memory ----
+
+
+class Interface:
+    """Nothing but the protocol."""
+
+    def __init__(self, value):
+        self.__array_interface__ = value
+
+
+def test_objects_with_only_the_array_interface_are_arrays(tmp_path):
+    array = np.arange(24, dtype=">i4").reshape(4, 6)[::-2, 1::2]
+    count = sys.getrefcount(array)
+    save_file({"a": Interface(array.__array_interface__)}, tmp_path / "f")
+    gc.collect()
+    assert same(load_file(tmp_path / "f")["a"], array)
+    assert sys.getrefcount(array) == count
+
+
+class Raising:
+    @property
+    def __array_interface__(self):
+        raise RuntimeError("no memory to show")
+
+
+BROKEN = {
+    "no dict": (Interface([1]), (TypeError, ValueError), "__array_interface__"),
+    "empty": (Interface({}), ValueError, "__array_interface__"),
+    "bad type": (
+        Interface({"shape": (2,), "typestr": "!!", "data": (0, True), "version": 3}),
+        TypeError, "not understood",
+    ),
+    "objects": (
+        Interface({**np.array([None]).__array_interface__, "version": 3}),
+        (ValueError, mlstate.CompatibilityError), "object",
+    ),
+    "raises": (Raising(), RuntimeError, "no memory to show"),
+    "class": (np.float32, TypeError, "must be a NumPy array or a torch tensor, got type"),
+    "nothing": (object(), TypeError, "must be a NumPy array or a torch tensor, got object"),
+    "set": ({1}, TypeError, "must be a NumPy array or a torch tensor, got set"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_shows_no_array_is_refused_and_writes_nothing(name, tmp_path):
+    value, error, message = BROKEN[name]
+    with pytest.raises(error, match=message):
+        save_file({"good": np.zeros(2), "bad": value}, tmp_path / "f")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusing_takes_no_references(tmp_path):
+    values = [object(), [], np.float32, Interface({})]
+    counts = [sys.getrefcount(value) for value in (NotImplemented, *values)]
+    for _ in range(50):
+        for value in values:
+            with pytest.raises((TypeError, ValueError)):
+                save_file({"bad": value}, tmp_path / "f")
+    gc.collect()
+    assert [sys.getrefcount(value) for value in (NotImplemented, *values)] == counts
+
+
+class Exporter:
+    """A tensor of some library, with a say about gradients."""
+
+    def __init__(self, array, requires_grad):
+        self.array, self.requires_grad, self.detached = array, requires_grad, 0
+
+    def detach(self):
+        self.detached += 1
+        return self.array
+
+    def __dlpack__(self, **options):
+        assert self.requires_grad is not True
+        return self.array.__dlpack__(**options)
+
+
+class Truthless:
+    def __bool__(self):
+        raise RuntimeError("neither")
+
+
+@pytest.mark.parametrize(("needs", "times"), [(True, 1), (False, 0), (None, 0)])
+def test_what_requires_a_gradient_is_detached_first(needs, times, tmp_path):
+    tensor = Exporter(np.arange(6.0), needs)
+    save_file({"t": tensor}, tmp_path / "f")
+    assert tensor.detached == times
+    assert same(load_file(tmp_path / "f")["t"], tensor.array)
+
+
+def test_a_failing_question_about_gradients_is_passed_on(tmp_path):
+    with pytest.raises(RuntimeError, match="neither"):
+        save_file({"t": Exporter(np.arange(6.0), Truthless())}, tmp_path / "f")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_empty_state_and_str_path(tmp_path):
     save_file({}, str(tmp_path / "f"))
     assert load_file(os.fsencode(tmp_path / "f")) == {}
@@ -332,6 +442,12 @@ def test_parameters_are_saved_as_they_are(tmp_path):
     save_file(dict(layer.named_parameters()), tmp_path / "f")
     loaded = load_file(tmp_path / "f")
     assert loaded["weight"].tolist() == layer.weight.tolist() and layer.weight.requires_grad
+    half = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).to(torch.bfloat16).T)
+    grown = half * 2  # inside the graph, no leaf of it
+    save_file({"half": half, "grown": grown}, tmp_path / "f")
+    loaded = load_file(tmp_path / "f")
+    assert loaded["half"].dtype == ml_dtypes.bfloat16
+    assert loaded["half"].tolist() == half.tolist() and loaded["grown"].tolist() == grown.tolist()
     with pytest.raises(BufferError, match="meta"):
         save_file({"m": torch.empty(2, device="meta")}, tmp_path / "g")
 

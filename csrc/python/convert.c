@@ -230,17 +230,39 @@ static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
     }
 }
 
+/* New reference to `array`, or to what its detach() gives where it requires a gradient:
+ * torch exports no tensor that is part of a graph, and the memory is the same. */
+static PyObject *without_graph(PyObject *array)
+{
+    PyObject *flag = PyObject_GetAttrString(array, "requires_grad");
+    if (flag == NULL) { /* most exporters know of no gradients */
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return NULL;
+        }
+        PyErr_Clear();
+        return Py_NewRef(array);
+    }
+    const int required = PyObject_IsTrue(flag);
+    Py_DECREF(flag);
+    if (required <= 0) {
+        return required < 0 ? NULL : Py_NewRef(array);
+    }
+    return PyObject_CallMethod(array, "detach", NULL);
+}
+
 /* New reference to the capsule that `array` exports.  Read-only memory is only declared
  * by the versioned form, which older exporters do not know. */
 static PyObject *export_capsule(PyObject *array)
 {
     /* max_version=(1, 1); the stream argument is left out, since only devices have
      * streams */
-    PyObject *method = PyObject_GetAttrString(array, "__dlpack__");
-    PyObject *options = Py_BuildValue("{s(ii)}", "max_version", 1, 1);
-    PyObject *nothing = PyTuple_New(0);
+    PyObject *plain = without_graph(array);
+    PyObject *method = plain == NULL ? NULL : PyObject_GetAttrString(plain, "__dlpack__");
+    PyObject *options =
+        method == NULL ? NULL : Py_BuildValue("{s(ii)}", "max_version", 1, 1);
+    PyObject *nothing = options == NULL ? NULL : PyTuple_New(0);
     PyObject *capsule = NULL;
-    if (method != NULL && options != NULL && nothing != NULL) {
+    if (nothing != NULL) {
         capsule = PyObject_Call(method, nothing, options);
         /* an exporter from before the protocol had versions */
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -251,6 +273,7 @@ static PyObject *export_capsule(PyObject *array)
     Py_XDECREF(nothing);
     Py_XDECREF(options);
     Py_XDECREF(method);
+    Py_XDECREF(plain);
     return capsule;
 }
 
@@ -330,6 +353,41 @@ static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *
     return -1;
 }
 
+/* ---- __array_interface__ ---- */
+
+/* New reference to an ndarray over the memory that `object` offers, which it keeps alive;
+ * NULL without an exception where it offers none.  NumPy's scalars are copied: they have
+ * the interface too, but for the types of ml_dtypes it gives plain bytes. */
+static PyObject *array_over(PyObject *object)
+{
+    if (PyArray_IsScalar(object, Generic)) {
+        return PyArray_FromScalar(object, NULL);
+    }
+    PyObject *array = PyArray_FromInterface(object);
+    return array == Py_NotImplemented ? NULL : array; /* that one comes borrowed */
+}
+
+/* A write to the copy of a scalar would be lost, so that is read-only. */
+static int view_of_interface(const mlsp_state *state, PyObject *object, const char *what,
+                             mlsp_view *out)
+{
+    PyObject *array = array_over(object);
+    if (array == NULL) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError,
+                         "%s must be a NumPy array or a torch tensor, got %.100s", what,
+                         Py_TYPE(object)->tp_name);
+        }
+        return -1;
+    }
+    const int failed = view_of_ndarray(state, (PyArrayObject *)array, what, out);
+    if (failed == 0 && PyArray_IsScalar(object, Generic)) {
+        out->readonly = true;
+    }
+    Py_DECREF(array);
+    return failed;
+}
+
 /* ---- views ---- */
 
 /* Subclasses of ndarray are taken as arrays, whatever else they offer. */
@@ -343,10 +401,7 @@ int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
     if (PyObject_HasAttrString(array, "__dlpack__")) {
         return view_of_dlpack(state, array, what, out);
     }
-    PyErr_Format(PyExc_TypeError,
-                 "%s must be a NumPy array or a torch tensor, got %.100s", what,
-                 Py_TYPE(array)->tp_name);
-    return -1;
+    return view_of_interface(state, array, what, out);
 }
 
 /* A view of a read-only array is released again: `out` is zeroed then. */
