@@ -294,9 +294,12 @@ static void rules_that_make_names_one_are_not_given(void)
 {
     /* "module.a" would become "a", which is there */
     const mls_text prefix[] = {TEXT("module.a"), TEXT("module.b"), TEXT("a")};
-    const mls_text ab[] = {TEXT("b"), TEXT("c")};
-    mls_explanation found = explain(prefix, 3, ab, 2);
+    const mls_text b[] = {TEXT("b")};
+    mls_explanation found = explain(prefix, 3, b, 1);
     CHECK(found.rule_count == 0);
+    found = explain(prefix, 2, b, 1);
+    CHECK(found.rule_count == 1 && found.matched == 1);
+    mls_explanation_fini(&found);
     /* without its mark one name is another */
     const mls_text marked[] = {TEXT("x._orig_mod.a"), TEXT("x.a"), TEXT("y._orig_mod.b")};
     const mls_text missing[] = {TEXT("y.b")};
@@ -419,6 +422,21 @@ static void a_whole_model_is_explained_from_both_sides(void)
     }
 }
 
+static void a_few_names_among_many_others_are_explained(void)
+{
+    enum { FEW = 30 };
+    static char chars[2][MANY][96];
+    static mls_text many[MANY], few[MANY];
+    model_names("model.", "", chars[0], many);
+    model_names("", "", chars[1], few);
+    mls_explanation found = explain(many, MANY, few + MANY / 2, FEW);
+    CHECK(found.matched == FEW && rule_is(&found, 0, "model.", "", false));
+    mls_explanation_fini(&found);
+    found = explain(few + MANY / 2, FEW, many, MANY);
+    CHECK(found.matched == FEW && rule_is(&found, 0, "", "model.", false));
+    mls_explanation_fini(&found);
+}
+
 static const test_case tests[] = {
     TEST(a_prefix_is_replaced_at_the_start_only),
     TEST(anywhere_means_wherever_a_segment_starts),
@@ -441,6 +459,7 @@ static const test_case tests[] = {
     TEST(a_name_that_occurs_twice_is_refused),
     TEST(long_and_strange_names_are_explained),
     TEST(a_whole_model_is_explained_from_both_sides),
+    TEST(a_few_names_among_many_others_are_explained),
 };
 
 int main(void)
