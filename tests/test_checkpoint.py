@@ -205,6 +205,7 @@ def test_refusing_takes_no_references(tmp_path):
         for value in values:
             with pytest.raises((TypeError, ValueError)):
                 save_file({"bad": value}, tmp_path / "f")
+    del value
     gc.collect()
     assert [sys.getrefcount(value) for value in (NotImplemented, *values)] == counts
 
