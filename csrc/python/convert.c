@@ -3,7 +3,8 @@
  * A view says where the elements lie and keeps one reference to whatever owns them;
  * nothing is copied here.  NumPy arrays are read through NumPy's own API, which is the
  * fastest way and the only one for the types of ml_dtypes, since those have no buffer
- * protocol.  All others come through DLPack, which has names for every type of the core.
+ * protocol.  All others come through DLPack, which has names for every type of the core,
+ * or through NumPy's own __array_interface__ where they have nothing better.
  *
  * A type of the core is known to NumPy by its number where NumPy has it, and else by the
  * name under which ml_dtypes registered it.
@@ -184,7 +185,8 @@ static int view_of_ndarray(const mlsp_state *state, PyArrayObject *array,
 /* ---- DLPack ---- */
 
 /* The core's dtype of a DLPack element; false where there is none, or where several lanes
- * make up one element. */
+ * make up one element.  Code and bits are looked up as one number; integers, which come
+ * in all sizes, by their size. */
 static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
 {
     if (kind.lanes != 1) {
@@ -263,6 +265,7 @@ static PyObject *export_capsule(PyObject *array)
     PyObject *nothing = options == NULL ? NULL : PyTuple_New(0);
     PyObject *capsule = NULL;
     if (nothing != NULL) {
+        /* the capsule holds what it was made from: `plain` may go */
         capsule = PyObject_Call(method, nothing, options);
         /* an exporter from before the protocol had versions */
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -373,6 +376,7 @@ static int view_of_interface(const mlsp_state *state, PyObject *object, const ch
 {
     PyObject *array = array_over(object);
     if (array == NULL) {
+        /* the last kind that is tried: what is not this either is no array */
         if (!PyErr_Occurred()) {
             PyErr_Format(PyExc_TypeError,
                          "%s must be a NumPy array or a torch tensor, got %.100s", what,
@@ -384,13 +388,15 @@ static int view_of_interface(const mlsp_state *state, PyObject *object, const ch
     if (failed == 0 && PyArray_IsScalar(object, Generic)) {
         out->readonly = true;
     }
-    Py_DECREF(array);
+    Py_DECREF(array); /* the view has a reference of its own */
     return failed;
 }
 
 /* ---- views ---- */
 
-/* Subclasses of ndarray are taken as arrays, whatever else they offer. */
+/* Subclasses of ndarray are taken as arrays, whatever else they offer.  DLPack comes
+ * before the interface: it has every type of the core, and says where memory is on a
+ * device. */
 int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
                  mlsp_view *out)
 {
