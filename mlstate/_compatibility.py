@@ -131,7 +131,7 @@ class CompatibilityResult:
         return "\n".join([self._title()] + [f"  {level}: {text}" for level, text in self._rows()])
 
     def _repr_html_(self) -> str:
-        from ._state_html import table_html
+        from ._text import table_html
 
         return table_html(self._title(), ("", "finding"), self._rows())
 
@@ -282,17 +282,24 @@ def differences_of(
 
 
 def rename_hint(
-    source_only: list[str], target_only: list[str]
+    source: dict[str, Any],
+    target: dict[str, Any],
+    source_only: list[str],
+    target_only: list[str],
 ) -> tuple[dict[str, str], str]:
     """Return rules that turn names of the source into the target's, and a line about them."""
     if not source_only or not target_only:
         return {}, ""
-    found, matched = _core.state_explain(source_only, target_only)
-    if not found:
-        return {}, ""
+    found, _ = _core.state_explain(source_only, target_only)
     rules = dict(found)
-    extent = f"{matched:,} of {len(source_only):,} names match"
-    return rules, f"{extent} after rename(source, {rules!r})"
+    try:
+        renamed = _core.state_rename(source, tuple(found)) if found else {}
+    except ValueError:  # two names would become one
+        return {}, ""
+    matched = len(renamed) - len(_core.state_missing(renamed, target))
+    if matched <= len(source) - len(source_only):  # names that matched before count too
+        return {}, ""
+    return rules, f"{matched:,} of {len(source):,} names match after rename(source, {rules!r})"
 
 
 def check_compatibility(
@@ -341,14 +348,15 @@ def check_compatibility(
     not compatible, 1 error
       error: w: shape (2, 3) in the source, (3, 2) in the target
     """
-    missing, unexpected, shapes, dtypes = _core.state_compare(as_dict(source), as_dict(target))
+    source, target = as_dict(source), as_dict(target)
+    missing, unexpected, shapes, dtypes = _core.state_compare(source, target)
     result = CompatibilityResult()
     result.differences = differences_of(missing, unexpected, shapes, dtypes)
     if missing:
         result.add_warning(f"Missing keys: {join(missing)}")
     if unexpected:
         result.add_warning(f"Unexpected keys: {join(unexpected)}")
-    result.renames, hint = rename_hint(missing, unexpected)
+    result.renames, hint = rename_hint(source, target, missing, unexpected)
     if hint:
         result.add_warning(hint)
     for name, of_source, of_target in shapes:

@@ -10,13 +10,13 @@ from ._coreml_specs import (
     SEQUENCE,
     StateSpec,
     StateSpecs,
-    bytes_text,
     choose,
     incompatible,
     shape_text,
     too_small,
     warn_of_shapes,
 )
+from ._text import bytes_text
 
 if TYPE_CHECKING:
     from ._coreml_specs import Source

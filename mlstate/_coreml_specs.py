@@ -147,18 +147,6 @@ def shape_text(shape: tuple[int, ...] | None) -> str:
     return "-" if shape is None else "x".join(map(str, shape))
 
 
-def bytes_text(count: int) -> str:
-    """Write a number of bytes in a unit that keeps it short."""
-    if count < 1024:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024 or unit == "GiB":
-            break
-    return f"{size:.2f} {unit}"
-
-
 def incompatible(message: str, name: str, expected: object, got: object) -> CompatibilityError:
     """Make the exception for things that do not go together."""
     error = CompatibilityError(message)

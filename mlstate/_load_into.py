@@ -16,6 +16,8 @@ def _quoted(names: list[str]) -> str:
 
 
 def _refusal(
+    target: dict[str, Any],
+    source: dict[str, Any],
     strict: bool,
     cast: bool,
     missing: list[str],
@@ -40,10 +42,10 @@ def _refusal(
             f"dtype mismatch for {name}: {have} in the source, {want} in the target; "
             "cast=True converts floats."
         )
-    _, hint = rename_hint(unexpected, missing)
+    _, hint = rename_hint(source, target, unexpected, missing)
     if hint:
         lines.append(f"{hint}.")
-    error = CompatibilityError("\n\t".join(["Error(s) in loading state_dict:", *lines]))
+    error = CompatibilityError("\n    ".join(["Error(s) in loading state_dict:", *lines]))
     concerned = [*shapes, *dtypes]
     if concerned:
         error.name, got, expected = concerned[0]
@@ -108,14 +110,14 @@ def load_into(
     >>> load_into(weights, {"module.w": np.ones(3, np.float32)})
     Traceback (most recent call last):
     mlstate.errors.CompatibilityError: Error(s) in loading state_dict:
-    	Missing key(s) in state_dict: "w".
-    	Unexpected key(s) in state_dict: "module.w".
-    	1 of 1 names match after rename(source, {'module.': ''}).
+        Missing key(s) in state_dict: "w".
+        Unexpected key(s) in state_dict: "module.w".
+        1 of 1 names match after rename(source, {'module.': ''}).
     """
     target, source = as_dict(target), as_dict(source)
     report = _core.state_load(target, source, strict, cast)
     if report is not None:
-        raise _refusal(strict, cast, *report)
+        raise _refusal(target, source, strict, cast, *report)
     written = [array for name, array in target.items() if is_torch(array) and name in source]
     if written:
         from .integrations.torch import note_written

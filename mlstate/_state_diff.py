@@ -108,14 +108,14 @@ class StateDiff(NamedTuple):
         return rows
 
     def __str__(self) -> str:
-        from ._state_html import table_text
+        from ._text import table_text
 
         if self.identical:
             return self._title()
         return f"{self._title()}\n{table_text(_HEADERS, self._rows(), SHOWN)}"
 
     def _repr_html_(self) -> str:
-        from ._state_html import table_html
+        from ._text import table_html
 
         return table_html(self._title(), _HEADERS, self._rows())
 

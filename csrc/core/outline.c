@@ -66,6 +66,10 @@ static size_t choose(outline *o)
     o->queue[tail++] = 0;
     while (head < tail) {
         const uint32_t node = o->queue[head++];
+        /* a node with one name under it is that name, and needs no row below its own */
+        if (node != 0 && o->nodes[node].count == 1) {
+            continue;
+        }
         const size_t wanted = rows_for(o, node);
         if (wanted == 0 || wanted > o->max_rows - used) {
             continue;

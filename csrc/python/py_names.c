@@ -585,11 +585,18 @@ static PyObject *row_tuple(const mls_outline_row *row, const mls_name_node *node
     const node_sum sum = row->hidden > 0
                              ? hidden_sum(nodes, sums, row->node, row->hidden, &count)
                              : sums[row->node];
-    /* a tensor shows its shape, unless others lie under its name */
-    const bool leaf = row->hidden == 0 && node->name != MLS_NAME_NONE && count == 1;
+    /* a single name at or under the node shows as one: what is left of it, and its shape
+     */
+    const mls_name_node *leaf = node;
+    while (row->hidden == 0 && count == 1 && leaf->name == MLS_NAME_NONE) {
+        leaf = &nodes[leaf->first_child];
+    }
+    const bool single = row->hidden == 0 && count == 1;
+    const size_t skipped = node->path.length - node->segment.length;
     PyObject *shape =
-        leaf ? mlsp_shape_tuple(&items->items[node->name].facts) : Py_NewRef(Py_None);
-    PyObject *name = str_of(node->segment);
+        single ? mlsp_shape_tuple(&items->items[leaf->name].facts) : Py_NewRef(Py_None);
+    PyObject *name = str_of((mls_text){.data = leaf->path.data + skipped,
+                                       .length = leaf->path.length - skipped});
     PyObject *result = NULL;
     if (shape != NULL && name != NULL) {
         result = Py_BuildValue("(IOnKsOIO)", node->depth, name, (Py_ssize_t)count,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from .._coreml_specs import bytes_text, read_functions, shape_text, warn_of_shapes
+from .._coreml_specs import read_functions, shape_text, warn_of_shapes
+from .._text import bytes_text
 from ..coreml import StateSpecs, plan_transition
 
 if TYPE_CHECKING:

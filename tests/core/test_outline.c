@@ -95,6 +95,23 @@ static void rows_come_in_pre_order_with_the_last_sibling(void)
     mls_names_free(tree);
 }
 
+static void one(char *text, size_t i)
+{
+    snprintf(text, NAME, "%c.x.y", (char)('a' + i));
+}
+
+static void a_single_name_needs_one_row(void)
+{
+    mls_status st;
+    mls_outline_row *rows = NULL;
+    size_t count = 0;
+    mls_names *tree = tree_of(3, one);
+    CHECK(mls_outline_new(tree, 50, 12, &rows, &count, &st) == MLS_OK && count == 3);
+    CHECK(!rows[0].open && mls_names_nodes(tree)[rows[0].node].count == 1);
+    mls_free(rows);
+    mls_names_free(tree);
+}
+
 static void no_rows_and_no_names_give_nothing(void)
 {
     mls_status st;
@@ -121,8 +138,10 @@ static void a_deep_name_costs_no_stack(void)
     for (size_t i = 0; i < DEEP; i++) {
         text[i] = i % 2 == 0 ? 'x' : '.';
     }
-    const mls_text name = {.data = text, .length = DEEP - 1};
-    CHECK(mls_names_new(&name, 1, &tree, &st) == MLS_OK);
+    /* two names that share all but their last parts */
+    const mls_text both[] = {{.data = text, .length = DEEP - 1},
+                             {.data = text, .length = DEEP - 3}};
+    CHECK(mls_names_new(both, 2, &tree, &st) == MLS_OK);
     CHECK(mls_outline_new(tree, SIZE_MAX, 3, &rows, &count, &st) == MLS_OK);
     CHECK(count == DEEP / 2);
     mls_free(rows);
@@ -133,6 +152,7 @@ static void a_deep_name_costs_no_stack(void)
 static const test_case tests[] = {
     TEST(every_name_is_shown_or_counted_within_the_rows),
     TEST(rows_come_in_pre_order_with_the_last_sibling),
+    TEST(a_single_name_needs_one_row),
     TEST(no_rows_and_no_names_give_nothing),
     TEST(a_deep_name_costs_no_stack),
 };

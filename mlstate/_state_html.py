@@ -1,0 +1,111 @@
+"""What a person sees of a state dict: a few lines of text, or a tree that unfolds."""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from . import _core
+from ._text import bytes_text, shorten
+
+if TYPE_CHECKING:
+    from ._state_dict import StateDict
+
+Row: TypeAlias = tuple[int, str, int, int, str, tuple[int, ...] | None, int, bool]
+
+FIRST, LAST = 15, 3  # lines of a long text
+ROWS = 120  # of a large tree
+CHILDREN = (12, 60)  # of one node; more where few rows are needed for all
+MOST_BYTES = 30_000
+
+# Colours are those around: dark and light themes need no rules of their own.
+_STYLE = """
+.mlstate{font:13px/1.5 system-ui,sans-serif}
+.mlstate div,.mlstate summary{white-space:nowrap}
+.mlstate details>*{margin-left:1.2em}
+.mlstate details>summary{margin-left:0;cursor:pointer}
+.mlstate p,.mlstate div{margin:0 0 0 1em}
+.mlstate b{font:12px ui-monospace,monospace}
+.mlstate i{font-style:normal;opacity:.65;margin-left:1em}
+"""
+
+
+def _count(count: int) -> str:
+    return f"{count:,} tensor{'' if count == 1 else 's'}"
+
+
+def _title(state: StateDict) -> str:
+    try:
+        size = bytes_text(state.nbytes)
+    except (TypeError, ValueError, BufferError):  # what went round the checks
+        size = "unknown size"
+    return f"{type(state).__name__}: {_count(len(state))}, {size}"
+
+
+def _facts(array: Any) -> tuple[str, str]:
+    """Dtype and shape as an array says them."""
+    dtype = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
+    shape = getattr(array, "shape", None)
+    return dtype, "" if shape is None else str(tuple(shape))
+
+
+def state_repr(state: StateDict) -> str:
+    """Write the first tensors, the last ones, and how many there are between."""
+    if len(state) <= FIRST + LAST + 1:
+        first, last = list(state.items()), []
+    else:
+        first = list(islice(state.items(), FIRST))
+        last = list(islice(reversed(state.items()), LAST))[::-1]
+    rows = [(shorten(name, 60), *_facts(array)) for name, array in first + last]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"  {n:{widths[0]}}  {d:{widths[1]}}  {s}".rstrip() for n, d, s in rows]
+    if last:
+        lines.insert(FIRST, f"  … {len(state) - FIRST - LAST:,} more")
+    return "\n".join([_title(state), *lines])
+
+
+def _line(row: Row) -> str:
+    """Name and facts of a row."""
+    _, name, count, nbytes, dtype, shape, hidden, _ = row
+    if hidden:
+        return f"… {hidden:,} more<i>{_count(count)}, {bytes_text(nbytes)}</i>"
+    label = f"<b>{escape(shorten(name, 64)) or '&nbsp;'}</b>"
+    if shape is not None:
+        return f"{label}<i>{escape(dtype)} {shape}</i>"
+    return f"{label}<i>{_count(count)}, {bytes_text(nbytes)}, {escape(dtype)}</i>"
+
+
+def _outline(state: StateDict, most: int) -> list[Row]:
+    """Choose the rows: deep trees before broad ones."""
+    few, many = CHILDREN
+    rows = _core.state_outline(state, most, few)
+    return rows if len(rows) > most // 3 else _core.state_outline(state, most, many)
+
+
+def _tree(rows: list[Row]) -> str:
+    """Nest the rows, which come in pre-order."""
+    parts: list[str] = []
+    depth = 1  # of the rows to come; one <details> is open for each level above
+    top = sum(row[0] == 1 for row in rows)
+    for row in rows:
+        parts.append("</details>" * (depth - row[0]))
+        depth = row[0]
+        if row[-1]:
+            unfolded = " open" if depth == 1 and top <= 3 else ""
+            parts.append(f"<details{unfolded}><summary>{_line(row)}</summary>")
+            depth += 1
+        else:
+            parts.append(f"<div>{_line(row)}</div>")
+    return "".join(parts) + "</details>" * (depth - 1)
+
+
+def state_html(state: StateDict) -> str:
+    """Write the tree of names, cut down to a page whatever the size of the state."""
+    title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
+    rows = ROWS
+    while True:
+        page = f"{title}{_tree(_outline(state, rows))}</div>"
+        if rows <= 1 or len(page.encode()) < MOST_BYTES:
+            return page
+        rows //= 2  # names that are escaped character by character
