@@ -154,6 +154,22 @@ PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
 
 /* ---- ndarrays ---- */
 
+/* Only what the array has is written: most of a view is room for dimensions. */
+static void fill_view(PyArrayObject *array, mls_dtype dtype, mlsp_view *out)
+{
+    mls_tensor *t = &out->tensor;
+    t->data = PyArray_DATA(array);
+    t->dtype = dtype;
+    t->swapped = PyArray_ISBYTESWAPPED(array);
+    t->rank = PyArray_NDIM(array);
+    for (int axis = 0; axis < t->rank; axis++) {
+        t->shape[axis] = (size_t)PyArray_DIM(array, axis);
+        t->strides[axis] = PyArray_STRIDE(array, axis);
+    }
+    out->readonly = !PyArray_ISWRITEABLE(array);
+    out->owner = Py_NewRef((PyObject *)array);
+}
+
 /* The array itself is the owner.  Only its dtype can be refused: shape and strides may be
  * whatever NumPy allows. */
 static int view_of_ndarray(const mlsp_state *state, PyArrayObject *array,
@@ -168,17 +184,7 @@ static int view_of_ndarray(const mlsp_state *state, PyArrayObject *array,
         mlsp_raise(state, &st, NULL);
         return -1;
     }
-    mls_tensor t = {.data = PyArray_DATA(array),
-                    .dtype = dtype,
-                    .swapped = PyArray_ISBYTESWAPPED(array),
-                    .rank = PyArray_NDIM(array)};
-    for (int axis = 0; axis < t.rank; axis++) {
-        t.shape[axis] = (size_t)PyArray_DIM(array, axis);
-        t.strides[axis] = PyArray_STRIDE(array, axis);
-    }
-    *out = (mlsp_view){.tensor = t,
-                       .readonly = !PyArray_ISWRITEABLE(array),
-                       .owner = Py_NewRef((PyObject *)array)};
+    fill_view(array, dtype, out);
     return 0;
 }
 
@@ -400,7 +406,7 @@ static int view_of_interface(const mlsp_state *state, PyObject *object, const ch
 int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
                  mlsp_view *out)
 {
-    *out = (mlsp_view){0};
+    out->owner = NULL;
     if (PyArray_Check(array)) {
         return view_of_ndarray(state, (PyArrayObject *)array, what, out);
     }
@@ -410,7 +416,19 @@ int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
     return view_of_interface(state, array, what, out);
 }
 
-/* A view of a read-only array is released again: `out` is zeroed then. */
+bool mlsp_view_quickly(PyObject *array, bool writable, mlsp_view *out)
+{
+    mls_dtype dtype;
+    if (!PyArray_Check(array) ||
+        !mlsp_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
+        (writable && !PyArray_ISWRITEABLE((PyArrayObject *)array))) {
+        return false;
+    }
+    fill_view((PyArrayObject *)array, dtype, out);
+    return true;
+}
+
+/* A view of a read-only array is released again. */
 int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *what,
                        mlsp_view *out)
 {
@@ -429,5 +447,4 @@ int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *wha
 void mlsp_view_release(mlsp_view *view)
 {
     Py_CLEAR(view->owner);
-    *view = (mlsp_view){0};
 }

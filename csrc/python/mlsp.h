@@ -87,7 +87,8 @@ int mlsp_take_double(PyObject *object, const char *what, double *out);
 
 /* ---- convert.c: arrays to views ---- */
 
-/* A view of an array and what keeps its memory alive: zero it, fill it, release it. */
+/* A view of an array and what keeps its memory alive: clear `owner`, fill it, release it.
+ */
 typedef struct mlsp_view {
     mls_tensor tensor;
     bool readonly;
@@ -97,7 +98,7 @@ typedef struct mlsp_view {
 /* View an ndarray, or anything with __dlpack__ on the CPU (torch tensors, bf16 included)
  * or with __array_interface__ (NumPy's scalars too, which are copied and read-only).
  * `what` names the argument in errors.  Returns -1 with TypeError or a mlstate exception
- * set, and `*out` zeroed. */
+ * set, and no owner. */
 int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
                  mlsp_view *out);
 
@@ -105,7 +106,11 @@ int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
 int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *what,
                        mlsp_view *out);
 
-void mlsp_view_release(mlsp_view *view); /* accepts a zeroed view; zeroes it */
+/* The same for an ndarray with which nothing is wrong; false, without an exception and
+ * with `*out` untouched, for everything that takes a second look. */
+bool mlsp_view_quickly(PyObject *array, bool writable, mlsp_view *out);
+
+void mlsp_view_release(mlsp_view *view); /* accepts a view without owner; leaves none */
 
 /* The core's dtype of a NumPy descriptor; false where the core has none. */
 bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);

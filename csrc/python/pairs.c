@@ -257,6 +257,9 @@ static void name_buffer_error(const mlsp_state *state, const char *what)
 int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
                    bool writable, mlsp_view *out)
 {
+    if (mlsp_view_quickly(item->value, writable, out)) {
+        return 0;
+    }
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "%s'%.140s'", side, item->name.data);
     *out = (mlsp_view){0};
@@ -293,7 +296,9 @@ PyObject *mlsp_raw_bytes(PyObject *array)
 bool mlsp_is_known(const mlsp_item *item)
 {
     mls_dtype dtype;
-    return mls_dtype_from_name(item->facts.dtype, strlen(item->facts.dtype), &dtype);
+    /* a name without a text of its own is a constant of the core */
+    return item->text == NULL ||
+           mls_dtype_from_name(item->facts.dtype, strlen(item->facts.dtype), &dtype);
 }
 
 /* Let go of the GIL for work on that many bytes, if that is worth it; resume with what
