@@ -247,13 +247,14 @@ def _refuse(osd: Mapping[str, Any], named: dict[str, torch.Tensor], optimizer: A
         lines.append(f"Unexpected parameter(s): {join([repr(name) for name in unknown])}.")
         have_state = {key.rpartition(".")[0] for key in osd}
         free = [name for name in named if name not in have_state]
-        _, hint = rename_hint(list(unknown), free)
+        names = dict.fromkeys(have_state), dict.fromkeys(named)
+        _, hint = rename_hint(*names, list(unknown), free)
         lines += [f"{hint}."] if hint else []
     lines += [
         f"size mismatch for {key}: shape {have} in the state, the parameter has shape {want}."
         for key, have, want in shapes
     ]
-    error = CompatibilityError("\n\t".join(lines))
+    error = CompatibilityError("\n    ".join(lines))
     error.name = next(iter(unknown), None)
     if shapes and not unknown:
         error.name, error.got, error.expected = shapes[0][0], str(shapes[0][1]), str(shapes[0][2])
