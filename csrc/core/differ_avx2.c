@@ -14,7 +14,8 @@
 
 enum { WIDTH = 32, LANES = 4 };
 typedef __m256d vector;
-typedef __m256d flags;
+typedef __m256 wide;
+typedef __m256d flags; /* of floats, 8 of half the width */
 #    define NO_FLAGS _mm256_setzero_pd()
 
 /* 4 items of 4, of 2 and of 1 byte, from any address. */
@@ -53,8 +54,8 @@ TARGET static inline vector load_f16(const unsigned char *items)
 
 TARGET static inline vector load_bf16(const unsigned char *items)
 {
-    const __m128i wide = _mm_cvtepu16_epi32(load_64(items));
-    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(wide, 16)));
+    const __m128i widened = _mm_cvtepu16_epi32(load_64(items));
+    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(widened, 16)));
 }
 
 /* Integers: exact up to 32 bits. */
@@ -134,15 +135,20 @@ TARGET static inline flags unordered(vector x, vector y)
     return _mm256_cmp_pd(x, y, _CMP_UNORD_Q);
 }
 
-/* Flags are lanes of ones. */
+/* Flags are lanes of ones; the mask has a bit for each 4 bytes. */
 TARGET static inline flags either(flags x, flags y)
 {
     return _mm256_or_pd(x, y);
 }
 
+TARGET static inline flags both(flags x, flags y)
+{
+    return _mm256_and_pd(x, y);
+}
+
 TARGET static inline bool any(flags x)
 {
-    return _mm256_movemask_pd(x) != 0;
+    return _mm256_movemask_ps(_mm256_castpd_ps(x)) != 0;
 }
 
 /* The unequal_N for items of the given bits: the mask has a bit for each byte. */
@@ -160,6 +166,63 @@ DEFINE_UNEQUAL(1, 8)
 DEFINE_UNEQUAL(2, 16)
 DEFINE_UNEQUAL(4, 32)
 DEFINE_UNEQUAL(8, 64)
+
+/* The sieve of 16-bit floats: 8 floats at a time. */
+TARGET static inline wide wide_f16(const unsigned char *items)
+{
+    return _mm256_cvtph_ps(load_128(items));
+}
+
+TARGET static inline wide wide_bf16(const unsigned char *items)
+{
+    const __m256i bits = _mm256_cvtepu16_epi32(load_128(items));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+
+TARGET static inline wide wide_repeat(float value)
+{
+    return _mm256_set1_ps(value);
+}
+
+TARGET static inline wide wide_subtract(wide x, wide y)
+{
+    return _mm256_sub_ps(x, y);
+}
+
+TARGET static inline wide wide_multiply(wide x, wide y)
+{
+    return _mm256_mul_ps(x, y);
+}
+
+TARGET static inline wide wide_magnitude(wide x)
+{
+    return _mm256_andnot_ps(_mm256_set1_ps(-0.0F), x);
+}
+
+TARGET static inline wide wide_larger(wide x, wide y)
+{
+    return _mm256_max_ps(x, y);
+}
+
+TARGET static inline wide wide_smaller(wide x, wide y)
+{
+    return _mm256_min_ps(x, y);
+}
+
+TARGET static inline flags wide_above(wide x, wide y)
+{
+    return _mm256_castps_pd(_mm256_cmp_ps(x, y, _CMP_GT_OQ));
+}
+
+TARGET static inline flags wide_least(wide x, wide y)
+{
+    return _mm256_castps_pd(_mm256_cmp_ps(x, y, _CMP_GE_OQ));
+}
+
+TARGET static inline flags wide_unordered(wide x, wide y)
+{
+    return _mm256_castps_pd(_mm256_cmp_ps(x, y, _CMP_UNORD_Q));
+}
 
 #    include "differ_lanes.h"
 

@@ -14,7 +14,8 @@
 
 enum { WIDTH = 64, LANES = 8 };
 typedef __m512d vector;
-typedef __mmask8 flags;
+typedef __m512 wide;
+typedef __mmask16 flags; /* of doubles, the lower half */
 #    define NO_FLAGS 0
 
 /* 8 items of 2, of 4 and of 8 bytes, or of 1, from any address. */
@@ -51,8 +52,8 @@ TARGET static inline vector load_f16(const unsigned char *items)
 
 TARGET static inline vector load_bf16(const unsigned char *items)
 {
-    const __m256i wide = _mm256_cvtepu16_epi32(load_128(items));
-    return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
+    const __m256i widened = _mm256_cvtepu16_epi32(load_128(items));
+    return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(widened, 16)));
 }
 
 /* Integers: exact up to 32 bits. */
@@ -135,6 +136,11 @@ TARGET static inline flags either(flags x, flags y)
     return (flags)(x | y);
 }
 
+TARGET static inline flags both(flags x, flags y)
+{
+    return (flags)(x & y);
+}
+
 TARGET static inline bool any(flags x)
 {
     return x != 0;
@@ -153,6 +159,63 @@ DEFINE_UNEQUAL(1, 8)
 DEFINE_UNEQUAL(2, 16)
 DEFINE_UNEQUAL(4, 32)
 DEFINE_UNEQUAL(8, 64)
+
+/* The sieve of 16-bit floats: 16 floats at a time. */
+TARGET static inline wide wide_f16(const unsigned char *items)
+{
+    return _mm512_cvtph_ps(load_256(items));
+}
+
+TARGET static inline wide wide_bf16(const unsigned char *items)
+{
+    const __m512i bits = _mm512_cvtepu16_epi32(load_256(items));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+TARGET static inline wide wide_repeat(float value)
+{
+    return _mm512_set1_ps(value);
+}
+
+TARGET static inline wide wide_subtract(wide x, wide y)
+{
+    return _mm512_sub_ps(x, y);
+}
+
+TARGET static inline wide wide_multiply(wide x, wide y)
+{
+    return _mm512_mul_ps(x, y);
+}
+
+TARGET static inline wide wide_magnitude(wide x)
+{
+    return _mm512_abs_ps(x);
+}
+
+TARGET static inline wide wide_larger(wide x, wide y)
+{
+    return _mm512_max_ps(x, y);
+}
+
+TARGET static inline wide wide_smaller(wide x, wide y)
+{
+    return _mm512_min_ps(x, y);
+}
+
+TARGET static inline flags wide_above(wide x, wide y)
+{
+    return _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ);
+}
+
+TARGET static inline flags wide_least(wide x, wide y)
+{
+    return _mm512_cmp_ps_mask(x, y, _CMP_GE_OQ);
+}
+
+TARGET static inline flags wide_unordered(wide x, wide y)
+{
+    return _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q);
+}
 
 #    include "differ_lanes.h"
 

@@ -7,9 +7,8 @@
 #ifndef MLS_DIFFER_KERNELS_H
 #define MLS_DIFFER_KERNELS_H
 
+#include "convert.h"
 #include "differ.h"
-
-#include <string.h>
 
 /* The tables, constant and complete. */
 extern const mls_differ_kernels mls_differ_scalar;
@@ -62,11 +61,7 @@ static inline double mls_differ_settle(double max_abs, double max_rel)
  * rounded to something greater than `value` only where it exceeds it by that much. */
 static inline double mls_differ_half_unit(double value)
 {
-    double power;
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    bits &= 0x7FF0000000000000U;
-    memcpy(&power, &bits, sizeof power);
+    const double power = mls_f64_from_bits(mls_f64_bits(value) & 0x7FF0000000000000U);
     return power * (0x1p-53 * (1 - 0x1p-30));
 }
 

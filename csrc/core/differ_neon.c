@@ -13,7 +13,8 @@
 
 enum { WIDTH = 16, LANES = 2 };
 typedef float64x2_t vector;
-typedef uint64x2_t flags;
+typedef float32x4_t wide;
+typedef uint64x2_t flags; /* of floats, 4 of half the width */
 #    define NO_FLAGS vdupq_n_u64(0)
 
 /* 2 items of 4 bytes, from any address; below, of 2 and 1 bytes in the lowest lanes. */
@@ -55,8 +56,8 @@ static inline vector load_f16(const unsigned char *items)
 
 static inline vector load_bf16(const unsigned char *items)
 {
-    const uint32x4_t wide = vshll_n_u16(load_32(items), 16);
-    return vcvt_f64_f32(vget_low_f32(vreinterpretq_f32_u32(wide)));
+    const uint32x4_t widened = vshll_n_u16(load_32(items), 16);
+    return vcvt_f64_f32(vget_low_f32(vreinterpretq_f32_u32(widened)));
 }
 
 /* Integers: exact, being of 32 bits at most.  Each is first made a 64-bit one. */
@@ -92,14 +93,14 @@ static inline vector load_u16(const unsigned char *items)
 
 static inline vector load_i8(const unsigned char *items)
 {
-    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(load_16(items)));
-    return from_signed(vget_low_s32(vmovl_s16(vget_low_s16(wide))));
+    const int16x8_t widened = vmovl_s8(vreinterpret_s8_u8(load_16(items)));
+    return from_signed(vget_low_s32(vmovl_s16(vget_low_s16(widened))));
 }
 
 static inline vector load_u8(const unsigned char *items)
 {
-    const uint16x8_t wide = vmovl_u8(load_16(items));
-    return from_unsigned(vget_low_u32(vmovl_u16(vget_low_u16(wide))));
+    const uint16x8_t widened = vmovl_u8(load_16(items));
+    return from_unsigned(vget_low_u32(vmovl_u16(vget_low_u16(widened))));
 }
 
 /* Arithmetic on 2 doubles. */
@@ -152,6 +153,11 @@ static inline flags either(flags x, flags y)
     return vorrq_u64(x, y);
 }
 
+static inline flags both(flags x, flags y)
+{
+    return vandq_u64(x, y);
+}
+
 static inline bool any(flags x)
 {
     return vmaxvq_u32(vreinterpretq_u32_u64(x)) != 0;
@@ -177,6 +183,63 @@ DEFINE_UNEQUAL(1, 8)
 DEFINE_UNEQUAL(2, 16)
 DEFINE_UNEQUAL(4, 32)
 DEFINE_UNEQUAL(8, 64)
+
+/* The sieve of 16-bit floats: 4 floats at a time. */
+static inline wide wide_f16(const unsigned char *items)
+{
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(items)));
+}
+
+static inline wide wide_bf16(const unsigned char *items)
+{
+    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(items)), 16));
+}
+
+static inline wide wide_repeat(float value)
+{
+    return vdupq_n_f32(value);
+}
+
+static inline wide wide_subtract(wide x, wide y)
+{
+    return vsubq_f32(x, y);
+}
+
+static inline wide wide_multiply(wide x, wide y)
+{
+    return vmulq_f32(x, y);
+}
+
+static inline wide wide_magnitude(wide x)
+{
+    return vabsq_f32(x);
+}
+
+static inline wide wide_larger(wide x, wide y)
+{
+    return vmaxq_f32(x, y);
+}
+
+static inline wide wide_smaller(wide x, wide y)
+{
+    return vminq_f32(x, y);
+}
+
+static inline flags wide_above(wide x, wide y)
+{
+    return vreinterpretq_u64_u32(vcgtq_f32(x, y));
+}
+
+static inline flags wide_least(wide x, wide y)
+{
+    return vreinterpretq_u64_u32(vcgeq_f32(x, y));
+}
+
+static inline flags wide_unordered(wide x, wide y)
+{
+    const uint32x4_t numbers = vandq_u32(vceqq_f32(x, x), vceqq_f32(y, y));
+    return vreinterpretq_u64_u32(vmvnq_u32(numbers));
+}
 
 #    include "differ_lanes.h"
 

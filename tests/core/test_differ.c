@@ -333,6 +333,47 @@ static void every_set_agrees_on_special_numbers(void)
     check_all_sets();
 }
 
+/* A 16-bit float with `digits` of mantissa and an exponent near `exponent`, or 0. */
+static uint16_t near_float(uint64_t *seed, unsigned digits, unsigned exponent,
+                           unsigned spread)
+{
+    const unsigned most = (0x8000U >> digits) - 2;
+    const unsigned lower = (unsigned)(next_random(seed) % spread);
+    const unsigned place = lower > exponent ? 0 : exponent - lower;
+    const unsigned few = (unsigned)(next_random(seed) % 4); /* so that ties are met */
+    const unsigned rest = (unsigned)next_random(seed) & ((1U << digits) - 1);
+    const unsigned mantissa = few == 0 ? 0 : few == 1 ? (1U << digits) - 1 : rest;
+    const unsigned sign = (unsigned)(next_random(seed) & 0x8000U);
+    const unsigned bits = (place > most ? most : place) << digits | mantissa;
+    return (uint16_t)(next_random(seed) % 9 == 0 ? sign : bits | sign);
+}
+
+/* Many short runs about each exponent: far apart enough to be rounded in float32, tied
+ * with the maximum, subnormal, and beyond float32. */
+static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
+{
+    uint64_t seed = 2024;
+    for (unsigned run = 0; run < 12000; run++) {
+        const int dtype = run % 2 == 0 ? MLS_F16 : MLS_BF16;
+        const unsigned digits = dtype == MLS_F16 ? 10 : 7;
+        const unsigned exponent = run / 2 % (0x8000U >> digits);
+        const unsigned kind = (unsigned)(next_random(&seed) % 4);
+        for (size_t i = 0; i < 192; i++) {
+            const uint16_t x = near_float(&seed, digits, exponent, kind < 2 ? 2 : 4);
+            uint16_t y = near_float(&seed, digits, exponent, kind < 2 ? 16 : 30);
+            if (kind == 3) { /* neighbours */
+                y = (uint16_t)(x ^ (next_random(&seed) & 1U));
+            }
+            memcpy(left + 2 * i, &x, 2);
+            memcpy(right + 2 * i, &y, 2);
+        }
+        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+            CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
+                  run_agrees(mls_differ_of((mls_cpu)cpu), dtype, 0, 0, 192, same()));
+        }
+    }
+}
+
 /* Where quotients of subnormal float64 meet, nothing may be lost. */
 static void every_set_agrees_on_tiny_doubles(void)
 {
@@ -581,6 +622,7 @@ static const test_case tests[] = {
     TEST(every_set_agrees_where_little_changed),
     TEST(every_set_agrees_on_small_changes),
     TEST(every_set_agrees_on_special_numbers),
+    TEST(every_set_agrees_on_close_calls_of_sixteen_bits),
     TEST(every_set_agrees_on_tiny_doubles),
     TEST(any_two_views_are_compared_element_by_element),
     TEST(empty_and_scalar_tensors_compare),
