@@ -11,6 +11,7 @@
 
 #    include "safetensors.h"
 
+#    include "buffer.h"
 #    include "fsio.h"
 #    include "mem.h"
 #    include "size.h"
@@ -28,91 +29,10 @@ enum {
     PAYLOAD_ALIGNMENT = 64,   /* a cache line, and enough for every vector */
     BUFFER_BYTES = 1 << 20,   /* gathers small tensors, packs strided ones */
     DIRECT_BYTES = 256 << 10, /* larger contiguous runs are written from where they lie */
-    SHOWN_NAME = 100,         /* bytes of a name in a message */
-    NUMBER_ROOM = 24          /* digits of the largest number, and more */
+    SHOWN_NAME = 100          /* bytes of a name in a message */
 };
 
-/* ---- text that grows ---- */
-
-/* Text under construction.  After a failure every further put does nothing, so that
- * whoever builds a long text asks once, at its end. */
-typedef struct text_buffer {
-    char *data;
-    size_t length, room;
-    mls_code code; /* sticky: the first failure */
-} text_buffer;
-
-/* Append `length` bytes.  After a failure nothing more is done, so that callers look at
- * `code` once, at the end. */
-static void put(text_buffer *b, const char *text, size_t length)
-{
-    size_t needed;
-    if (b->code != MLS_OK) {
-        return;
-    }
-    if (!mls_size_add(b->length, length, &needed) ||
-        needed > MLS_SAFETENSORS_MAX_HEADER) {
-        b->code = MLS_E_SIZE;
-        return;
-    }
-    if (needed > b->room) {
-        const size_t room = needed + needed / 2 + 256;
-        char *data = mls_realloc(b->data, room, 1);
-        if (data == NULL) {
-            b->code = MLS_E_MEMORY;
-            return;
-        }
-        b->data = data;
-        b->room = room;
-    }
-    memcpy(b->data + b->length, text, length);
-    b->length = needed;
-}
-
-/* Append a C string. */
-static void put_text(text_buffer *b, const char *text)
-{
-    put(b, text, strlen(text));
-}
-
-/* Append a number in decimal digits. */
-static void put_number(text_buffer *b, uint64_t number)
-{
-    char text[NUMBER_ROOM];
-    const int length = snprintf(text, sizeof text, "%llu", (unsigned long long)number);
-    put(b, text, (size_t)length);
-}
-
-/* A JSON string: what must be escaped is, all else stays as UTF-8. */
-static void put_string(text_buffer *b, mls_text text)
-{
-    size_t plain = 0; /* start of what was not put yet */
-    put_text(b, "\"");
-    for (size_t i = 0; i < text.length; i++) {
-        const unsigned char c = (unsigned char)text.data[i];
-        if (c >= ' ' && c != '"' && c != '\\') {
-            continue;
-        }
-        char escape[8];
-        snprintf(escape, sizeof escape, c >= ' ' ? "\\%c" : "\\u%04x", c);
-        put(b, text.data + plain, i - plain);
-        put_text(b, escape);
-        plain = i + 1;
-    }
-    put(b, text.data + plain, text.length - plain);
-    put_text(b, "\"");
-}
-
 /* ---- order ---- */
-
-/* By bytes, which for UTF-8 is the order of code points, on every machine and in every
- * locale. */
-static int compare_text(mls_text a, mls_text b)
-{
-    const size_t common = a.length < b.length ? a.length : b.length;
-    const int order = common == 0 ? 0 : memcmp(a.data, b.data, common);
-    return order != 0 ? order : (a.length > b.length) - (a.length < b.length);
-}
 
 /* A tensor in its place. */
 typedef struct placed {
@@ -125,7 +45,8 @@ typedef struct placed {
 /* For qsort: by name, bytes compared as numbers. */
 static int compare_names(const void *a, const void *b)
 {
-    return compare_text(((const placed *)a)->from->name, ((const placed *)b)->from->name);
+    return mls_text_compare(((const placed *)a)->from->name,
+                            ((const placed *)b)->from->name);
 }
 
 /* By falling item size, then by name.  Every tensor's size is a multiple of its item
@@ -141,7 +62,8 @@ static int compare_places(const void *a, const void *b)
 /* For qsort: metadata by key, in the same order. */
 static int compare_pairs(const void *a, const void *b)
 {
-    return compare_text(((const mls_text_pair *)a)->key, ((const mls_text_pair *)b)->key);
+    return mls_text_compare(((const mls_text_pair *)a)->key,
+                            ((const mls_text_pair *)b)->key);
 }
 
 /* ---- what a file is made of ---- */
@@ -155,7 +77,7 @@ typedef struct writer {
     size_t count;
     mls_text_pair *metadata; /* sorted, our own included, their values still empty */
     size_t metadata_count;
-    text_buffer header;             /* the 8 length bytes included */
+    mls_buffer header;              /* the 8 length bytes included */
     size_t header_crc, tensor_crcs; /* where their digits go in it */
     mls_atomic_file file;
     unsigned char *buffer; /* BUFFER_BYTES */
@@ -265,65 +187,65 @@ static mls_code sort_metadata(writer *w, const mls_safetensors_content *content)
 /* ---- the header, with zeros for checksums ---- */
 
 /* `count` checksums to be; remembers where their digits start. */
-static void put_digits(text_buffer *b, size_t count, size_t *at)
+static void put_digits(mls_buffer *b, size_t count, size_t *at)
 {
-    put_text(b, "\"");
+    mls_buffer_text(b, "\"");
     *at = b->length;
     for (size_t i = 0; i < count; i++) {
-        put_text(b, "00000000");
+        mls_buffer_text(b, "00000000");
     }
-    put_text(b, "\"");
+    mls_buffer_text(b, "\"");
 }
 
 /* The first member of the header's object: other readers look for it by its key.  Our
  * keys are known by their address, since the user's may not start like them. */
 static void put_metadata(writer *w)
 {
-    text_buffer *b = &w->header;
-    put_text(b, "{\"__metadata__\":{");
+    mls_buffer *b = &w->header;
+    mls_buffer_text(b, "{\"__metadata__\":{");
     for (size_t i = 0; i < w->metadata_count; i++) {
         const mls_text_pair *pair = &w->metadata[i];
-        put_text(b, i == 0 ? "" : ",");
-        put_string(b, pair->key);
-        put_text(b, ":");
+        mls_buffer_text(b, i == 0 ? "" : ",");
+        mls_buffer_json(b, pair->key);
+        mls_buffer_text(b, ":");
         if (pair->key.data == header_key) {
             put_digits(b, 1, &w->header_crc);
         } else if (pair->key.data == tensors_key) {
             put_digits(b, w->count, &w->tensor_crcs);
         } else {
-            put_string(b, pair->value);
+            mls_buffer_json(b, pair->value);
         }
     }
-    put_text(b, "}");
+    mls_buffer_text(b, "}");
 }
 
 /* One tensor's entry; its members in the order in which the package writes them. */
-static void put_tensor(text_buffer *b, const mls_named_tensor *t, uint64_t begin,
+static void put_tensor(mls_buffer *b, const mls_named_tensor *t, uint64_t begin,
                        uint64_t end)
 {
-    put_text(b, ",");
-    put_string(b, t->name);
-    put_text(b, ":{\"dtype\":\"");
-    put_text(b, mls_dtype_of(t->tensor->dtype)->file_name);
-    put_text(b, "\",\"shape\":[");
+    mls_buffer_text(b, ",");
+    mls_buffer_json(b, t->name);
+    mls_buffer_text(b, ":{\"dtype\":\"");
+    mls_buffer_text(b, mls_dtype_of(t->tensor->dtype)->file_name);
+    mls_buffer_text(b, "\",\"shape\":[");
     for (int axis = 0; axis < t->tensor->rank; axis++) {
-        put_text(b, axis == 0 ? "" : ",");
-        put_number(b, t->tensor->shape[axis]);
+        mls_buffer_text(b, axis == 0 ? "" : ",");
+        mls_buffer_number(b, t->tensor->shape[axis]);
     }
-    put_text(b, "],\"data_offsets\":[");
-    put_number(b, begin);
-    put_text(b, ",");
-    put_number(b, end);
-    put_text(b, "]}");
+    mls_buffer_text(b, "],\"data_offsets\":[");
+    mls_buffer_number(b, begin);
+    mls_buffer_text(b, ",");
+    mls_buffer_number(b, end);
+    mls_buffer_text(b, "]}");
 }
 
 /* The whole header with zeros for length and checksums, padded with spaces, which the
  * format allows behind the object. */
 static mls_code build_header(writer *w)
 {
-    text_buffer *b = &w->header;
+    mls_buffer *b = &w->header;
     uint64_t begin = 0;
-    put(b, "\0\0\0\0\0\0\0\0", LENGTH_BYTES);
+    mls_buffer_put(b, "\0\0\0\0\0\0\0\0", LENGTH_BYTES);
     put_metadata(w);
     for (size_t i = 0; i < w->count; i++) {
         uint64_t end;
@@ -333,9 +255,9 @@ static mls_code build_header(writer *w)
         put_tensor(b, w->tensors[i].from, begin, end);
         begin = end;
     }
-    put_text(b, "}");
+    mls_buffer_text(b, "}");
     while (b->code == MLS_OK && b->length % PAYLOAD_ALIGNMENT != 0) {
-        put_text(b, " ");
+        mls_buffer_text(b, " ");
     }
     if (b->code == MLS_E_MEMORY) {
         return no_memory(w);
@@ -547,7 +469,10 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
                                mls_status *st)
 {
-    writer w = {.kernels = kernels, .crc = crc, .st = st};
+    writer w = {.kernels = kernels,
+                .crc = crc,
+                .st = st,
+                .header = {.most = MLS_SAFETENSORS_MAX_HEADER}};
     bool is_open = false;
     mls_code code = sort_tensors(&w, content);
     if (code == MLS_OK) {
@@ -574,7 +499,7 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
     mls_free(w.buffer);
     mls_free(w.tensors);
     mls_free(w.metadata);
-    mls_free(w.header.data);
+    mls_buffer_fini(&w.header);
     return code;
 }
 

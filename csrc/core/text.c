@@ -63,6 +63,14 @@ bool mls_text_equal(mls_text a, mls_text b)
            (a.data == b.data || a.length == 0 || memcmp(a.data, b.data, a.length) == 0);
 }
 
+/* Of two that agree as far as they go, the shorter comes first. */
+int mls_text_compare(mls_text a, mls_text b)
+{
+    const size_t common = a.length < b.length ? a.length : b.length;
+    const int order = common == 0 ? 0 : memcmp(a.data, b.data, common);
+    return order != 0 ? order : (a.length > b.length) - (a.length < b.length);
+}
+
 /* memcmp wants no NULL, not even for no bytes. */
 bool mls_text_starts(mls_text text, mls_text prefix)
 {

@@ -28,6 +28,10 @@ bool mls_text_is(mls_text text, const char *expected);
 /* Whether two texts are the same bytes. */
 bool mls_text_equal(mls_text a, mls_text b);
 
+/* Below, at or above 0: by bytes, which for UTF-8 is the order of code points, on every
+ * machine and in every locale. */
+int mls_text_compare(mls_text a, mls_text b);
+
 /* Whether `text` starts with all of `prefix`; true for an empty one. */
 bool mls_text_starts(mls_text text, mls_text prefix);
 

@@ -119,10 +119,7 @@ static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t 
 /* By the bytes of the names, which sorts as their code points do. */
 static int by_name(const void *a, const void *b)
 {
-    const mls_text x = ((const mlsp_item *)a)->name, y = ((const mlsp_item *)b)->name;
-    const size_t shorter = x.length < y.length ? x.length : y.length;
-    const int order = shorter == 0 ? 0 : memcmp(x.data, y.data, shorter);
-    return order != 0 ? order : (x.length > y.length) - (x.length < y.length);
+    return mls_text_compare(((const mlsp_item *)a)->name, ((const mlsp_item *)b)->name);
 }
 
 /* Call update(bytes) with memory that stays as it is during the call. */

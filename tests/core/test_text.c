@@ -48,10 +48,20 @@ static void a_prefix_is_no_longer_than_its_text(void)
     CHECK(!mls_text_starts(text_of("Module.w"), text_of("module.")));
 }
 
+static void order_is_that_of_the_bytes(void)
+{
+    CHECK(mls_text_compare(text_of("a"), text_of("b")) < 0);
+    CHECK(mls_text_compare(text_of("b"), text_of("aa")) > 0);
+    CHECK(mls_text_compare(text_of("a"), text_of("aa")) < 0);
+    CHECK(mls_text_compare(text_of("\xC3\xA9"), text_of("z")) > 0);
+    CHECK(mls_text_compare((mls_text){0}, text_of("")) == 0);
+}
+
 static const test_case tests[] = {
     TEST(utf8_is_told_from_other_bytes),
     TEST(a_text_is_equal_only_to_all_of_itself),
     TEST(a_prefix_is_no_longer_than_its_text),
+    TEST(order_is_that_of_the_bytes),
 };
 
 int main(void)
