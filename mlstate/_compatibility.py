@@ -112,7 +112,7 @@ class CompatibilityResult:
         """
         self.warnings.append(warning)
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _rows(self) -> list[tuple[str, str]]:
         """Lines of the table: level and text."""
         return [("error", text) for text in self.errors] + [
             ("warning", text) for text in self.warnings
@@ -140,7 +140,7 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict as it is, any other mapping as a dict; the core refuses the rest."""
     if not isinstance(state, dict) and isinstance(state, Mapping):
         return dict(state)
-    return state  # type: ignore[return-value]
+    return state
 
 
 def keys_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:

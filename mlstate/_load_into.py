@@ -11,6 +11,7 @@ from ._compatibility import as_dict, differences_of, join, rename_hint
 from ._state_dict import StateDict
 from .errors import CompatibilityError
 
+
 def _quoted(names: list[str]) -> str:
     return join([f'"{name}"' for name in names])
 
@@ -169,4 +170,3 @@ def rename(state: Mapping[str, Any], rules: Mapping[str, str]) -> StateDict:
     result.clear()
     result.update(renamed)
     return result
-

@@ -93,10 +93,10 @@ class OptimizerStateDict(StateDict):
         param_groups: Sequence[Mapping[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
-        self.optimizer_type = optimizer_type  # type: ignore[assignment]
+        self.optimizer_type = optimizer_type
         self.step = step
         self.learning_rate = learning_rate
-        self.param_groups = param_groups  # type: ignore[assignment]
+        self.param_groups = param_groups
         super().__init__(*args, **kwargs)
 
     @classmethod

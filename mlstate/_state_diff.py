@@ -96,7 +96,7 @@ class StateDiff(NamedTuple):
     def _rows(self) -> list[tuple[str, ...]]:
         """Lines of the table, the largest relative change first."""
         changes = sorted(self.changes, key=lambda c: (-c.nan, -c.max_rel, -c.max_abs))
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (c.name, f"{c.changed:,} of {c.size:,}", f"{c.max_abs:.3g}", f"{c.max_rel:.3g}",
              f"{c.nan:,} NaN" if c.nan else "")
             for c in changes
@@ -162,5 +162,6 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
     tensor  changed  max abs  max rel
     w       1 of 3   0.5      0.2
     """
-    *lists, changes, unchanged = _core.state_diff(as_dict(a), as_dict(b))
-    return StateDiff(*lists, [TensorChange(*change) for change in changes], unchanged)
+    missing, unexpected, shapes, dtypes, found, unchanged = _core.state_diff(as_dict(a), as_dict(b))
+    changes = [TensorChange(*change) for change in found]
+    return StateDiff(missing, unexpected, shapes, dtypes, changes, unchanged)
