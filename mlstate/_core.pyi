@@ -6,6 +6,7 @@ from typing import Any, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 _Any: TypeAlias = NDArray[Any]
 _State: TypeAlias = tuple[str, str, tuple[int, ...]]
@@ -53,6 +54,7 @@ class KVBuffer:
     def reserve(self, capacity: int, /) -> None: ...
     def extent(self) -> tuple[int, int, int, int, int]: ...
 
+@disjoint_base
 class StateDict(dict[str, Any]):
     @property
     def nbytes(self) -> int: ...

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ._types import NDArray
 
 Self = TypeVar("Self", bound="StateDict")
 
