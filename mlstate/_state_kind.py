@@ -53,7 +53,14 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
         if not found.keys() <= set(names):
             raise KeyError(*(found.keys() - set(names)))
         state = cls(**found)  # before the arrays, whose names must not reach keywords
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as reason:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as reason:
         error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
         error.path = path
         raise error from None
