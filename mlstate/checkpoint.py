@@ -94,7 +94,7 @@ def save_file(
     References
     ----------
     Our checksums are CRC32C values in two metadata entries, ``mlstate.header.crc32c`` and
-    ``mlstate.tensors.crc32c``, which other readers ignore.
+    ``mlstate.blocks.crc32c``, which other readers ignore.
 
     Examples
     --------

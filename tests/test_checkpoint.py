@@ -385,7 +385,7 @@ def test_the_package_reads_what_we_write(tmp_path):
 
     with safe_open(tmp_path / "f", "np") as file:
         metadata = file.metadata()
-    ours = {"mlstate.header.crc32c", "mlstate.tensors.crc32c"}
+    ours = {"mlstate.header.crc32c", "mlstate.blocks.crc32c"}
     assert {k: v for k, v in metadata.items() if k not in ours} == {"who": "me", "ключ": "\x01\t"}
 
 
@@ -647,3 +647,29 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(inject, fault, tmp_path):
     assert all(n.startswith(".mlstate-") and n.endswith(".tmp") for n in left) and len(left) <= 1
     save_file({"after": np.zeros(1)}, path)
     assert list(load_file(path)) == ["after"]
+
+
+@pytest.mark.parametrize("at", [0, 2**20 - 1, 2**20, 5 * 2**19 + 7, 3 * 2**20 + 11])
+def test_damage_is_located_by_the_mebibyte(at, tmp_path):
+    path = tmp_path / "state.safetensors"
+    data = np.random.default_rng(0).integers(0, 256, 3 * 2**20 + 12, np.uint8)
+    mlstate.save_file({"a": np.ones(5), "w": data, "z": data[:0]}, path)
+    raw = bytearray(path.read_bytes())
+    start = len(raw) - data.size
+    raw[start + at] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(mlstate.ChecksumError) as caught:
+        mlstate.load_file(path)
+    assert caught.value.name == "w"
+    assert caught.value.offset == start + at // 2**20 * 2**20
+    found = mlstate.load_file(path, verify=False)["w"]
+    assert np.flatnonzero(found != data).tolist() == [at]
+
+
+def test_strided_blocks_have_the_checksums_of_packed_ones(tmp_path):
+    data = np.random.default_rng(0).standard_normal((1000, 700)).astype(np.float32)
+    packed, strided = tmp_path / "packed", tmp_path / "strided"
+    mlstate.save_file({"w": data.T.copy()}, packed)
+    mlstate.save_file({"w": data.T}, strided)
+    assert packed.read_bytes() == strided.read_bytes()
+    assert np.array_equal(mlstate.load_file(strided)["w"], data.T)

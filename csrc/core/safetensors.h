@@ -8,7 +8,8 @@
  * for a user's text and ignore:
  *   "mlstate.header.crc32c"   CRC32C of the first 8 bytes and the header, padding
  *                             included, with the 8 digits of this value itself as '0'
- *   "mlstate.tensors.crc32c"  CRC32C of each tensor, in the header's order, without gaps
+ *   "mlstate.blocks.crc32c"   CRC32C of each MiB of each tensor, the last one of a tensor
+ *                             being shorter, in the header's order, without gaps
  * All in lower-case hexadecimal, 8 digits each.  A file has both or neither: so that a
  * damaged key is noticed too.  Elements are little-endian on disk and, for those who read
  * them here, in memory.
@@ -29,6 +30,10 @@
 /* The longest header that the package reads. */
 #define MLS_SAFETENSORS_MAX_HEADER ((size_t)100000000)
 
+/* Bytes that one checksum covers, and how many checksums a tensor of `bytes` has. */
+enum { MLS_SAFETENSORS_BLOCK = 1 << 20 };
+size_t mls_safetensors_blocks(size_t bytes);
+
 /* Keys of "__metadata__" that are ours start so. */
 #define MLS_SAFETENSORS_PREFIX "mlstate."
 
@@ -46,7 +51,7 @@ typedef struct mls_stored {
     size_t bytes;    /* fit the shape, the dtype and the address space */
     mls_dtype dtype;
     int rank;
-    uint32_t crc; /* where mls_safetensors.has_crc */
+    const char *blocks; /* 8 digits for each block, where mls_safetensors.has_crc */
 } mls_stored;
 
 typedef struct mls_text_pair {
@@ -88,7 +93,8 @@ mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool
 /* Read the bytes of one tensor to `data`, which has room for tensor->bytes.
  * `crc` NULL: its checksum is not looked at.
  * MLS_E_IO; MLS_E_FORMAT: the file became shorter; MLS_E_CHECKSUM: its bytes are not
- * those that were written.  `data` holds what was read even then. */
+ * those that were written; the status's offset is that of the first such block.  `data`
+ * holds what was read until then. */
 mls_code mls_safetensors_read(int fd, const mls_stored *tensor, bool has_crc,
                               const mls_crc_kernels *crc, void *data, mls_status *st);
 

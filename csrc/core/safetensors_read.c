@@ -40,8 +40,8 @@ typedef struct header_reader {
     size_t length;
     uint64_t payload, file_bytes; /* where the tensors start and end */
     mls_safetensors file;
-    size_t dims_used;                      /* of file.dims; shapes are parts of it */
-    mls_json_node header_crc, tensor_crcs; /* our entries, or MLS_JSON_NONE */
+    size_t dims_used;                     /* of file.dims; shapes are parts of it */
+    mls_json_node header_crc, block_crcs; /* our entries, or MLS_JSON_NONE */
     mls_status *st;
 } header_reader;
 
@@ -244,8 +244,8 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
         }
         if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")) {
             r->header_crc = pair;
-        } else if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "tensors.crc32c")) {
-            r->tensor_crcs = pair;
+        } else if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "blocks.crc32c")) {
+            r->block_crcs = pair;
         } else {
             r->file.metadata[r->file.metadata_count++] =
                 (mls_text_pair){.key = key, .value = mls_json_text(json, pair)};
@@ -271,6 +271,12 @@ static bool read_crc(const char *text, uint32_t *out)
     }
     *out = value;
     return true;
+}
+
+/* The last block of a tensor may be shorter; a tensor without bytes has none. */
+size_t mls_safetensors_blocks(size_t bytes)
+{
+    return bytes / MLS_SAFETENSORS_BLOCK + (bytes % MLS_SAFETENSORS_BLOCK != 0 ? 1 : 0);
 }
 
 /* Besides damage there is an innocent cause: programs that copy a file's metadata into
@@ -312,28 +318,45 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     return MLS_OK;
 }
 
+/* The digits in the order of the tensors, each of which keeps where its own start.  False
+ * where they are not as many as there are blocks, or no digits. */
+static bool share_blocks(header_reader *r, mls_text digits)
+{
+    size_t left = digits.length / CRC_DIGITS;
+    const char *next = digits.data;
+    uint32_t ignored;
+    for (size_t i = 0; i < r->file.count; i++) {
+        const size_t blocks = mls_safetensors_blocks(r->file.tensors[i].bytes);
+        if (blocks > left) {
+            return false;
+        }
+        r->file.tensors[i].blocks = next;
+        for (size_t block = 0; block < blocks; block++, next += CRC_DIGITS) {
+            if (!read_crc(next, &ignored)) {
+                return false;
+            }
+        }
+        left -= blocks;
+    }
+    return left == 0 && digits.length % CRC_DIGITS == 0;
+}
+
 /* Both entries or none: damage to one of the two keys would otherwise turn the check
  * off. */
 static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
 {
-    if (!verify || (r->header_crc == MLS_JSON_NONE && r->tensor_crcs == MLS_JSON_NONE)) {
+    if (!verify || (r->header_crc == MLS_JSON_NONE && r->block_crcs == MLS_JSON_NONE)) {
         return MLS_OK;
     }
-    if (r->header_crc == MLS_JSON_NONE || r->tensor_crcs == MLS_JSON_NONE) {
+    if (r->header_crc == MLS_JSON_NONE || r->block_crcs == MLS_JSON_NONE) {
         return fail_checksum(r, "it has one of our two checksum entries only");
     }
     const mls_code code = verify_header(r, crc);
     if (code != MLS_OK) {
         return code;
     }
-    const mls_text digits = mls_json_text(r->file.json, r->tensor_crcs);
-    bool good =
-        digits.length / CRC_DIGITS == r->file.count && digits.length % CRC_DIGITS == 0;
-    for (size_t i = 0; good && i < r->file.count; i++) {
-        good = read_crc(digits.data + i * CRC_DIGITS, &r->file.tensors[i].crc);
-    }
-    if (!good) {
-        return fail_checksum(r, "its tensors' checksums are not 8 digits each");
+    if (!share_blocks(r, mls_json_text(r->file.json, r->block_crcs))) {
+        return fail_checksum(r, "its tensors' checksums are not 8 digits for each MiB");
     }
     r->file.has_crc = true;
     return MLS_OK;
@@ -517,7 +540,7 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                        .payload = LENGTH_BYTES + length,
                        .file_bytes = file_bytes,
                        .header_crc = MLS_JSON_NONE,
-                       .tensor_crcs = MLS_JSON_NONE,
+                       .block_crcs = MLS_JSON_NONE,
                        .st = st};
     code = read_json(&r);
     if (code == MLS_OK) {
@@ -592,46 +615,70 @@ done:
     return MLS_OK;
 }
 
-/* The checksum says that something changed, not where: the offset is the tensor's. */
-static mls_code tensor_changed(const mls_stored *tensor, uint32_t found, mls_status *st)
+/* Say which block of which tensor is not what was written. */
+static mls_code block_changed(const mls_stored *tensor, size_t start, uint32_t found,
+                              uint32_t expected, mls_status *st)
 {
+    const size_t left = tensor->bytes - start;
+    const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
     const int shown =
         (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
     mls_fail(st, MLS_E_CHECKSUM,
              "tensor '%.*s': its bytes are not those that were written (checksum %08lx, "
-             "expected %08lx): the file is damaged",
-             shown, tensor->name.data, (unsigned long)found, (unsigned long)tensor->crc);
+             "expected %08lx, over %zu bytes from %zu on): the file is damaged",
+             shown, tensor->name.data, (unsigned long)found, (unsigned long)expected,
+             length, start);
     st->has_offset = true;
-    st->offset = tensor->offset;
+    st->offset = tensor->offset + start;
     mls_status_name(st, tensor->name.data, tensor->name.length);
-    mls_status_expected(st, "%08lx", (unsigned long)tensor->crc);
+    mls_status_expected(st, "%08lx", (unsigned long)expected);
     mls_status_got(st, "%08lx", (unsigned long)found);
     return MLS_E_CHECKSUM;
 }
 
-/* In steps that stay in the cache between the system's copy and the checksum, so memory
- * is passed over once. */
+/* Read one block, from `start` of the tensor on, and compare it with its checksum.  In
+ * steps that stay in the cache between the system's copy and the checksum, so memory is
+ * passed over once. */
+static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
+                           const mls_crc_kernels *crc, unsigned char *to, mls_status *st)
+{
+    const size_t left = tensor->bytes - start;
+    const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+    uint32_t found = 0, expected = 0;
+    for (size_t done = 0; done < length;) {
+        const size_t step = length - done < READ_STEP ? length - done : READ_STEP;
+        const mls_code code =
+            mls_file_read_at(fd, to + done, step, tensor->offset + start + done, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        found = crc->update(found, to + done, step);
+        done += step;
+    }
+    /* the digits were looked at when the header was read */
+    (void)read_crc(tensor->blocks + start / MLS_SAFETENSORS_BLOCK * CRC_DIGITS,
+                   &expected);
+    return found == expected ? MLS_OK : block_changed(tensor, start, found, expected, st);
+}
+
+/* Without checksums to compare, in one piece. */
 mls_code mls_safetensors_read(int fd, const mls_stored *tensor, bool has_crc,
                               const mls_crc_kernels *crc, void *data, mls_status *st)
 {
     unsigned char *to = data;
-    uint32_t found = 0;
-    const bool checks = has_crc && crc != NULL;
-    for (size_t done = 0; done < tensor->bytes;) {
-        const size_t left = tensor->bytes - done;
-        const size_t step = !checks || left < READ_STEP ? left : READ_STEP;
-        const mls_code code =
-            mls_file_read_at(fd, to + done, step, tensor->offset + done, st);
-        if (code != MLS_OK) {
-            mls_status_name(st, tensor->name.data, tensor->name.length);
-            return code;
+    mls_code code = MLS_OK;
+    if (!has_crc || crc == NULL) {
+        code = mls_file_read_at(fd, to, tensor->bytes, tensor->offset, st);
+    } else {
+        for (size_t start = 0; code == MLS_OK && start < tensor->bytes;
+             start += MLS_SAFETENSORS_BLOCK) {
+            code = read_block(fd, tensor, start, crc, to + start, st);
         }
-        if (checks) {
-            found = crc->update(found, to + done, step);
-        }
-        done += step;
     }
-    return checks && found != tensor->crc ? tensor_changed(tensor, found, st) : MLS_OK;
+    if (code != MLS_OK) {
+        mls_status_name(st, tensor->name.data, tensor->name.length);
+    }
+    return code;
 }
 
 #endif

@@ -38,8 +38,9 @@ enum {
 typedef struct placed {
     const mls_named_tensor *from;
     size_t bytes;
-    size_t index; /* in the content, and later in the file */
-    uint32_t crc;
+    size_t index;   /* in the content, and later in the file */
+    uint32_t *crcs; /* of its blocks */
+    size_t done;    /* bytes that were checksummed */
 } placed;
 
 /* For qsort: by name, bytes compared as numbers. */
@@ -77,8 +78,10 @@ typedef struct writer {
     size_t count;
     mls_text_pair *metadata; /* sorted, our own included, their values still empty */
     size_t metadata_count;
-    mls_buffer header;              /* the 8 length bytes included */
-    size_t header_crc, tensor_crcs; /* where their digits go in it */
+    mls_buffer header;             /* the 8 length bytes included */
+    size_t header_crc, block_crcs; /* where their digits go in it */
+    uint32_t *crcs;                /* of all blocks, in the order of the file */
+    size_t block_count;
     mls_atomic_file file;
     unsigned char *buffer; /* BUFFER_BYTES */
     size_t buffered;
@@ -133,8 +136,27 @@ static mls_code sort_tensors(writer *w, const mls_safetensors_content *content)
     return MLS_OK;
 }
 
+/* Room for the checksums of all blocks, now that the order is known. */
+static mls_code place_checksums(writer *w)
+{
+    for (size_t i = 0; i < w->count; i++) {
+        /* no more blocks than bytes of memory */
+        w->block_count += mls_safetensors_blocks(w->tensors[i].bytes);
+    }
+    w->crcs = mls_alloc(w->block_count, sizeof *w->crcs);
+    if (w->crcs == NULL) {
+        return no_memory(w);
+    }
+    uint32_t *next = w->crcs;
+    for (size_t i = 0; i < w->count; i++) {
+        w->tensors[i].crcs = next;
+        next += mls_safetensors_blocks(w->tensors[i].bytes);
+    }
+    return MLS_OK;
+}
+
 static const char header_key[] = MLS_SAFETENSORS_PREFIX "header.crc32c";
-static const char tensors_key[] = MLS_SAFETENSORS_PREFIX "tensors.crc32c";
+static const char blocks_key[] = MLS_SAFETENSORS_PREFIX "blocks.crc32c";
 
 /* Metadata that cannot be written, or that could be taken for ours when it is read. */
 static mls_code check_pair(writer *w, const mls_text_pair *pair)
@@ -174,7 +196,7 @@ static mls_code sort_metadata(writer *w, const mls_safetensors_content *content)
     w->metadata[w->metadata_count++].key =
         (mls_text){.data = header_key, .length = sizeof header_key - 1};
     w->metadata[w->metadata_count++].key =
-        (mls_text){.data = tensors_key, .length = sizeof tensors_key - 1};
+        (mls_text){.data = blocks_key, .length = sizeof blocks_key - 1};
     qsort(w->metadata, w->metadata_count, sizeof *w->metadata, compare_pairs);
     for (size_t i = 1; i < w->metadata_count; i++) {
         if (compare_pairs(&w->metadata[i - 1], &w->metadata[i]) == 0) {
@@ -210,8 +232,8 @@ static void put_metadata(writer *w)
         mls_buffer_text(b, ":");
         if (pair->key.data == header_key) {
             put_digits(b, 1, &w->header_crc);
-        } else if (pair->key.data == tensors_key) {
-            put_digits(b, w->count, &w->tensor_crcs);
+        } else if (pair->key.data == blocks_key) {
+            put_digits(b, w->block_count, &w->block_crcs);
         } else {
             mls_buffer_json(b, pair->value);
         }
@@ -285,8 +307,8 @@ static mls_code finish_header(writer *w)
 {
     char *header = w->header.data;
     mls_store_le64((unsigned char *)header, w->header.length - LENGTH_BYTES);
-    for (size_t i = 0; i < w->count; i++) {
-        store_digits(header + w->tensor_crcs + i * CRC_DIGITS, w->tensors[i].crc);
+    for (size_t i = 0; i < w->block_count; i++) {
+        store_digits(header + w->block_crcs + i * CRC_DIGITS, w->crcs[i]);
     }
     store_digits(header + w->header_crc, w->crc->update(0, header, w->header.length));
     return mls_atomic_write(&w->file, header, w->header.length, 0, w->st);
@@ -316,11 +338,25 @@ static mls_code write_small(writer *w, placed *p)
         }
     }
     if (p->bytes > 0) {
-        p->crc =
+        p->crcs[0] =
             w->crc->copy(0, w->buffer + w->buffered, p->from->tensor->data, p->bytes);
         w->buffered += p->bytes;
     }
     return MLS_OK;
+}
+
+/* Take the next bytes of a tensor into the checksums of its blocks. */
+static void checksum(writer *w, placed *p, const unsigned char *data, size_t bytes)
+{
+    while (bytes > 0) {
+        uint32_t *crc = &p->crcs[p->done / MLS_SAFETENSORS_BLOCK];
+        const size_t left = MLS_SAFETENSORS_BLOCK - p->done % MLS_SAFETENSORS_BLOCK;
+        const size_t step = bytes < left ? bytes : left;
+        *crc = w->crc->update(*crc, data, step);
+        p->done += step;
+        data += step;
+        bytes -= step;
+    }
 }
 
 /* Large contiguous ones go out from where they lie, in steps that stay in the cache
@@ -332,7 +368,7 @@ static mls_code write_direct(writer *w, placed *p)
         const size_t left = p->bytes - done;
         const size_t step = left < DIRECT_BYTES ? left : DIRECT_BYTES;
         const unsigned char *from = p->from->tensor->data + done;
-        p->crc = w->crc->update(p->crc, from, step);
+        checksum(w, p, from, step);
         code = mls_atomic_write(&w->file, from, step, w->written, w->st);
         w->written += step;
         done += step;
@@ -378,7 +414,7 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
         return code;
     }
     mls_copy(w->kernels, &packed, view, false);
-    p->crc = w->crc->update(p->crc, to, bytes);
+    checksum(w, p, to, bytes);
     w->buffered += bytes;
     return MLS_OK;
 }
@@ -476,6 +512,9 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
     bool is_open = false;
     mls_code code = sort_tensors(&w, content);
     if (code == MLS_OK) {
+        code = place_checksums(&w);
+    }
+    if (code == MLS_OK) {
         code = sort_metadata(&w, content);
     }
     if (code == MLS_OK) {
@@ -497,6 +536,7 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
         mls_atomic_abort(&w.file);
     }
     mls_free(w.buffer);
+    mls_free(w.crcs);
     mls_free(w.tensors);
     mls_free(w.metadata);
     mls_buffer_fini(&w.header);
