@@ -52,16 +52,16 @@ typedef wide (*wide_function)(const unsigned char *items);
 typedef size_t (*unequal_function)(const unsigned char *a, const unsigned char *b);
 
 /* What is known of the items so far. */
-typedef struct tally {
+typedef struct mls_tally {
     vector distance; /* the greatest one that each lane has seen */
     vector ratio;    /* the greatest relative distance; where `filtered`, of all lanes */
     vector half;     /* half a unit in the last place of `ratio`, or a little less */
     flags nan;       /* in the block at hand */
     wide wide_distance, wide_ratio; /* what the sieve goes by */
-} tally;
+} mls_tally;
 
 /* Some lane has a quotient above all so far.  0 / 0 is NaN, which `larger` leaves out. */
-TARGET MLS_INLINED void raise_ratio(tally *t, vector distance, vector largest)
+TARGET MLS_INLINED void raise_ratio(mls_tally *t, vector distance, vector largest)
 {
     const double best = greatest(larger(divide(distance, largest), t->ratio));
     t->ratio = repeat(best);
@@ -69,7 +69,7 @@ TARGET MLS_INLINED void raise_ratio(tally *t, vector distance, vector largest)
 }
 
 /* One register of each side.  `filtered`: divide only where it pays. */
-TARGET MLS_INLINED void measure_lanes(tally *t, vector x, vector y, bool filtered)
+TARGET MLS_INLINED void measure_lanes(mls_tally *t, vector x, vector y, bool filtered)
 {
     const vector distance = magnitude(subtract(x, y));
     const vector largest = larger(magnitude(x), magnitude(y));
@@ -84,7 +84,7 @@ TARGET MLS_INLINED void measure_lanes(tally *t, vector x, vector y, bool filtere
 
 /* One block or the last part of one, in whole registers of items.  What comes after it is
  * asked for in the meantime: the processor does not foresee it while it computes. */
-TARGET MLS_INLINED void measure_block(tally *t, const unsigned char *a,
+TARGET MLS_INLINED void measure_block(mls_tally *t, const unsigned char *a,
                                       const unsigned char *b, size_t bytes, size_t item,
                                       load_function load, bool filtered)
 {
@@ -106,7 +106,7 @@ TARGET MLS_INLINED void measure_block(tally *t, const unsigned char *a,
  * The second one is for those that are as far apart as the maximum, which small changes
  * to 16-bit floats, and zeros, often are: they do not raise it, unless their distance was
  * rounded, or the product was, being subnormal. */
-TARGET MLS_INLINED bool may_raise(const tally *t, wide x, wide y)
+TARGET MLS_INLINED bool may_raise(const mls_tally *t, wide x, wide y)
 {
     const wide distance = wide_magnitude(wide_subtract(x, y));
     const wide a = wide_magnitude(x), b = wide_magnitude(y), largest = wide_larger(a, b);
@@ -132,7 +132,7 @@ TARGET MLS_INLINED bool may_raise(const tally *t, wide x, wide y)
  * that a distance beyond it that is a float is above it.  The ratio is rounded down, more
  * than any product is rounded up; a power of two makes products exact, and stays as it
  * is. */
-TARGET MLS_INLINED void set_sieve(tally *t)
+TARGET MLS_INLINED void set_sieve(mls_tally *t)
 {
     const double distance = greatest(t->distance), ratio = greatest(t->ratio);
     float bar = (float)distance;
@@ -146,7 +146,7 @@ TARGET MLS_INLINED void set_sieve(tally *t)
 }
 
 /* As measure_block, for types of 16 bits. */
-TARGET MLS_INLINED void sift_block(tally *t, const unsigned char *a,
+TARGET MLS_INLINED void sift_block(mls_tally *t, const unsigned char *a,
                                    const unsigned char *b, size_t bytes,
                                    load_function load, wide_function load_wide)
 {
@@ -184,9 +184,9 @@ TARGET MLS_INLINED void differ_run(const unsigned char *a, const unsigned char *
                                    unequal_function unequal, bool filtered,
                                    mls_differ_run oracle)
 {
-    tally t = {.distance = repeat(into->max_abs),
-               .ratio = repeat(into->max_rel),
-               .half = repeat(mls_differ_half_unit(into->max_rel))};
+    mls_tally t = {.distance = repeat(into->max_abs),
+                   .ratio = repeat(into->max_rel),
+                   .half = repeat(mls_differ_half_unit(into->max_rel))};
     set_sieve(&t);
     size_t left = count * item / WIDTH * WIDTH;
     const size_t rest = count - left / item;

@@ -109,6 +109,7 @@ static inline __attribute__((always_inline)) void gather_items(unsigned char *pa
     }
 }
 
+/* The sizes that items have; each gets a loop of its own. */
 void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                 size_t item, size_t count)
 {
@@ -128,6 +129,7 @@ void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stri
     }
 }
 
+/* The parts of a complex number stay where they are. */
 size_t mls_swap_unit(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? 4 : mls_dtype_of(dtype)->item_bytes;

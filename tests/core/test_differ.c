@@ -374,6 +374,75 @@ static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
     }
 }
 
+/* Write 64 equal pairs of 16 bits as stretch number `at`: whole registers of them. */
+static void put_stretch(size_t at, uint16_t x, uint16_t y)
+{
+    for (size_t i = 64 * at; i < 64 * (at + 1); i++) {
+        memcpy(left + 2 * i, &x, 2);
+        memcpy(right + 2 * i, &y, 2);
+    }
+}
+
+static void check_stretches(mls_dtype dtype, size_t count)
+{
+    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+        CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
+              run_agrees(mls_differ_of((mls_cpu)cpu), (int)dtype, 0, 0, 64 * count,
+                         same()));
+    }
+}
+
+/* `x` against each code from `first` to `last`, so that the maxima rise, or do not, by
+ * single units in the last place: both, and each by itself, behind a first stretch that
+ * is further apart by the other measure. */
+static void check_steps(mls_dtype dtype, uint16_t x, uint16_t first, uint16_t last)
+{
+    const uint16_t large = dtype == MLS_F16 ? 0x5800 : 0x4300; /* 128 */
+    const int step = first < last ? 1 : -1;
+    for (int prefix = 0; prefix < 3; prefix++) {
+        size_t count = 1;
+        put_stretch(0, 0x0400, prefix == 1 ? 0x8400 : 0x0400);
+        if (prefix == 2) {
+            put_stretch(0, large, (uint16_t)(large - (dtype == MLS_F16 ? 0x100 : 0x20)));
+        }
+        for (int code = first; code != last + step; code += step) {
+            put_stretch(count++, x, (uint16_t)code);
+        }
+        check_stretches(dtype, count);
+    }
+}
+
+/* 1.5 against numbers so much smaller that their difference needs more than 24 bits, or
+ * that the quotient is above the one before by less than a unit in its last place. */
+static void every_set_agrees_on_maxima_that_rise_in_small_steps(void)
+{
+    for (uint16_t end = 0; end < 8; end++) { /* what the last step misses is seen */
+        check_steps(MLS_F16, 0x3E00, 0x0440, 0x0400 + end);
+        check_steps(MLS_F16, 0x3E00, 0x83D0, 0x83F0 + end);
+        check_steps(MLS_F16, 0x3E01, 0x0810, 0x0800 + end);
+    }
+    for (uint16_t y = 0x2480; y <= 0x3800; y = (uint16_t)(y + 0x80)) {
+        check_steps(MLS_BF16, 0x3FC0, y, (uint16_t)(y - 0x80));
+        check_steps(MLS_BF16, 0x3FC0, y | 0x8000, (uint16_t)((y + 0x80) | 0x8000));
+        check_steps(MLS_BF16, 0x3FC3, y | 0x8000, (uint16_t)((y + 0x80) | 0x8000));
+    }
+    static const float seconds[] = {0, -0x1p-52F, -0x1.8p-52F, -0x1p-51F, -0x1.2p-24F};
+    for (size_t i = 0; i < 5 * 64; i++) {
+        const float x = 1.5F;
+        memcpy(left + 4 * i, &x, 4);
+        memcpy(right + 4 * i, &seconds[i / 64], 4);
+    }
+    check_all_sets();
+}
+
+/* A quotient of 1 between the two smallest numbers, after one that is nearly 1. */
+static void every_set_agrees_on_products_that_vanish(void)
+{
+    put_stretch(0, 0x3F80, 0x3680);
+    put_stretch(1, 0x0001, 0x0000);
+    check_stretches(MLS_BF16, 2);
+}
+
 /* Where quotients of subnormal float64 meet, nothing may be lost. */
 static void every_set_agrees_on_tiny_doubles(void)
 {
@@ -623,6 +692,8 @@ static const test_case tests[] = {
     TEST(every_set_agrees_on_small_changes),
     TEST(every_set_agrees_on_special_numbers),
     TEST(every_set_agrees_on_close_calls_of_sixteen_bits),
+    TEST(every_set_agrees_on_maxima_that_rise_in_small_steps),
+    TEST(every_set_agrees_on_products_that_vanish),
     TEST(every_set_agrees_on_tiny_doubles),
     TEST(any_two_views_are_compared_element_by_element),
     TEST(empty_and_scalar_tensors_compare),
