@@ -236,9 +236,17 @@ static bool all_plain(PyObject *dict)
 {
     PyObject *key, *value;
     Py_ssize_t at = 0;
+    /* most arrays share a few descriptors: each is looked into when it comes up */
+    const PyArray_Descr *known = NULL;
     while (PyDict_Next(dict, &at, &key, &value)) {
-        if (!mlsp_entry_is_plain(key, value)) {
-            return false;
+        const bool same = PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
+                          PyArray_CheckExact(value) && known != NULL &&
+                          PyArray_DESCR((PyArrayObject *)value) == known;
+        if (!same) {
+            if (!mlsp_entry_is_plain(key, value)) {
+                return false;
+            }
+            known = PyArray_DESCR((PyArrayObject *)value);
         }
     }
     return true;
