@@ -440,3 +440,63 @@ size_t mls_names_under(const mls_names *names, uint32_t node, uint32_t *out)
     }
     return count;
 }
+
+/* ---- layers ---- */
+
+/* The smaller of two positions, where MLS_NAME_NONE is the largest. */
+static uint32_t earlier(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Into `first`, for every node, the first name that makes it a layer.  Children come
+ * after their parents, so from the end each node is complete when it is passed on. */
+static void find_first(const mls_names *names, bool direct, uint32_t *first)
+{
+    const mls_name_node *nodes = mls_names_nodes(names);
+    const size_t size = mls_names_size(names);
+    for (size_t i = 0; i < size; i++) {
+        first[i] = MLS_NAME_NONE;
+    }
+    for (size_t i = size; i-- > 1;) {
+        const uint32_t own = direct ? nodes[i].name : earlier(nodes[i].name, first[i]);
+        first[nodes[i].parent] = earlier(first[nodes[i].parent], own);
+    }
+}
+
+/* No two layers of one kind have the same first name: it has one parent, and one ancestor
+ * at each depth.  So the names themselves are the order. */
+mls_code mls_names_layers(const mls_names *names, uint32_t depth, uint32_t **out,
+                          size_t *count, mls_status *st)
+{
+    const mls_name_node *nodes = mls_names_nodes(names);
+    const size_t size = mls_names_size(names);
+    const size_t name_count = nodes[0].count;
+    uint32_t *first = mls_alloc(size, sizeof *first);
+    uint32_t *layers = mls_alloc(name_count, sizeof *layers);
+    if (first == NULL || layers == NULL) {
+        mls_free(first);
+        mls_free(layers);
+        return mls_fail(st, MLS_E_MEMORY, "no memory for the layers of %zu names",
+                        name_count);
+    }
+    for (size_t i = 0; i < name_count; i++) {
+        layers[i] = MLS_NAME_NONE;
+    }
+    find_first(names, depth == 0, first);
+    for (size_t i = 0; i < size; i++) {
+        if (first[i] != MLS_NAME_NONE && (depth == 0 || nodes[i].depth == depth)) {
+            layers[first[i]] = (uint32_t)i;
+        }
+    }
+    size_t found = 0;
+    for (size_t i = 0; i < name_count; i++) {
+        if (layers[i] != MLS_NAME_NONE) {
+            layers[found++] = layers[i];
+        }
+    }
+    mls_free(first);
+    *out = layers;
+    *count = found;
+    return MLS_OK;
+}

@@ -57,6 +57,13 @@ uint32_t mls_names_position(const mls_names *names, mls_text name);
  * out), into `out`, which has room for the node's count.  Returns how many. */
 size_t mls_names_under(const mls_names *names, uint32_t node, uint32_t *out);
 
+/* The nodes that are layers: with a depth of 0, those right under which a name ends; else
+ * those of that depth with any name under them.  In the order of the first such name of
+ * each.  The root counts like any other node.  Gives: free `*out` with mls_free.
+ * MLS_E_MEMORY: both results are untouched. */
+mls_code mls_names_layers(const mls_names *names, uint32_t depth, uint32_t **out,
+                          size_t *count, mls_status *st);
+
 /* The node after `node` in pre-order within the tree under `top`, or MLS_NAME_NONE.  With
  * `skip`, what lies under `node` is passed over. */
 uint32_t mls_names_next(const mls_names *names, uint32_t top, uint32_t node, bool skip);

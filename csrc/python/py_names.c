@@ -224,19 +224,6 @@ static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t
     return layer;
 }
 
-/* Whether a layer is asked for: at a depth, or (-1) because tensors lie right in it. */
-static bool is_layer(const mls_name_node *nodes, uint32_t node, int64_t depth)
-{
-    if (depth >= 0) {
-        return nodes[node].depth == depth && nodes[node].first_child != MLS_NAME_NONE;
-    }
-    uint32_t child = nodes[node].first_child;
-    while (child != MLS_NAME_NONE && nodes[child].name == MLS_NAME_NONE) {
-        child = nodes[child].next_sibling;
-    }
-    return child != MLS_NAME_NONE;
-}
-
 /* Whether the name is one that layer_name accepts: "a..b" has a layer "a." that it does
  * not. */
 static bool can_be_asked(mls_text path)
@@ -244,41 +231,68 @@ static bool can_be_asked(mls_text path)
     return path.length > 0 && path.data[path.length - 1] != '.';
 }
 
+/* New list of the paths of some nodes. */
+static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
+                            size_t count)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        if (!can_be_asked(nodes[layers[i]].path)) {
+            continue;
+        }
+        PyObject *path = str_of(nodes[layers[i]].path);
+        if (path == NULL || PyList_Append(list, path) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(path);
+    }
+    return list;
+}
+
+/* What None or a number of parts asks for, as the core counts: 0 for None.  -1 with an
+ * exception set. */
+static int take_depth(const mlsp_state *state, PyObject *object, uint32_t *out)
+{
+    int64_t depth = 0;
+    if (object != Py_None && mlsp_take_int64(state, object, "depth", &depth) < 0) {
+        return -1;
+    }
+    if (object != Py_None && depth < 1) {
+        PyErr_Format(PyExc_ValueError,
+                     "depth is the number of parts, at least 1; got %lld",
+                     (long long)depth);
+        return -1;
+    }
+    /* no name has as many parts, so nothing is lost */
+    *out = depth > UINT32_MAX ? UINT32_MAX : (uint32_t)depth;
+    return 0;
+}
+
 /* state_layer_names(state, depth | None) -> the layers, in the state's order */
 static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
                                    Py_ssize_t count)
 {
-    int64_t depth = -1;
+    const mlsp_state *state = mlsp_state_of(module);
+    uint32_t depth, *layers = NULL;
+    size_t layer_count;
+    mls_status st;
     if (mlsp_take_count("state_layer_names", 2, count) < 0 ||
-        (args[1] != Py_None &&
-         mlsp_take_int64(mlsp_state_of(module), args[1], "depth", &depth) < 0)) {
-        return NULL;
-    }
-    if (args[1] != Py_None && depth < 1) {
-        PyErr_Format(PyExc_ValueError,
-                     "depth is the number of parts, at least 1; got %lld",
-                     (long long)depth);
+        take_depth(state, args[1], &depth) < 0) {
         return NULL;
     }
     PyObject *capsule = mlsp_describe_names(args[0], make_index);
-    PyObject *result = capsule == NULL ? NULL : PyList_New(0);
-    if (result != NULL) {
-        const mls_names *names = index_in(capsule)->names;
-        const mls_name_node *nodes = mls_names_nodes(names);
-        uint32_t node = mls_names_next(names, 0, 0, false);
-        for (; result != NULL && node != MLS_NAME_NONE;
-             node = mls_names_next(names, 0, node, false)) {
-            PyObject *path =
-                is_layer(nodes, node, depth) && can_be_asked(nodes[node].path)
-                    ? str_of(nodes[node].path)
-                    : Py_NewRef(Py_None);
-            if (path == NULL || (path != Py_None && PyList_Append(result, path) < 0)) {
-                Py_CLEAR(result);
-            }
-            Py_XDECREF(path);
-        }
+    if (capsule == NULL) {
+        return NULL;
     }
-    Py_XDECREF(capsule);
+    const mls_names *names = index_in(capsule)->names;
+    PyObject *result = NULL;
+    if (mls_names_layers(names, depth, &layers, &layer_count, &st) == MLS_OK) {
+        result = paths_list(mls_names_nodes(names), layers, layer_count);
+        mls_free(layers);
+    } else {
+        mlsp_raise(state, &st, NULL);
+    }
+    Py_DECREF(capsule);
     return result;
 }
 

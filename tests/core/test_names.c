@@ -1,3 +1,4 @@
+#include "mem.h"
 #include "names.h"
 
 #include "runner.h"
@@ -379,7 +380,44 @@ static void many_children_of_one_node_take_no_longer(void)
     }
 }
 
+/* The paths of the layers, one behind the other, each followed by a bar. */
+static const char *layers_of(const char *const *list, size_t count, uint32_t depth)
+{
+    static char text[400];
+    mls_status st;
+    mls_text borrowed[16];
+    mls_names *tree = NULL;
+    uint32_t *layers = NULL;
+    size_t found = 0, length = 0;
+    for (size_t i = 0; i < count; i++) {
+        borrowed[i] = (mls_text){.data = list[i], .length = strlen(list[i])};
+    }
+    CHECK(mls_names_new(borrowed, count, &tree, &st) == MLS_OK);
+    CHECK(mls_names_layers(tree, depth, &layers, &found, &st) == MLS_OK);
+    for (size_t i = 0; i < found; i++) {
+        const mls_text path = mls_names_nodes(tree)[layers[i]].path;
+        memcpy(text + length, path.data, path.length);
+        length += path.length;
+        text[length++] = '|';
+    }
+    text[length] = '\0';
+    mls_free(layers);
+    mls_names_free(tree);
+    return text;
+}
+
+static void layers_come_in_the_order_of_their_first_names(void)
+{
+    static const char *const list[] = {"a.b.w", "c", "a.x", "d.e.f.w", "a.b.v", "d.w"};
+    CHECK(strcmp(layers_of(list, 6, 0), "a.b||a|d.e.f|d|") == 0);
+    CHECK(strcmp(layers_of(list, 6, 1), "a|d|") == 0);
+    CHECK(strcmp(layers_of(list, 6, 2), "a.b|d.e|") == 0);
+    CHECK(strcmp(layers_of(list, 6, 9), "") == 0);
+    CHECK(strcmp(layers_of(list, 0, 0), "") == 0);
+}
+
 static const test_case tests[] = {
+    TEST(layers_come_in_the_order_of_their_first_names),
     TEST(a_model_becomes_a_tree),
     TEST(what_is_not_there_is_not_found),
     TEST(children_stand_in_the_order_of_the_list),

@@ -1,0 +1,278 @@
+"""Loading copies everything or nothing, and errors say what to do; renaming by prefixes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlstate
+from mlstate import CompatibilityError, ModelStateDict, StateDict
+from mlstate.state import load_into, rename
+
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 is a dtype of ml_dtypes")
+
+
+def state(**shapes):
+    return StateDict((name, np.zeros(shape, np.float32)) for name, shape in shapes.items())
+
+
+def filled(target, start=1):
+    return StateDict(
+        (name, np.arange(start, start + array.size, dtype=array.dtype).reshape(array.shape))
+        for name, array in target.items()
+    )
+
+
+# ---- what is copied ----
+
+
+def test_arrays_are_written_where_they_lie():
+    target = state(w=(2, 3), b=3)
+    w, source = target["w"], filled(target)
+    load_into(target, source)
+    assert target["w"] is w and target == source
+    assert not np.shares_memory(w, source["w"])
+
+
+@st.composite
+def layouts(draw):
+    """An array of some shape in some memory order, inside a larger one."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    dtype = draw(st.sampled_from(["f2", "f4", ">f4", "f8", "i2", ">i8", "?", "c8"]))
+    base = np.zeros([2 * n + 1 for n in shape], dtype)
+    cut = tuple(
+        slice(1, 2 * n + 1, 2) if draw(st.booleans()) else slice(n, 0 if n else None, -1)
+        for n in shape
+    )
+    view = base[(*cut, ...)]
+    return view.T if draw(st.booleans()) else view
+
+
+@given(st.lists(layouts(), max_size=4), st.randoms(use_true_random=False))
+@settings(max_examples=150)
+def test_any_layout_is_filled_like_numpy_does(targets, random):
+    source = {
+        str(i): np.array([random.randrange(2) for _ in range(t.size)], t.dtype).reshape(t.shape)
+        for i, t in enumerate(targets)
+    }
+    load_into({str(i): t for i, t in enumerate(targets)}, dict(reversed(source.items())))
+    for i, target in enumerate(targets):
+        assert np.array_equal(target, source[str(i)])
+
+
+def test_shared_names_only_where_it_is_not_strict():
+    target, source = state(a=2, b=2), filled(state(b=2, c=2))
+    load_into(target, source, strict=False)
+    assert target["b"].tolist() == [1, 2] and not target["a"].any()
+    with pytest.raises(CompatibilityError):
+        load_into(target, source)
+    load_into(target, {}, strict=False)
+
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@pytest.mark.parametrize("have", FLOATS)
+@pytest.mark.parametrize("want", FLOATS)
+def test_dtypes_are_converted_only_when_asked_for(have, want):
+    values = np.array([0.1, -3.5, 1e30, np.inf, np.nan, 2.0**-140])
+    with np.errstate(over="ignore"):
+        source = {"w": values.astype(have)}
+        wanted = source["w"].astype(want)
+    target = {"w": np.full(6, 9, want)}
+    if have != want:
+        with pytest.raises(CompatibilityError, match="cast=True converts floats"):
+            load_into(target, source)
+        assert (target["w"] == 9).all()
+    load_into(target, source, cast=True)
+    assert np.array_equal(target["w"].astype(float), wanted.astype(float), equal_nan=True)
+
+
+def test_other_conversions_are_not_offered():
+    target = {"a": np.zeros(2, np.float32), "w": np.zeros(2, np.int32)}
+    with pytest.raises(CompatibilityError, match="float32 does not convert to int32") as caught:
+        load_into(target, {"a": np.ones(2, np.float32), "w": np.ones(2, np.float32)}, cast=True)
+    assert caught.value.name == "w" and not target["a"].any()
+
+
+def test_tied_weights_are_written_in_order():
+    shared = np.zeros(1 << 19, np.float32)
+    target = {"embed": shared, "head": shared[::1]}
+    load_into(target, {"embed": np.ones_like(shared), "head": np.full_like(shared, 2)})
+    assert (shared == 2).all()
+    load_into(target, target)
+    assert (shared == 2).all()
+
+
+# ---- what is refused, with nothing written ----
+
+
+def refused(target, source, error=CompatibilityError, **options):
+    before = {name: np.array(array) for name, array in target.items()}
+    with pytest.raises(error) as caught:
+        load_into(target, source, **options)
+    for name, array in target.items():
+        assert np.array_equal(np.asarray(array), before[name]), name
+    return caught.value
+
+
+def test_all_that_is_wrong_is_said_at_once_in_torchs_words():
+    target = state(good=2, shape=(2, 3), dtype=2, lacking=1)
+    source = filled(state(good=2, shape=(3, 2), extra=1)) | {"dtype": np.ones(2)}
+    error = refused(target, source)
+    text = str(error)
+    assert text.startswith("Error(s) in loading state_dict:")
+    assert 'Missing key(s) in state_dict: "lacking".' in text
+    assert 'Unexpected key(s) in state_dict: "extra".' in text
+    assert "size mismatch for shape: copying a tensor with shape (3, 2) from the source" in text
+    assert "the shape in the target is (2, 3)" in text
+    assert "dtype mismatch for dtype: float64 in the source, float32 in the target" in text
+    kinds = {(d.kind, d.name): (d.source, d.target) for d in error.differences}
+    assert kinds == {
+        ("missing", "lacking"): (None, None),
+        ("unexpected", "extra"): (None, None),
+        ("shape", "shape"): ((3, 2), (2, 3)),
+        ("dtype", "dtype"): ("float64", "float32"),
+    }
+    assert (error.name, error.expected, error.got) == ("shape", "(2, 3)", "(3, 2)")
+    assert isinstance(error, ValueError)
+    loose = refused(target, source, strict=False, cast=True)
+    assert "lacking" not in str(loose) and [d.kind for d in loose.differences] == ["shape"]
+
+
+def test_long_lists_are_cut_and_complete_in_the_differences():
+    error = refused({f"t{i}": np.zeros(1) for i in range(1000)}, {})
+    assert "and 980 more" in str(error) and len(str(error)) < 500
+    assert len(error.differences) == 1000
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rules"),
+    [
+        ("module.", {"module.": ""}),
+        ("_orig_mod.", {"_orig_mod.": ""}),
+        ("model.", {"model.": ""}),
+        ("module._orig_mod.", {"module._orig_mod.": ""}),
+    ],
+)
+def test_a_prefix_that_explains_it_is_proposed_and_applies(prefix, rules):
+    target = state(**{"fc.w": 2, "fc.b": 2})
+    source = rename(filled(target), {"": prefix})
+    error = refused(target, source)
+    assert f"2 of 2 names match after rename(source, {rules!r})" in str(error)
+    load_into(target, rename(source, rules))
+    assert target["fc.w"].tolist() == [1, 2]
+    back = refused(source, filled(target))
+    assert f"rename(source, {{'': {prefix!r}}})" in str(back)
+
+
+def test_marks_of_wrappers_inside_names_are_proposed_with_a_star():
+    target = state(**{f"layers.{i}.mlp.w": 2 for i in range(3)})
+    source = {
+        f"module.layers.{i}._fsdp_wrapped_module.mlp._orig_mod.w": np.ones(2, np.float32)
+        for i in range(3)
+    }
+    error = refused(target, source)
+    hint = str(error).splitlines()[-1]
+    rules = eval(hint[hint.index("{") : hint.index("}") + 1])
+    assert any(old.startswith("*") for old in rules)
+    load_into(target, rename(source, rules))
+    assert all(array.all() for array in target.values())
+
+
+def test_no_rename_is_proposed_that_would_break_other_names():
+    target = state(**{"model.a": 1, "b": 1})
+    assert "rename" not in str(refused(target, filled(state(a=1, b=1))))
+
+
+def test_read_only_targets_are_refused_by_name():
+    target = state(a=2, b=2)
+    target["b"].flags.writeable = False
+    assert "target 'b' is read-only" in str(refused(target, filled(state(a=2, b=2)), ValueError))
+
+
+@pytest.mark.parametrize("size", [4, 1 << 20])
+def test_memory_that_would_be_read_after_it_was_written_is_refused(size):
+    a, b = np.zeros(size, np.float32), np.ones(size, np.float32)
+    text = str(refused({"a": a, "b": b}, {"a": b, "b": a}, ValueError))
+    assert "'a'" in text and "'b'" in text
+    base = np.arange(2.0 * size)
+    refused({"w": base[:size]}, {"w": base[1 : size + 1]}, ValueError)
+    refused({"w": np.broadcast_to(a[:1], (size,))}, {"w": b}, ValueError)
+
+
+def test_bad_arguments_change_nothing():
+    target = state(w=2)
+    for source in ({"w": [1, 2]}, {"w": None}, 3, [("w", np.ones(2))]):
+        refused(target, source, (TypeError, AttributeError))
+    with pytest.raises(TypeError):
+        load_into(3, target)
+    smuggled = target.copy()
+    dict.__setitem__(smuggled, "w", "text")
+    refused(target, smuggled, (TypeError, AttributeError))
+
+
+def test_the_result_is_the_same_with_any_number_of_threads():
+    before = mlstate.get_num_threads()
+    try:
+        for threads in (1, 2, 4):
+            mlstate.set_num_threads(threads)
+            target = state(**{f"t{i}": (300 * i + 1, 513) for i in range(6)})
+            source = filled(target, threads)
+            load_into(target, source)
+            assert target == source
+    finally:
+        mlstate.set_num_threads(before)
+
+
+# ---- renaming ----
+
+
+def python_rename(name, rules):
+    """The definition: each rule once, at the start or wherever a part starts."""
+    for old, new in rules:
+        if old.startswith("*"):
+            old, out, at = old[1:], "", 0
+            while at < len(name):
+                if name.startswith(old, at) and (at == 0 or name[at - 1] == "."):
+                    out, at = out + new, at + len(old)
+                else:
+                    out, at = out + name[at], at + 1
+            name = out
+        elif name.startswith(old):
+            name = new + name[len(old) :]
+    return name
+
+
+NAMES = st.lists(st.sampled_from(["m", "mo", "w", "_x", "é"]), min_size=1, max_size=4).map(".".join)
+OLD = st.sampled_from(["", "m.", "mo.", "m", "*m.", "*_x.", "*mo.", "w", "é."])
+NEW = st.sampled_from(["", "m.", "model.", "é"])
+
+
+@given(st.lists(NAMES, unique=True, max_size=6), st.dictionaries(OLD, NEW, max_size=3))
+def test_rename_follows_its_rules(names, rules):
+    source = ModelStateDict(((n, np.full(1, i)) for i, n in enumerate(names)), model_type="x")
+    wanted = [python_rename(name, rules.items()) for name in names]
+    if len(set(wanted)) < len(wanted):
+        with pytest.raises(CompatibilityError, match="would both become"):
+            rename(source, rules)
+    elif "" in wanted:
+        with pytest.raises(ValueError, match="leave nothing of the name"):
+            rename(source, rules)
+    else:
+        result = rename(source, rules)
+        assert type(result) is ModelStateDict and result.model_type == "x"
+        assert list(result) == wanted
+        assert all(a is b for a, b in zip(result.values(), source.values(), strict=True))
+    assert list(source) == names
+
+
+def test_rename_takes_any_mapping_and_names_both_that_collapse():
+    assert type(rename({"m.a": np.ones(1)}, {"m.": ""})) is StateDict
+    with pytest.raises(CompatibilityError) as caught:
+        rename({"m.a": np.ones(1), "a": np.ones(1)}, {"m.": ""})
+    assert "'m.a' and 'a'" in str(caught.value) and caught.value.name == "a"
+    with pytest.raises(TypeError):
+        rename({"a": np.ones(1)}, {"a": 3})
+    with pytest.raises(ValueError, match=r"'\*' says nothing"):
+        rename({"a": np.ones(1)}, {"*": ""})

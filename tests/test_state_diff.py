@@ -1,0 +1,245 @@
+"""States compared: names, shapes and dtypes, and elements against plain NumPy."""
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import mlstate
+from mlstate import CompatibilityError, StateDict
+from mlstate.state import (
+    CompatibilityResult,
+    Difference,
+    check_compatibility,
+    diff,
+    get_missing_keys,
+    get_unexpected_keys,
+    keys_match,
+    shapes_match,
+)
+
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 is a dtype of ml_dtypes")
+
+
+def arrays(**shapes):
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+# ---- names and shapes ----
+
+NAMES = st.lists(st.sampled_from("abcdef"), unique=True)
+
+
+@given(NAMES, NAMES)
+def test_names_are_compared_as_sets(first, second):
+    a, b = StateDict.fromkeys(first, np.ones(1)), dict.fromkeys(second, np.ones(1))
+    for one, other in ((a, b), (b, a), (collections.OrderedDict(a), collections.ChainMap(b))):
+        assert keys_match(one, other) == (set(one) == set(other))
+        assert get_missing_keys(one, other) == set(one) - set(other)
+        assert get_unexpected_keys(one, other) == set(other) - set(one)
+
+
+SHAPES = st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 2), max_size=2))
+
+
+@given(SHAPES, SHAPES)
+def test_shapes_are_compared_as_the_specification_says(first, second):
+    a, b = arrays(**first), arrays(**second)
+    assert shapes_match(a, b) == all(n in b and a[n].shape == b[n].shape for n in a)
+    result = check_compatibility(a, b)
+    shared = [n for n in a if n in b]
+    assert result.is_compatible == all(a[n].shape == b[n].shape for n in shared)
+    assert result.has_warnings == (set(a) != set(b))
+
+
+def test_compatibility_names_everything_and_both_shapes():
+    source = arrays(w=(2, 3), only=1, same=2) | {"t": np.zeros(2)}
+    target = arrays(w=(3, 2), same=2, t=2, new=1, fresh=1)
+    result = check_compatibility(source, target)
+    assert result.errors == ["w: shape (2, 3) in the source, (3, 2) in the target"]
+    assert result.warnings == [
+        "Missing keys: only",
+        "Unexpected keys: new, fresh",
+        "t: dtype float64 in the source, float32 in the target",
+    ]
+    assert result.differences == [
+        Difference("missing", "only"),
+        Difference("unexpected", "new"),
+        Difference("unexpected", "fresh"),
+        Difference("shape", "w", (2, 3), (3, 2)),
+        Difference("dtype", "t", "float64", "float32"),
+    ]
+    assert not result.is_compatible and result.renames == {}
+    text, page = str(result), result._repr_html_()
+    assert text.startswith("not compatible, 1 error, 3 warnings\n  error: w: shape")
+    assert "<table>" in page and "(3, 2) in the target" in page
+    assert "CompatibilityResult: not compatible" in repr(result)
+
+
+def test_findings_of_callers_count_too():
+    result = CompatibilityResult()
+    assert result.is_compatible and not result.has_warnings and str(result) == "compatible"
+    result.add_warning("older")
+    result.add_error("<b>other</b> tokenizer")
+    assert not result.is_compatible and result.errors == ["<b>other</b> tokenizer"]
+    assert "<b>other" not in result._repr_html_()
+
+
+def test_tensors_without_memory_can_be_compared():
+    torch = pytest.importorskip("torch", reason="meta tensors are torch's")
+    source = {"w": np.zeros((2, 3), np.float32), "h": np.zeros(2, ml_dtypes.bfloat16)}
+    meta = {
+        "w": torch.empty((2, 3), device="meta"),
+        "h": torch.empty(2, dtype=torch.bfloat16, device="meta"),
+    }
+    assert shapes_match(source, meta) and shapes_match(meta, source)
+    assert check_compatibility(source, meta).differences == []
+    meta["h"] = torch.empty(3, device="meta")
+    kinds = [d.kind for d in check_compatibility(source, meta).differences]
+    assert kinds == ["shape", "dtype"]
+
+
+@pytest.mark.parametrize("compare", [keys_match, shapes_match, check_compatibility, diff])
+def test_what_is_no_state_is_refused(compare):
+    good = arrays(w=2)
+    for bad in (3, [("w", 1)], None, {3: np.ones(1)}):
+        with pytest.raises(TypeError):
+            compare(bad, good if bad != {3: np.ones(1)} else bad)
+    with pytest.raises(TypeError):
+        compare(good, 3)
+
+
+# ---- elements ----
+
+
+def measured(a, b):
+    """What `diff` is to find, in plain NumPy and Python numbers."""
+    changed = nan = 0
+    max_abs = max_rel = 0.0
+    for x, y in zip(a.ravel(), b.ravel(), strict=True):
+        if x.tobytes() == y.tobytes() or (x != x and y != y):
+            continue
+        changed += 1
+        if x != x or y != y:
+            nan += 1
+            continue
+        kind = complex if a.dtype.kind == "c" else int if a.dtype.kind in "iub" else float
+        p, q = kind(x), kind(y)
+        if kind is not int and (np.isinf(p) or np.isinf(q)):
+            distance = relative = np.inf
+        else:
+            distance = float(abs(p - q))
+            largest = max(abs(p), abs(q))
+            relative = distance / float(largest) if largest else 0.0
+        max_abs, max_rel = max(max_abs, distance), max(max_rel, relative)
+    return changed, nan, max_abs, max_rel
+
+
+DTYPES = st.sampled_from(
+    ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", ">f4", ">i8", ">f2"]
+)
+
+
+@st.composite
+def pairs(draw):
+    dtype = np.dtype(draw(DTYPES))
+    shape = draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
+    a = draw(hnp.arrays(dtype, shape))
+    b = a.copy()
+    if b.size and draw(st.booleans()):
+        flat = b.reshape(-1)
+        for _ in range(draw(st.integers(1, 4))):
+            value = draw(hnp.from_dtype(dtype))
+            flat[draw(st.integers(0, flat.size - 1))] = value
+        b = flat.reshape(shape)
+    return a, (b.T.copy().T if draw(st.booleans()) else b)
+
+
+@given(pairs())
+@settings(max_examples=300)
+def test_elements_are_measured_as_numpy_would(pair):
+    a, b = pair
+    found = diff({"w": a}, {"w": b})
+    changed, nan, max_abs, max_rel = measured(a, b)
+    assert found.identical == (changed == 0) == (StateDict(w=a) == StateDict(w=b))
+    if changed:
+        (change,) = found.changes
+        assert (change.name, change.changed, change.size, change.nan) == ("w", changed, a.size, nan)
+        assert change.max_abs == pytest.approx(max_abs, rel=1e-12, abs=0)
+        assert change.max_rel == pytest.approx(max_rel, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"])
+def test_small_floats_are_measured_by_their_values(dtype):
+    bits = (
+        np.arange(65536, dtype=np.uint16) if dtype == "bfloat16" else np.arange(256, dtype=np.uint8)
+    )
+    a, b = bits.view(dtype), np.roll(bits, 1).view(dtype)
+    (change,) = diff({"w": a}, {"w": b}).changes
+    with np.errstate(invalid="ignore"):
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        distance = np.abs(x - y)
+    assert change.nan == (np.isnan(x) != np.isnan(y)).sum()
+    assert change.changed == (~(np.isnan(x) & np.isnan(y))).sum()  # no two neighbours are equal
+    if np.isinf(x).any():
+        assert change.max_abs == np.inf
+    else:
+        assert change.max_abs == np.nanmax(distance)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_measured_in_parts(threads):
+    before = mlstate.get_num_threads()
+    rng = np.random.default_rng(0)
+    a = {"w": rng.standard_normal((1500, 1001), np.float32), "h": np.zeros(10_000_003, np.float16)}
+    b = {name: array.copy() for name, array in a.items()}
+    b["w"][[3, 1499], [0, 1000]] += [1, 2]
+    b["h"][-1] = np.nan
+    try:
+        mlstate.set_num_threads(threads)
+        found = diff(a, b)
+        assert StateDict(a) != StateDict(b) and StateDict(a) == StateDict(a).copy()
+    finally:
+        mlstate.set_num_threads(before)
+    changes = {change.name: change for change in found.changes}
+    assert changes["w"].changed == 2 and changes["h"][1:4] == (1, 10_000_003, 1)
+    wanted = np.abs(a["w"].astype(float) - b["w"]).max()
+    assert changes["w"].max_abs == pytest.approx(wanted, rel=1e-12)
+
+
+def test_what_only_one_has_and_what_cannot_be_compared_is_listed():
+    a = arrays(gone=1, shape=(2, 3), same=2) | {"dtype": np.zeros(2)}
+    b = arrays(new=1, shape=6, same=2, dtype=2)
+    found = diff(a, b)
+    assert found.missing == ["gone"] and found.unexpected == ["new"]
+    assert found.shapes == [("shape", (2, 3), (6,))]
+    assert found.dtypes == [("dtype", "float64", "float32")]
+    assert found.changes == [] and found.unchanged == 1 and not found.identical
+    text = str(found)
+    assert text.splitlines()[0] == (
+        "1 of another shape, 1 of another dtype, 1 only in the first, 1 only in the second, "
+        "1 unchanged"
+    )
+    assert "(2, 3) -> (6,)" in text and "(2, 3) -&gt; (6,)" in found._repr_html_()
+
+
+def test_the_worst_tensors_come_first_and_the_table_is_cut():
+    a = {f"t{i}": np.full(4, 100.0) for i in range(60)}
+    b = {name: array + int(name[1:]) for name, array in a.items()}
+    found = diff(a, b)
+    lines = str(found).splitlines()
+    assert lines[0] == "59 changed, 1 unchanged" and lines[2].startswith("t59")
+    assert lines[-1] == "… 39 more" and len(lines) == 23
+    assert found._repr_html_().count("<tr>") == 51 and "… 9 more" in found._repr_html_()
+
+
+def test_memory_that_cannot_be_read_is_named():
+    torch = pytest.importorskip("torch", reason="meta tensors are torch's")
+    a, b = ({"w": torch.empty(2, device="meta")} for _ in range(2))
+    with pytest.raises((CompatibilityError, BufferError, NotImplementedError, RuntimeError)):
+        diff(a, b)
+    with pytest.raises(CompatibilityError, match=r"'w'.*datetime64"):
+        diff({"w": np.zeros(2, "M8[s]")}, {"w": np.ones(2, "M8[s]")})
