@@ -92,3 +92,41 @@ def test_packages_and_masks_are_read_and_made_side_by_side():
             assert np.array_equal(create_attention_size_mask(64, 9, 0), expected)
 
     assert together(work) == []
+
+
+def test_one_state_dict_is_changed_read_and_compared_at_once():
+    """No crash, no hang, no torn layer: every array that comes out went in under its name."""
+    start = {f"layers.{i}.{n}": np.full(64, i, np.float32) for i in range(40) for n in "abc"}
+    shared = mlstate.ModelStateDict(start)
+    target = {name: np.zeros_like(array) for name, array in start.items()}
+
+    def change(number, turn):
+        name = f"extra.{number}.{turn % 7}"
+        shared[name] = np.full(64, number, np.float32)
+        shared.update({f"layers.{turn % 40}.a": start[f"layers.{turn % 40}.a"]})
+        shared.pop(name, None)
+
+    def read(number, turn):
+        layer = shared.get_layer_state(f"layers.{turn % 40}")
+        assert sorted(layer) == ["a", "b", "c"]
+        assert all((array == turn % 40).all() for array in layer.values())
+        assert set(shared.layer_names(1)) >= {"layers"}
+        copy = shared.copy()
+        assert all(copy[name] is array for name, array in start.items())
+
+    def compare(number, turn):
+        assert not mlstate.state.get_missing_keys(start, shared)
+        assert mlstate.state.shapes_match(start, shared)
+        assert (shared == start) in (True, False)
+        mlstate.state.load_into(target, shared, strict=False)
+        if turn % 20 == 0:
+            shared.digest(), repr(shared), shared._repr_html_(), shared.nbytes
+            assert not mlstate.state.diff(start, shared).changes
+
+    def work(number):
+        for turn in range(60):
+            (change, read, compare, change, read, compare, change, read)[number](number, turn)
+
+    assert together(work) == []
+    assert shared == start
+    assert all(np.array_equal(target[name], array) for name, array in start.items())

@@ -5,10 +5,12 @@ whose reference counts must not change.  `test_every_public_name_has_a_case` fai
 public function, class or method has none, so a new name needs a line here.
 """
 
+import copy
 import ctypes
 import gc
 import inspect
 import itertools
+import pickle
 import sys
 from pathlib import Path
 
@@ -16,14 +18,21 @@ import numpy as np
 import pytest
 
 import mlstate
-from mlstate import checkpoint, coreml, errors, kv, threads
+from mlstate import checkpoint, coreml, errors, kv, state, threads
 
-MODULES = (mlstate, checkpoint, coreml, errors, kv, threads)
+MODULES = (mlstate, checkpoint, coreml, errors, kv, state, threads)
 CALLS = 300
 PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage"
 
 # Names that nobody calls: a protocol for annotations.
-NOT_CALLED = {"MLStateLike", "MLStateLike.read_state", "MLStateLike.write_state"}
+NOT_CALLED = {
+    "MLStateLike",
+    "MLStateLike.read_state",
+    "MLStateLike.write_state",
+    "Stateful",
+    "Stateful.get_state_dict",
+    "Stateful.load_state_dict",
+}
 
 CASES = []
 
@@ -268,6 +277,193 @@ def refused_files(tmp_path):
         raises(TypeError, checkpoint.save_file, {3: np.zeros(2)}, good),
         raises(OSError, checkpoint.save_file, {}, tmp_path / "none" / "x"),
     ), [good, cut, flipped, bad_state, bad_dtype]
+
+
+# ---- state dicts ----
+
+
+def weights(prefix="", dtype=np.float32):
+    return {f"{prefix}layers.{i}.{n}": np.full((3, 4), i, dtype) for i in range(3) for n in "wb"}
+
+
+@case(
+    "StateDict",
+    "StateDict.get_tensor",
+    "StateDict.get_tensor_or_none",
+    "StateDict.has_tensor",
+    "StateDict.remove_tensor",
+    "StateDict.digest",
+)
+def state_dicts(_):
+    plain = weights()
+    array, name = next(iter(plain.values())), next(iter(plain))
+
+    def run():
+        made = state.StateDict(plain, extra=array)
+        made[name] = array
+        made |= {"x": array}
+        made.update([("y", array)])
+        made.setdefault("z", array)
+        other = {"q": array} | made.copy() | state.StateDict.fromkeys("ab", array)
+        assert made != other and made == pickle.loads(pickle.dumps(made))
+        made.get_tensor(name), made.get_tensor_or_none("none"), made.has_tensor(name)
+        made.remove_tensor("x")
+        made.digest(), made.nbytes, repr(made), made._repr_html_()
+        del made["y"]
+
+    return run, [plain, array, name]
+
+
+@case()
+def refused_state_dicts(_):
+    plain, bad = weights(), {"good": np.ones(1), "bad": object()}
+    made = state.StateDict(plain)
+    return each(
+        raises(TypeError, state.StateDict, bad),
+        raises(TypeError, made.update, bad),
+        raises(TypeError, made.update, list(bad.items())),
+        raises(TypeError, made.__ior__, bad),
+        raises(TypeError, made.setdefault, "x"),
+        raises(TypeError, made.__setitem__, 3, np.ones(1)),
+        raises(ValueError, made.__setitem__, "\ud800", np.ones(1)),
+        raises(errors.TensorNotFoundError, made.__getitem__, "none"),
+        raises(errors.TensorNotFoundError, made.__delitem__, "none"),
+    ), [plain, bad, made]
+
+
+@case(
+    "ModelStateDict",
+    "ModelStateDict.get_layer_state",
+    "ModelStateDict.set_layer_state",
+    "ModelStateDict.layer_names",
+)
+def model_states(_):
+    plain = weights()
+
+    def run():
+        model = state.ModelStateDict(plain, model_type="x", layer_count=3)
+        model.set_layer_state("layers.1", model.get_layer_state("layers.0"))
+        model.layer_names(), model.layer_names(1)
+        model["layers.9.w"] = plain["layers.0.w"]  # the index is made again
+        model.get_layer_state("layers.9"), model.get_layer_state("none")
+        raises(ValueError, model.get_layer_state, "layers.")()
+        copy.copy(model)
+
+    return run, [plain]
+
+
+@case(
+    "OptimizerStateDict",
+    "OptimizerStateDict.create",
+    "OptimizerStateDict.parameters",
+    "OptimizerStateDict.state_names",
+    "OptimizerStateDict.get_state",
+    "OptimizerStateDict.set_state",
+    "OptimizerType",
+)
+def optimizer_states(_):
+    array, kind = np.ones(3), state.OptimizerType("adam")
+
+    def run():
+        adam = state.OptimizerStateDict.create(kind)
+        adam.set_state("w", "m", array)
+        adam.parameters(), adam.state_names("w"), adam.get_state("w")
+        raises(ValueError, adam.set_state, "w", "a.b", array)()
+
+    return run, [array, kind]
+
+
+@case(
+    "StateDict.from_torch",
+    "StateDict.to_torch",
+    "OptimizerStateDict.from_torch",
+    "OptimizerStateDict.to_torch",
+)
+def torch_states(_):
+    torch = pytest.importorskip("torch", reason="converts torch tensors")
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    half = torch.ones(3, dtype=torch.bfloat16)
+
+    def run():
+        made = state.StateDict.from_torch(layer.state_dict() | {"half": half})
+        made.to_torch()
+        moments = state.OptimizerStateDict.from_torch(optimizer, layer)
+        moments.to_torch(optimizer, layer)
+
+    return run, [layer, optimizer, half]
+
+
+@case(
+    "keys_match",
+    "shapes_match",
+    "get_missing_keys",
+    "get_unexpected_keys",
+    "check_compatibility",
+    "CompatibilityResult",
+    "CompatibilityResult.add_error",
+    "CompatibilityResult.add_warning",
+    "Difference",
+)
+def comparisons(_):
+    a, b = weights(), weights("module.", np.float64) | {"layers.0.w": np.ones(2)}
+
+    def run():
+        for one, other in ((a, b), (b, a), (a, a)):
+            state.keys_match(one, other), state.shapes_match(one, other)
+            state.get_missing_keys(one, other), state.get_unexpected_keys(one, other)
+            result = state.check_compatibility(one, other)
+            result.add_error("x")
+            result.add_warning("y")
+            str(result), result._repr_html_()
+
+    return each(run, raises(TypeError, state.keys_match, a, 3)), [a, b]
+
+
+@case("diff", "StateDiff", "TensorChange")
+def differences(_):
+    a, b = weights(), weights() | {"new": np.ones(1), "layers.0.w": np.ones((3, 4), ">f4")}
+
+    def run():
+        found = state.diff(a, b)
+        str(found), found._repr_html_()
+
+    strange = {"layers.0.w": np.zeros(2, "M8[s]")}
+    return each(
+        run,
+        raises(errors.CompatibilityError, state.diff, strange, {"layers.0.w": np.ones(2, "M8[s]")}),
+    ), [a, b, strange]
+
+
+@case("load_into", "rename")
+def loads(_):
+    target, source = weights(), weights("module.")
+    frozen = {"w": np.zeros(3)}
+    frozen["w"].flags.writeable = False
+
+    def run():
+        state.load_into(target, state.rename(source, {"module.": ""}))
+        state.load_into(target, weights(dtype=np.float16), cast=True)
+
+    return each(
+        run,
+        raises(errors.CompatibilityError, state.load_into, target, source),
+        raises(ValueError, state.load_into, frozen, {"w": np.ones(3)}),
+        raises(
+            ValueError,
+            state.load_into,
+            {"w": target["layers.0.w"]},
+            {"w": target["layers.0.w"][::-1]},
+        ),
+        raises(
+            errors.CompatibilityError,
+            state.rename,
+            {"m.a": frozen["w"], "a": frozen["w"]},
+            {"m.": ""},
+        ),
+    ), [target, source, frozen]
 
 
 # ---- the rest ----
