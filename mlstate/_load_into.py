@@ -119,7 +119,8 @@ def load_into(
     report = _core.state_load(target, source, strict, cast)
     if report is not None:
         raise _refusal(target, source, strict, cast, *report)
-    written = [array for name, array in target.items() if is_torch(array) and name in source]
+    items = dict.copy(target).items()
+    written = [array for name, array in items if is_torch(array) and name in source]
     if written:
         from .integrations.torch import note_written
 

@@ -52,16 +52,17 @@ def _facts(array: Any) -> tuple[str, str]:
 
 def state_repr(state: StateDict) -> str:
     """Write the first tensors, the last ones, and how many there are between."""
-    if len(state) <= FIRST + LAST + 1:
-        first, last = list(state.items()), []
+    items = dict.copy(state).items()  # in one step: other threads may change the state
+    if len(items) <= FIRST + LAST + 1:
+        first, last = list(items), []
     else:
-        first = list(islice(state.items(), FIRST))
-        last = list(islice(reversed(state.items()), LAST))[::-1]
+        first = list(islice(items, FIRST))
+        last = list(islice(reversed(items), LAST))[::-1]
     rows = [(shorten(name, 60), *_facts(array)) for name, array in first + last]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  {n:{widths[0]}}  {d:{widths[1]}}  {s}".rstrip() for n, d, s in rows]
     if last:
-        lines.insert(FIRST, f"  … {len(state) - FIRST - LAST:,} more")
+        lines.insert(FIRST, f"  … {len(items) - FIRST - LAST:,} more")
     return "\n".join([_title(state), *lines])
 
 

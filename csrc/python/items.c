@@ -172,6 +172,7 @@ int mlsp_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 #endif
 }
 
+#if !defined(Py_GIL_DISABLED)
 /* Whether two keys are the same str; a key that is none is looked up. */
 static bool same_key(PyObject *a, PyObject *b)
 {
@@ -179,6 +180,7 @@ static bool same_key(PyObject *a, PyObject *b)
                       PyUnicode_GET_LENGTH(a) == PyUnicode_GET_LENGTH(b) &&
                       PyUnicode_Compare(a, b) == 0);
 }
+#endif
 
 /* The next entry of the dict, where it is the one looked for; hashing starts with the
  * first that is not. */

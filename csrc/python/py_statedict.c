@@ -230,6 +230,7 @@ static PyObject *only_dict(PyObject *args, PyObject *kwargs)
     return good ? only : NULL;
 }
 
+#if !defined(Py_GIL_DISABLED)
 /* Whether every entry of a dict passes without a second look.  No code of others runs, so
  * that with one lock for everything the dict is still the same afterwards. */
 static bool all_plain(PyObject *dict)
@@ -251,6 +252,7 @@ static bool all_plain(PyObject *dict)
     }
     return true;
 }
+#endif
 
 /* New reference to a dict, of nobody else's, of what dict(*args, **kwargs) would hold; or
  * to the dict among the arguments where nobody can change it before it is merged. */
