@@ -8,42 +8,16 @@ measured is the first call itself, with fresh memory from the system.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
 import peers
+from resident import forget_peak, peak
 
 SHAPE = (28, 8, 2048, 128)
 TARGET = 4096
-
-
-def status_mib(field: str) -> float:
-    """Read a field of /proc/self/status."""
-    with open("/proc/self/status", encoding="utf-8") as file:  # noqa: PTH123
-        line = next(line for line in file if line.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
-def forget_peak() -> float:
-    """Let the peak of resident memory start anew where the system can, and return it."""
-    if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:  # noqa: PTH123
-            file.write("5")
-    except OSError:
-        pass  # a kernel without it: the peak so far is what is resident, nearly
-    return status_mib("VmHWM")
-
-
-def peak() -> float:
-    """Return the peak of resident memory in MiB."""
-    if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    return status_mib("VmHWM")
 
 
 def peer() -> Callable[[], object]:

@@ -1,0 +1,406 @@
+"""State dicts beside dict, the specification's algorithms, NumPy and torch.
+
+``python benchmarks/bench_state.py [--quick] [--json] [--only PART]``; mlstate must be
+installed, torch and ml_dtypes take part if they are.  See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from harness import Candidate, Report, measure, rows_of
+
+import mlstate
+from mlstate import ModelStateDict, StateDict
+from mlstate.state import check_compatibility, diff, keys_match, load_into, shapes_match
+
+NAMES = 10_000
+PARTS = ["w", "b", "q", "k", "v", "o", "up", "down", "norm"]
+GIGABYTE = 1_000_000_000
+
+libc = ctypes.CDLL(None)
+Arrays = dict[str, np.ndarray]
+
+
+class Mine(StateDict):
+    """A user's subclass, in Python."""
+
+
+def small() -> Arrays:
+    """10,000 tensors in 1,112 layers."""
+    return {
+        f"model.layers.{i // 9}.{PARTS[i % 9]}.weight": np.zeros((4, 4), np.float32)
+        for i in range(NAMES)
+    }
+
+
+def large(dtype: str, seed: int = 0) -> Arrays:
+    """A gigabyte: eight tensors of 120 MB, the rest in small ones."""
+    generator = np.random.default_rng(seed)
+    item = np.dtype(dtype).itemsize
+
+    def tensor(nbytes: int) -> np.ndarray:
+        values = generator.random(nbytes // item, np.float32)
+        return values.astype(dtype, copy=False)
+
+    state = {f"layers.{i}.w": tensor(120_000_000) for i in range(8)}
+    return state | {f"layers.{i}.b": tensor(40_000) for i in range(1000)}
+
+
+def bytes_of(state: Arrays) -> int:
+    return sum(array.nbytes for array in state.values())
+
+
+def rated(nbytes: int, candidates: list[Candidate], repeats: int) -> list:
+    """Time, and add the rate of `nbytes` for each call."""
+    rows = measure(candidates, repeats)
+    for row in rows:
+        row.extra = {"GB/s": f"{nbytes / row.median * 1e-6:.1f}"}
+    return rows
+
+
+# ---- a dict ----
+
+
+def look_up(state: dict, names: list[str]) -> None:
+    for name in names:
+        state[name]
+
+
+def walk(state: dict) -> None:
+    for _ in state.items():
+        pass
+
+
+def assign(state: dict, names: list[str], array: np.ndarray) -> None:
+    for name in names:
+        state[name] = array
+
+
+def as_dict(report: Report, repeats: int) -> None:
+    """Time what a dict does, for 10,000 entries."""
+    plain = small()
+    kinds = {"dict": dict, "StateDict": StateDict, "ModelStateDict": ModelStateDict}
+    kinds["subclass in Python"] = Mine
+    states = {name: kind(plain) for name, kind in kinds.items()}
+    names, array = list(plain), np.zeros(1)
+    random.Random(0).shuffle(names)
+
+    def table(title: str, call: Callable[[str], Callable[[], object]], reach: float) -> None:
+        found = [
+            Candidate(name, call(name), baseline=name == "dict", at_least=round(1 / reach, 2))
+            for name in kinds
+        ]
+        found[0].at_least = None
+        rows = measure(found, 5 * repeats, unit=1e-3)
+        report.table(
+            title,
+            rows,
+            unit="us",
+            note=f"x base 0.77 is 1.3 times dict's time, {1 / 1.5:.2f} is 1.5 times",
+        )
+
+    table("lookup of 10,000 names", lambda k: partial(look_up, states[k], names), 1.3)
+    table("iteration over 10,000 items", lambda k: partial(walk, states[k]), 1.5)
+    table("10,000 assignments", lambda k: partial(assign, states[k], names, array), 1.5)
+    table(
+        "update of 10,000 entries that are there", lambda k: partial(states[k].update, plain), 1.5
+    )
+    table(
+        "update of an empty one with 10,000 entries",
+        lambda k: lambda: kinds[k]().update(plain),
+        1.5,
+    )
+
+
+# ---- names and shapes ----
+
+
+def spec_check(a: Arrays, b: Arrays) -> bool:
+    """Compare as the source document does, in plain Python."""
+    keys1, keys2 = set(a.keys()), set(b.keys())
+    if keys1 != keys2:
+        return False
+    for name, tensor in a.items():
+        other = b.get(name)
+        if other is None or tuple(tensor.shape) != tuple(other.shape):
+            return False
+    return True
+
+
+def spec_result(a: Arrays, b: Arrays) -> tuple:
+    """All of the source document's StateCompatibilityChecker."""
+    missing = set(a.keys())
+    missing.difference_update(b.keys())
+    unexpected = set(b.keys())
+    unexpected.difference_update(a.keys())
+    return missing, unexpected, spec_check(a, b)
+
+
+def comparison(report: Report, repeats: int) -> None:
+    """Compare names and shapes of two states of 10,000 tensors."""
+    a = small()
+    shuffled = list(a)
+    random.Random(1).shuffle(shuffled)
+    same = {name: array.copy() for name, array in a.items()}
+    orders = {"in the same order": same, "in another order": {n: same[n] for n in shuffled}}
+    for order, b in orders.items():
+        candidates = [
+            Candidate("plain Python", partial(spec_check, a, b), baseline=True),
+            Candidate(
+                "keys_match and shapes_match",
+                lambda b=b: keys_match(a, b) and shapes_match(a, b),
+                at_least=5,
+            ),
+            Candidate("plain Python, with lists", partial(spec_result, a, b)),
+            Candidate("check_compatibility", partial(check_compatibility, a, b)),
+        ]
+        rows = measure(candidates, 3 * repeats)
+        report.table(f"names and shapes of 10,000 NumPy arrays, {order}", rows)
+
+
+# ---- elements ----
+
+
+def read_bytes(*states: Arrays) -> None:
+    """Read every byte once, as fast as the C library does: memcmp of a block with itself.
+
+    Two halves of one array are compared, which are made equal before; so memcmp goes on to
+    the end.
+    """
+    for state in states:
+        for array in state.values():
+            half = array.nbytes // 2
+            libc.memcmp(
+                ctypes.c_void_p(array.ctypes.data),
+                ctypes.c_void_p(array.ctypes.data + half),
+                ctypes.c_size_t(half),
+            )
+
+
+def with_equal_halves(state: Arrays) -> Arrays:
+    """Return the state; each array's second half becomes its first."""
+    for array in state.values():
+        half = array.size // 2
+        array[half : 2 * half] = array[:half]
+    return state
+
+
+def numpy_diff(a: Arrays, b: Arrays) -> None:
+    """Measure as one does in NumPy."""
+    for name, array in a.items():
+        distance = np.abs(array - b[name])
+        np.nanmax(distance)
+        np.count_nonzero(distance)
+
+
+def elements(report: Report, repeats: int) -> None:
+    """Measure differences over a gigabyte."""
+    for dtype in ["float32", "float16"]:
+        a = with_equal_halves(large(dtype))
+        same = {name: array.copy() for name, array in a.items()}
+        near = {name: array * np.array(1.01, dtype) for name, array in a.items()}
+        near = with_equal_halves(near)
+        nbytes = 2 * bytes_of(a)
+        limit = partial(read_bytes, a, near)
+        for threads in (1, mlstate.get_num_threads()):
+            before = mlstate.get_num_threads()
+            mlstate.set_num_threads(threads)
+            try:
+                candidates = [
+                    Candidate("reading both (memcmp), 1 thread", limit, baseline=True, limit=True),
+                    Candidate("diff, all changed", partial(diff, a, near), at_least=0.7),
+                    Candidate("diff, nothing changed", partial(diff, a, same), at_least=0.7),
+                    Candidate("==, nothing changed", lambda a=a, b=same: StateDict(a) == b),
+                ]
+                if threads == 1 and dtype == "float32":
+                    candidates.append(Candidate("NumPy", partial(numpy_diff, a, near)))
+                rows = rated(nbytes, candidates, repeats)
+            finally:
+                mlstate.set_num_threads(before)
+            report.table(f"differences of two states of 1 GB, {dtype}, {threads} thread(s)", rows)
+
+
+# ---- loading ----
+
+
+def copy_memory(target: Arrays, source: Arrays) -> None:
+    """Copy with memcpy, one call a tensor."""
+    for name, array in target.items():
+        ctypes.memmove(array.ctypes.data, source[name].ctypes.data, array.nbytes)
+
+
+def copy_numpy(target: Arrays, source: Arrays) -> None:
+    for name, array in target.items():
+        np.copyto(array, source[name], casting="same_kind")
+
+
+def loading(report: Report, repeats: int) -> None:
+    """Copy a gigabyte into arrays that are there."""
+    source = large("float32")
+    target = {name: np.ones_like(array) for name, array in source.items()}
+    before = mlstate.get_num_threads()
+    for threads in (1, before):
+        mlstate.set_num_threads(threads)
+        candidates = [
+            Candidate(
+                "memcpy, 1 thread", partial(copy_memory, target, source), baseline=True, limit=True
+            ),
+            Candidate("np.copyto", partial(copy_numpy, target, source)),
+            Candidate("load_into", partial(load_into, target, source), at_least=0.9),
+        ]
+        rows = rated(bytes_of(source), candidates, repeats)
+        report.table(f"load_into, 1 GB in 1,008 tensors, {threads} thread(s)", rows)
+        mlstate.set_num_threads(before)
+    halves = {name: array.astype(np.float16) for name, array in source.items()}
+    candidates = [
+        Candidate("np.copyto", partial(copy_numpy, halves, source), baseline=True),
+        Candidate("load_into(cast=True)", partial(load_into, halves, source, cast=True)),
+    ]
+    report.table("float32 to float16, 1 GB", rated(bytes_of(source), candidates, repeats))
+    many = {f"t{i}": np.ones(1024, np.float32) for i in range(NAMES)}
+    into = {name: np.zeros_like(array) for name, array in many.items()}
+    candidates = [
+        Candidate("np.copyto", partial(copy_numpy, into, many), baseline=True),
+        Candidate("memcpy", partial(copy_memory, into, many)),
+        Candidate("load_into", partial(load_into, into, many)),
+    ]
+    report.table("10,000 tensors of 4 KiB", rated(bytes_of(many), candidates, repeats))
+
+
+# ---- layers, digest, pages ----
+
+
+def spec_layer(state: Arrays, layer: str) -> Arrays:
+    """Extract as the source document does: look at every key."""
+    prefix = f"{layer}."
+    return {n[len(prefix) :]: a for n, a in state.items() if n.startswith(prefix)}
+
+
+def layers(report: Report, repeats: int) -> None:
+    """Extract all layers of a model of 10,000 tensors."""
+    plain = small()
+    model = ModelStateDict(plain)
+    names = model.layer_names(3)
+
+    def forget() -> None:
+        model["x"] = np.zeros(1)
+        del model["x"]
+
+    def extract() -> None:
+        for name in names:
+            model.get_layer_state(name)
+
+    def scan() -> None:
+        for name in names:
+            spec_layer(plain, name)
+
+    candidates = [
+        Candidate("a scan for each layer, plain Python", scan, baseline=True),
+        Candidate("get_layer_state, first time", extract, forget, at_most=5),
+        Candidate("get_layer_state, again", extract, at_most=5),
+    ]
+    title = f"{len(names):,} layers of {NAMES:,} tensors"
+    report.table(title, measure(candidates, repeats, warm_up=1))
+
+
+def pages(report: Report, repeats: int) -> None:
+    """Show 10,000 tensors; digest a gigabyte."""
+    model = ModelStateDict(small())
+    candidates = [Candidate("repr", lambda: repr(model)), Candidate("HTML", model._repr_html_)]
+    rows = measure(candidates, repeats)
+    rows[0].extra = {"bytes": len(repr(model).encode())}
+    rows[1].extra = {"bytes": len(model._repr_html_().encode())}
+    report.table("a page for 10,000 tensors", rows)
+    state = StateDict(large("float32"))
+
+    def hash_all() -> None:
+        hashed = hashlib.sha256()
+        for array in state.values():
+            hashed.update(array)
+
+    candidates = [
+        Candidate("hashlib.sha256 of the arrays", hash_all, baseline=True),
+        Candidate("digest", state.digest),
+    ]
+    report.table("digest of 1 GB", rated(state.nbytes, candidates, min(repeats, 3)))
+
+
+# ---- a real model ----
+
+
+def real_model(report: Report, repeats: int) -> None:
+    """Load a transformer in new processes that take turns."""
+    if not importlib.util.find_spec("torch"):
+        return
+    script = Path(__file__).with_name("load_model.py")
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([sys.executable, script, *arguments], capture_output=True, check=True)
+        return done.stdout.decode()
+
+    import load_model
+
+    names = [
+        name
+        for name in load_model.CALLS
+        if "safetensors" not in name or importlib.util.find_spec("safetensors")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        nbytes = int(run("write", folder))
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        extra: dict[str, list[float]] = {name: [] for name in names}
+        order = random.Random(3)
+        for turn in range(repeats + 1):
+            for name in order.sample(names, len(names)):
+                found = json.loads(run(name, folder))
+                if turn:
+                    samples[name].append(found["ms"])
+                    extra[name].append(found["extra_mib"])
+    rows = rows_of(
+        [Candidate(n, lambda: None, baseline=i == 0) for i, n in enumerate(names)], samples
+    )
+    for row in rows:
+        row.extra = {"extra MiB": f"{sorted(extra[row.name])[repeats // 2]:.0f}"}
+    title = f"transformer encoder, {nbytes >> 20} MiB in 72 tensors, into a model that is there"
+    report.table(title, rows, note="first call of a process, files in the system's cache")
+
+
+ALL = {
+    "dict": as_dict,
+    "comparison": comparison,
+    "elements": elements,
+    "loading": loading,
+    "layers": layers,
+    "pages": pages,
+    "model": real_model,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--only", choices=ALL, help="one part")
+    options = parser.parse_args()
+    report = Report("mlstate: state dicts", options.json)
+    for name, part in ALL.items():
+        if options.only in (None, name):
+            part(report, 3 if options.quick else 9)
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
