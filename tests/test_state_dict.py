@@ -116,7 +116,7 @@ def test_missing_tensors_have_one_text_that_is_a_key_error():
 # ---- what must not go in, by every way ----
 
 BAD = {
-    "name": ({3: np.ones(1)}, TypeError, "names must be str, got int: 3"),
+    "name": ({3: np.ones(1)}, TypeError, "tensor name must be a str, got int: 3"),
     "surrogate": ({"a\ud800": np.ones(1)}, ValueError, "surrogate"),
     "list": ({"x": [1.0]}, TypeError, "'x' is a list: .* numpy.asarray"),
     "none": ({"x": None}, TypeError, "NoneType"),

@@ -61,3 +61,30 @@ int mlsp_take_double(PyObject *object, const char *what, double *out)
     *out = value;
     return 0;
 }
+
+int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
+{
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
+                     Py_TYPE(object)->tp_name, object);
+        return -1;
+    }
+    Py_ssize_t length;
+    const char *data = PyUnicode_AsUTF8AndSize(object, &length);
+    if (data == NULL) {
+        /* memory may be short as well, which is to be said as it is */
+        if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s %.200R has half of a surrogate pair, which no file can hold",
+                         what, object);
+        }
+        return -1;
+    }
+    *out = (mls_text){.data = data, .length = (size_t)length};
+    return 0;
+}
+
+PyObject *mlsp_str_of(mls_text text)
+{
+    return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
+}

@@ -10,31 +10,6 @@
 
 /* ---- keys and values ---- */
 
-/* A str without half a surrogate pair: every other one has a UTF-8 form, which the str
- * keeps. */
-int mlsp_name_of(PyObject *key, const char *what, mls_text *out)
-{
-    if (!PyUnicode_Check(key)) {
-        PyErr_Format(PyExc_TypeError, "%s: names must be str, got %.100s: %.200R", what,
-                     Py_TYPE(key)->tp_name, key);
-        return -1;
-    }
-    Py_ssize_t length;
-    const char *data = PyUnicode_AsUTF8AndSize(key, &length);
-    if (data == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
-            PyErr_Format(
-                PyExc_ValueError,
-                "%s: name %.200R has half of a surrogate pair, which no file can "
-                "hold",
-                what, key);
-        }
-        return -1;
-    }
-    *out = (mls_text){.data = data, .length = (size_t)length};
-    return 0;
-}
-
 /* Whether a value that is no ndarray can be used as one.  A class is not an array, though
  * NumPy's scalar classes have the attribute; text is not, though NumPy's is a scalar. */
 static bool is_array_like(PyObject *value)
@@ -84,7 +59,7 @@ PyObject *mlsp_check_entry(PyObject *key, PyObject *value)
         return Py_NewRef(key);
     }
     if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {
-        if (mlsp_name_of(key, "state dict", &name) < 0) {
+        if (mlsp_take_text(key, "tensor name", &name) < 0) {
             return NULL;
         }
     }
@@ -134,7 +109,7 @@ int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
     }
     /* names after entries: encoding one allocates, which may run a collection */
     for (size_t i = 0; i < out->count; i++) {
-        if (mlsp_name_of(out->items[i].key, what, &out->items[i].name) < 0) {
+        if (mlsp_take_text(out->items[i].key, "tensor name", &out->items[i].name) < 0) {
             mlsp_items_release(out);
             return -1;
         }

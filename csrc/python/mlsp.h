@@ -81,6 +81,13 @@ int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
  * untouched. */
 int mlsp_take_double(PyObject *object, const char *what, double *out);
 
+/* The UTF-8 of a str, which keeps it.  -1 with TypeError, or with ValueError for half of
+ * a surrogate pair, and `*out` untouched. */
+int mlsp_take_text(PyObject *object, const char *what, mls_text *out);
+
+/* New reference to a str of what is known to be UTF-8. */
+PyObject *mlsp_str_of(mls_text text);
+
 /* A METH_FASTCALL function as PyMethodDef holds it, which has one pointer type for all.
  */
 #define MLSP_FASTCALL(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
@@ -151,9 +158,6 @@ typedef struct mlsp_items {
     mlsp_item *items;
     size_t count;
 } mlsp_items;
-
-/* The UTF-8 of a name, which the str keeps.  -1 with TypeError or ValueError set. */
-int mlsp_name_of(PyObject *key, const char *what, mls_text *out);
 
 /* Take all entries of `dict`, checking that each key is a str with a UTF-8 form.  `what`
  * names the dict in errors.  -1 with TypeError, ValueError or MemoryError set, and `*out`

@@ -84,29 +84,6 @@ static void save_job_fini(save_job *job)
     mls_free(job->views);
 }
 
-/* The UTF-8 of a str, which shares its memory: the tuple that holds the str outlives
- * the save. */
-static int take_text(PyObject *object, const char *what, mls_text *out)
-{
-    if (!PyUnicode_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
-                     Py_TYPE(object)->tp_name, object);
-        return -1;
-    }
-    Py_ssize_t length;
-    const char *data = PyUnicode_AsUTF8AndSize(object, &length);
-    if (data == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s %.200R has half of a surrogate pair, which no file can hold",
-                         what, object);
-        }
-        return -1;
-    }
-    *out = (mls_text){.data = data, .length = (size_t)length};
-    return 0;
-}
-
 /* Item `i` of a tuple of pairs; borrowed. */
 static int take_pair(PyObject *pairs, Py_ssize_t i, PyObject **first, PyObject **second)
 {
@@ -127,7 +104,7 @@ static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job
     PyObject *name, *array;
     mls_named_tensor *t = &job->tensors[i];
     if (take_pair(items, i, &name, &array) < 0 ||
-        take_text(name, "tensor name", &t->name) < 0) {
+        mlsp_take_text(name, "tensor name", &t->name) < 0) {
         return -1;
     }
     /* names the tensor in errors about the array; cut, and never in a file */
@@ -148,8 +125,8 @@ static int take_metadata(PyObject *pairs, save_job *job)
         PyObject *key, *value;
         mls_text_pair *pair = &job->metadata[i];
         if (take_pair(pairs, i, &key, &value) < 0 ||
-            take_text(key, "metadata key", &pair->key) < 0 ||
-            take_text(value, "metadata value", &pair->value) < 0) {
+            mlsp_take_text(key, "metadata key", &pair->key) < 0 ||
+            mlsp_take_text(value, "metadata value", &pair->value) < 0) {
             return -1;
         }
         job->content.metadata_count++;
@@ -217,19 +194,13 @@ done:
  * stays with the version whose header was read.
  */
 
-/* The reader checked that it is UTF-8. */
-static PyObject *text_of(mls_text text)
-{
-    return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
-}
-
 /* A dict in the header's order. */
 static PyObject *metadata_of(const mls_safetensors *file)
 {
     PyObject *result = PyDict_New();
     for (size_t i = 0; result != NULL && i < file->metadata_count; i++) {
-        PyObject *key = text_of(file->metadata[i].key);
-        PyObject *value = key == NULL ? NULL : text_of(file->metadata[i].value);
+        PyObject *key = mlsp_str_of(file->metadata[i].key);
+        PyObject *value = key == NULL ? NULL : mlsp_str_of(file->metadata[i].value);
         if (value == NULL || PyDict_SetItem(result, key, value) < 0) {
             Py_CLEAR(result);
         }
@@ -279,7 +250,7 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
     PyObject *result = PyDict_New();
     for (size_t i = 0; result != NULL && i < file->count; i++) {
         const mls_stored *tensor = &file->tensors[i];
-        PyObject *name = text_of(tensor->name);
+        PyObject *name = mlsp_str_of(tensor->name);
         PyObject *array =
             name == NULL
                 ? NULL

@@ -91,32 +91,12 @@ static const name_index *index_in(PyObject *capsule)
     return PyCapsule_GetPointer(capsule, index_name);
 }
 
-/* New reference to a str of UTF-8 that was one before. */
-static PyObject *str_of(mls_text text)
-{
-    return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
-}
-
-/* The UTF-8 of a str, which shares its memory. */
-static int text_of(PyObject *object, const char *what, mls_text *out)
-{
-    if (!PyUnicode_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s", what,
-                     Py_TYPE(object)->tp_name);
-        return -1;
-    }
-    Py_ssize_t length;
-    const char *data = PyUnicode_AsUTF8AndSize(object, &length);
-    *out = (mls_text){.data = data, .length = (size_t)length};
-    return data == NULL ? -1 : 0;
-}
-
 /* ---- layers ---- */
 
 /* The name of a layer: not empty, and without the dot that the function adds itself. */
 static int layer_name(PyObject *object, mls_text *out)
 {
-    if (text_of(object, "layer name", out) < 0) {
+    if (mlsp_take_text(object, "layer name", out) < 0) {
         return -1;
     }
     if (out->length == 0) {
@@ -240,7 +220,7 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
         if (!can_be_asked(nodes[layers[i]].path)) {
             continue;
         }
-        PyObject *path = str_of(nodes[layers[i]].path);
+        PyObject *path = mlsp_str_of(nodes[layers[i]].path);
         if (path == NULL || PyList_Append(list, path) < 0) {
             Py_CLEAR(list);
         }
@@ -328,8 +308,10 @@ static int take_rule(PyObject *pair, mls_rename_rule *out)
         PyErr_SetString(PyExc_TypeError, "rules must be pairs of old and new");
         return -1;
     }
-    if (text_of(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &out->old) < 0 ||
-        text_of(PyTuple_GET_ITEM(pair, 1), "the new part of a rule", &out->new) < 0) {
+    if (mlsp_take_text(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &out->old) <
+            0 ||
+        mlsp_take_text(PyTuple_GET_ITEM(pair, 1), "the new part of a rule", &out->new) <
+            0) {
         return -1;
     }
     out->anywhere = out->old.length > 0 && out->old.data[0] == '*';
@@ -371,7 +353,7 @@ static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
                      item->key);
         return NULL;
     }
-    return str_of((mls_text){.data = buffer->data, .length = length});
+    return mlsp_str_of((mls_text){.data = buffer->data, .length = length});
 }
 
 /* Raise for two names that would become one. */
@@ -469,7 +451,7 @@ static mls_text *texts_of(PyObject *list)
         return NULL;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (text_of(PyList_GET_ITEM(list, i), "a name", &texts[i]) < 0) {
+        if (mlsp_take_text(PyList_GET_ITEM(list, i), "a name", &texts[i]) < 0) {
             mls_free(texts);
             return NULL;
         }
@@ -483,8 +465,8 @@ static PyObject *explanation_tuple(const mls_explanation *found)
     PyObject *rules = PyList_New(0);
     for (size_t i = 0; rules != NULL && i < found->rule_count; i++) {
         const mls_rename_rule *rule = &found->rules[i];
-        PyObject *old = str_of(rule->old);
-        PyObject *new = str_of(rule->new);
+        PyObject *old = mlsp_str_of(rule->old);
+        PyObject *new = mlsp_str_of(rule->new);
         PyObject *pair =
             old == NULL || new == NULL
                 ? NULL
@@ -609,8 +591,8 @@ static PyObject *row_tuple(const mls_outline_row *row, const mls_name_node *node
     const size_t skipped = node->path.length - node->segment.length;
     PyObject *shape =
         single ? mlsp_shape_tuple(&items->items[leaf->name].facts) : Py_NewRef(Py_None);
-    PyObject *name = str_of((mls_text){.data = leaf->path.data + skipped,
-                                       .length = leaf->path.length - skipped});
+    PyObject *name = mlsp_str_of((mls_text){.data = leaf->path.data + skipped,
+                                            .length = leaf->path.length - skipped});
     PyObject *result = NULL;
     if (shape != NULL && name != NULL) {
         result = Py_BuildValue("(IOnKsOIO)", node->depth, name, (Py_ssize_t)count,

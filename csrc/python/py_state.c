@@ -70,7 +70,7 @@ static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *ar
 static int find_name(mlsp_finder *other, PyObject *key, PyObject **found)
 {
     if (!PyUnicode_Check(key)) {
-        PyErr_Format(PyExc_TypeError, "names must be str, got %.100s: %.200R",
+        PyErr_Format(PyExc_TypeError, "tensor name must be a str, got %.100s: %.200R",
                      Py_TYPE(key)->tp_name, key);
         return -1;
     }
@@ -102,7 +102,7 @@ static int same_facts(const mlsp_state *state, PyObject *key, PyObject *a, PyObj
 {
     mlsp_item one = {.value = a}, other = {.value = b};
     int same = -1;
-    if (mlsp_name_of(key, "state", &one.name) == 0) {
+    if (mlsp_take_text(key, "tensor name", &one.name) == 0) {
         other.name = one.name;
         if (mlsp_item_facts(state, &one) == 0 && mlsp_item_facts(state, &other) == 0) {
             same = mls_facts_same_shape(&one.facts, &other.facts) ? 1 : 0;
