@@ -46,11 +46,13 @@ def table_html(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]
     """Write a table; rows beyond the 50th are counted below it."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        made = (f"<{tag}>{escape(shorten(cell, 200))}</{tag}>" for cell in cells)
+        made = (f"<{tag}>{escape(shorten(cell, 600))}</{tag}>" for cell in cells)
         return f"<tr>{''.join(made)}</tr>"
 
     body = "".join(line("td", row) for row in rows[:_HTML_ROWS])
     hidden = len(rows) - _HTML_ROWS
     more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
     table = f"<table><thead>{line('th', headers)}</thead><tbody>{body}</tbody></table>"
-    return f"<div><p>{escape(title)}</p>{table if rows else ''}{more}</div>"
+    style = "<style>.mlstate-table :is(td,th){text-align:left;vertical-align:top}</style>"
+    content = f"{style}{table}" if rows else ""
+    return f"<div class=mlstate-table><p>{escape(title)}</p>{content}{more}</div>"
