@@ -79,6 +79,35 @@ def test_compatibility_names_everything_and_both_shapes():
     assert "CompatibilityResult: not compatible" in repr(result)
 
 
+class Odd:
+    """Says a shape and a dtype, and has memory, but compares as nothing usual does."""
+
+    def __init__(self, shape):
+        self.shape, self.dtype = shape, "odd"
+        self.__array_interface__ = np.zeros(2).__array_interface__
+
+
+def test_a_first_look_says_what_the_full_comparison_says():
+    # where nothing differs at first sight no pair is looked at any further
+    pairs = [
+        (np.zeros(2, "<f4"), np.zeros(2, ">f4"), 0),
+        (np.zeros(2, "<f4"), np.zeros(2, "<i4"), 1),
+        (np.zeros(2, "M8[s]"), np.zeros(2, "M8[s]"), 0),
+        (np.zeros(2, "M8[s]"), np.zeros(2, "M8[ms]"), 1),
+        (Odd((2, 3)), Odd((2, 3)), 0),
+        (Odd((2, 3)), Odd([2, 3]), 0),
+        (Odd((2, 3)), Odd((3, 2)), 1),
+        (Odd((2,)), np.zeros(2), 1),
+    ]
+    for name in ("w", "Gewicht-\N{LATIN SMALL LETTER SHARP S}", type("Name", (str,), {})("w")):
+        for one, other, found in pairs:
+            source, target = {"first": np.ones(1), name: one}, {name: other, "first": np.ones(1)}
+            assert len(check_compatibility(source, target).differences) == found
+            assert len(check_compatibility(target, source).differences) == found
+    with pytest.raises(TypeError):
+        check_compatibility({"w": Odd(("2",))}, {"w": Odd(("2",))})
+
+
 def test_findings_of_callers_count_too():
     result = CompatibilityResult()
     assert result.is_compatible and not result.has_warnings and str(result) == "compatible"

@@ -252,20 +252,9 @@ static int take_shape(PyObject *shape, mlsp_item *item)
 
 /* An array that says its shape and dtype is asked for them, whatever memory it is in: a
  * tensor on a device, or on torch's meta device, has facts too. */
-static int facts_of_attributes(mlsp_item *item)
+static int facts_of_attributes(PyObject *shape, PyObject *dtype, mlsp_item *item)
 {
-    /* both may be properties that run code of others: everything is held meanwhile */
-    PyObject *shape = PyObject_GetAttrString(item->value, "shape");
-    PyObject *dtype = shape == NULL ? NULL : PyObject_GetAttrString(item->value, "dtype");
-    if (dtype == NULL) {
-        Py_XDECREF(shape);
-        return -1;
-    }
-    const int failed =
-        take_shape(shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1 : 0;
-    Py_DECREF(shape);
-    Py_DECREF(dtype);
-    return failed;
+    return take_shape(shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1 : 0;
 }
 
 /* What offers nothing but its memory is viewed. */
@@ -300,11 +289,20 @@ int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
     if (PyArray_Check(item->value)) {
         return facts_of_ndarray(item);
     }
-    if (PyObject_HasAttrString(item->value, "shape") &&
-        PyObject_HasAttrString(item->value, "dtype")) {
-        return facts_of_attributes(item);
+    /* both may be properties that run code of others: everything is held meanwhile */
+    PyObject *shape = PyObject_GetAttr(item->value, state->shape_name);
+    PyObject *dtype =
+        shape == NULL ? NULL : PyObject_GetAttr(item->value, state->dtype_name);
+    int failed = -1;
+    if (dtype != NULL) {
+        failed = facts_of_attributes(shape, dtype, item);
+    } else if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        failed = facts_of_view(state, item);
     }
-    return facts_of_view(state, item);
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return failed;
 }
 
 int mlsp_items_facts(const mlsp_state *state, mlsp_items *items)

@@ -47,8 +47,9 @@ typedef struct mlsp_state {
     PyTypeObject *kv_buffer_type;
     PyTypeObject *kv_lease_type;
     PyTypeObject *statedict_type;
-    const mls_kernels *kernels; /* constant table, chosen at import */
-    mls_pool *pool;             /* owned; NULL until start_core */
+    PyObject *shape_name, *dtype_name; /* interned: types look these up in their caches */
+    const mls_kernels *kernels;        /* constant table, chosen at import */
+    mls_pool *pool;                    /* owned; NULL until start_core */
 } mlsp_state;
 
 /* The state of the module object that every function gets as `self`. */

@@ -140,6 +140,14 @@ static int start_core(mlsp_state *state)
     return 0;
 }
 
+/* Names of attributes that are asked of every tensor. */
+static int intern_names(mlsp_state *state)
+{
+    state->shape_name = PyUnicode_InternFromString("shape");
+    state->dtype_name = PyUnicode_InternFromString("dtype");
+    return state->shape_name == NULL || state->dtype_name == NULL ? -1 : 0;
+}
+
 /* NumPy before the steps that may use its API; whether we may load at all even before
  * that, since NumPy complains of sub-interpreters in words of its own.  What a failing
  * step leaves behind is freed with the module. */
@@ -149,7 +157,8 @@ static int core_exec(PyObject *module)
         module_methods,     mlsp_kv_methods,    mlsp_file_methods, mlsp_mlpackage_methods,
         mlsp_names_methods, mlsp_state_methods, mlsp_load_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
-        start_core(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
+        start_core(mlsp_state_of(module)) < 0 ||
+        intern_names(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0 || mlsp_statedict_add(module) < 0) {
         return -1;
     }
@@ -171,6 +180,8 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->kv_buffer_type);
     Py_VISIT(state->kv_lease_type);
     Py_VISIT(state->statedict_type);
+    Py_VISIT(state->shape_name);
+    Py_VISIT(state->dtype_name);
     return 0;
 }
 
@@ -184,6 +195,8 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->kv_buffer_type);
     Py_CLEAR(state->kv_lease_type);
     Py_CLEAR(state->statedict_type);
+    Py_CLEAR(state->shape_name);
+    Py_CLEAR(state->dtype_name);
     return 0;
 }
 
