@@ -24,6 +24,7 @@ class MLStateError(Exception):
     rank: int | None
 
 class TensorNotFoundError(MLStateError, KeyError): ...
+
 class CompatibilityError(MLStateError, ValueError):
     differences: tuple[Any, ...]
 
