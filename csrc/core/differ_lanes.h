@@ -31,6 +31,8 @@
  * Items of 16 bits come twice as fast from memory as those of 32, so they are sifted in
  * float32 first, by the same thought: rounding keeps order, so what is below a maximum
  * rounded the same way cannot raise it.  Only the few that may are measured in float64.
+ * While all ratios are below a quarter, as those of small changes are, nothing is rounded
+ * at all, and those that equal a maximum need not be measured either.
  * For this the files define, on `wide`, a register of WIDTH / 4 floats:
  *   wide_f16, wide_bf16             as load_X
  *   wide_repeat, wide_subtract, wide_multiply, wide_magnitude      as above
@@ -40,6 +42,8 @@
  */
 #ifndef MLS_DIFFER_LANES_H
 #define MLS_DIFFER_LANES_H
+
+#include <string.h>
 
 #define MLS_INLINED static inline __attribute__((always_inline))
 
@@ -57,7 +61,10 @@ typedef struct mls_tally {
     vector ratio;    /* the greatest relative distance; where `filtered`, of all lanes */
     vector half;     /* half a unit in the last place of `ratio`, or a little less */
     flags nan;       /* in the block at hand */
-    wide wide_distance, wide_ratio; /* what the sieve goes by */
+    /* What the sieve goes by: a distance, and a ratio as a fraction. */
+    wide wide_distance, above, below;
+    float fraction[2]; /* the ratio exactly; the second is 0 where that is not known */
+    bool exact;        /* nothing is rounded: see pass_exactly */
 } mls_tally;
 
 /* Some lane has a quotient above all so far.  0 / 0 is NaN, which `larger` leaves out. */
@@ -102,21 +109,33 @@ TARGET MLS_INLINED void measure_block(mls_tally *t, const unsigned char *a,
     }
 }
 
-/* Whether one of the items may raise a maximum.  Nearly always the first test says no.
- * The second one is for those that are as far apart as the maximum, which small changes
- * to 16-bit floats, and zeros, often are: they do not raise it, unless their distance was
- * rounded, or the product was, being subnormal. */
-TARGET MLS_INLINED bool may_raise(const mls_tally *t, wide x, wide y)
+/* Whether one of the items raises a maximum, while no ratio so far is a quarter: then
+ * nothing is rounded, and equality raises nothing.  What does raise one is seen, because
+ * - items that are closer than half the larger one lie in neighbouring powers of two, so
+ *   their distance has 12 bits at most, and a product with a number of 11 bits 23;
+ * - those further apart are above a quarter by so much that rounding is no matter.
+ * Small changes to 16-bit floats have few different distances and ratios, so the maxima
+ * are met all the time: a test that is true for them as well would cost twice as much. */
+TARGET MLS_INLINED flags pass_exactly(const mls_tally *t, wide distance, wide largest)
 {
-    const wide distance = wide_magnitude(wide_subtract(x, y));
-    const wide a = wide_magnitude(x), b = wide_magnitude(y), largest = wide_larger(a, b);
-    const wide bar = wide_multiply(t->wide_ratio, largest);
+    return either(
+        wide_above(wide_multiply(distance, t->below), wide_multiply(t->above, largest)),
+        wide_above(distance, t->wide_distance));
+}
+
+/* The same where ratios are large, and distances may be rounded: whether one of the items
+ * may raise a maximum.  The second test is for those that are as far apart as the
+ * maximum, as zeros often are: they do not raise it, unless their distance was rounded,
+ * or the product was, being subnormal. */
+TARGET MLS_INLINED flags pass_roughly(const mls_tally *t, wide distance, wide largest,
+                                      wide smallest)
+{
+    const wide bar = wide_multiply(t->above, largest), zero = wide_repeat(0);
     const flags reach =
         either(wide_least(distance, bar), wide_least(distance, t->wide_distance));
     if (__builtin_expect(!any(reach), 1)) {
-        return false;
+        return NO_FLAGS;
     }
-    const wide smallest = wide_smaller(a, b), zero = wide_repeat(0);
     const flags pass =
         either(wide_above(distance, bar), wide_above(distance, t->wide_distance));
     /* 11 bits each: the difference has at most 24 where they are no further apart */
@@ -125,13 +144,43 @@ TARGET MLS_INLINED bool may_raise(const mls_tally *t, wide x, wide y)
              wide_above(largest, wide_multiply(smallest, wide_repeat(4096))));
     const flags tiny =
         both(wide_above(distance, zero), wide_above(wide_repeat(0x1p-100F), largest));
-    return any(either(pass, both(reach, either(rounded, tiny))));
+    return either(pass, both(reach, either(rounded, tiny)));
+}
+
+/* Nearly always no. */
+TARGET MLS_INLINED bool may_raise(const mls_tally *t, wide x, wide y)
+{
+    const wide distance = wide_magnitude(wide_subtract(x, y));
+    const wide a = wide_magnitude(x), b = wide_magnitude(y), largest = wide_larger(a, b);
+    return any(t->exact ? pass_exactly(t, distance, largest)
+                        : pass_roughly(t, distance, largest, wide_smaller(a, b)));
+}
+
+/* Note the fraction that `ratio` is, if one of LANES items has it: scaled, so that no
+ * product with it overflows that matters. */
+TARGET MLS_INLINED void find_fraction(mls_tally *t, vector x, vector y, double ratio)
+{
+    double distances[LANES], larger_ones[LANES];
+    const vector distance = magnitude(subtract(x, y));
+    const vector largest = larger(magnitude(x), magnitude(y));
+    memcpy(distances, &distance, sizeof distances);
+    memcpy(larger_ones, &largest, sizeof larger_ones);
+    for (int i = 0; i < LANES; i++) {
+        const double quotient = distances[i] / larger_ones[i];
+        if (quotient >= ratio && quotient <= ratio) { /* it is one of these quotients */
+            const double power =
+                mls_f64_from_bits(mls_f64_bits(larger_ones[i]) & 0x7FF0000000000000U);
+            t->fraction[0] = (float)(distances[i] / power);
+            t->fraction[1] = (float)(larger_ones[i] / power);
+            return;
+        }
+    }
 }
 
 /* What the sieve goes by, from what was found.  The distance is rounded towards 0, so
- * that a distance beyond it that is a float is above it.  The ratio is rounded down, more
- * than any product is rounded up; a power of two makes products exact, and stays as it
- * is. */
+ * that a distance beyond it that is a float is above it.  A ratio that is no known
+ * fraction is rounded down, more than any product is rounded up; a power of two makes
+ * products exact, and stays as it is. */
 TARGET MLS_INLINED void set_sieve(mls_tally *t)
 {
     const double distance = greatest(t->distance), ratio = greatest(t->ratio);
@@ -139,10 +188,35 @@ TARGET MLS_INLINED void set_sieve(mls_tally *t)
     if ((double)bar > distance) { /* at least the smallest float, so the bits can sink */
         bar = mls_f32_from_bits(mls_f32_bits(bar) - 1);
     }
-    const bool power = (mls_f64_bits(ratio) & 0xFFFFFFFFFFFFFU) == 0;
-    const float below = (float)(power ? ratio : ratio * (1 - 0x1p-20));
     t->wide_distance = wide_repeat(bar);
-    t->wide_ratio = wide_repeat(ratio < 0x1p-120 ? 0 : below);
+    t->exact = ratio < 0.25;
+    float above = t->fraction[0], below = t->fraction[1];
+    if (!t->exact || !(below > 0)) {
+        const bool power = (mls_f64_bits(ratio) & 0xFFFFFFFFFFFFFU) == 0;
+        const double less = power ? ratio : ratio * (1 - 0x1p-20);
+        above = ratio < 0x1p-120 ? 0 : (float)less;
+        below = 1;
+    }
+    t->above = wide_repeat(above);
+    t->below = wide_repeat(below);
+}
+
+/* Measure as many items as a wide register has, and go by what is found from now on. */
+TARGET MLS_INLINED void measure_wide(mls_tally *t, const unsigned char *a,
+                                     const unsigned char *b, load_function load)
+{
+    const double before = greatest(t->ratio);
+    const vector x = load(a), y = load(b);
+    const vector u = load(a + WIDTH / 4), v = load(b + WIDTH / 4);
+    measure_lanes(t, x, y, true);
+    measure_lanes(t, u, v, true);
+    const double ratio = greatest(t->ratio);
+    if (ratio > before) {
+        t->fraction[0] = t->fraction[1] = 0;
+        find_fraction(t, x, y, ratio);
+        find_fraction(t, u, v, ratio);
+    }
+    set_sieve(t);
 }
 
 /* As measure_block, for types of 16 bits. */
@@ -158,9 +232,7 @@ TARGET MLS_INLINED void sift_block(mls_tally *t, const unsigned char *a,
         }
         t->nan = either(t->nan, wide_unordered(x, y));
         if (__builtin_expect(may_raise(t, x, y), 0)) {
-            measure_lanes(t, load(a + i), load(b + i), true);
-            measure_lanes(t, load(a + i + WIDTH / 4), load(b + i + WIDTH / 4), true);
-            set_sieve(t);
+            measure_wide(t, a + i, b + i, load);
         }
     }
 }

@@ -1,5 +1,6 @@
 /* The oracle against values worked out by hand, every set against the oracle, and pairs
  * of views against a plain loop. */
+#include "convert.h"
 #include "differ.h"
 #include "runner.h"
 
@@ -435,6 +436,49 @@ static void every_set_agrees_on_maxima_that_rise_in_small_steps(void)
     check_all_sets();
 }
 
+/* `number` * 2^`exponent`, which is exact here, in 16 bits. */
+static uint16_t sixteen_bits(mls_dtype dtype, unsigned number, int exponent)
+{
+    const float value = ldexpf((float)number, exponent);
+    return dtype == MLS_F16 ? mls_f16_from_f32(value)
+                            : (uint16_t)(mls_f32_bits(value) >> 16);
+}
+
+/* A ratio of `above` / `below`, and behind it the next larger one that two numbers of the
+ * dtype can have, at a smaller distance: so that the ratio alone says that it is one. */
+static void check_next_ratio(mls_dtype dtype, unsigned above, unsigned below,
+                             int exponent)
+{
+    const unsigned least = dtype == MLS_F16 ? 1024 : 128;
+    unsigned next_above = 1, next_below = 1;
+    for (unsigned l = least; l < 2 * least; l++) {
+        const unsigned d = above * l / below + 1;
+        if (d * next_below < next_above * l) {
+            next_above = d;
+            next_below = l;
+        }
+    }
+    put_stretch(0, sixteen_bits(dtype, below, exponent + 3),
+                sixteen_bits(dtype, below - above, exponent + 3));
+    put_stretch(1, sixteen_bits(dtype, next_below, exponent),
+                sixteen_bits(dtype, next_below - next_above, exponent));
+    check_stretches(dtype, 2);
+}
+
+/* From the smallest ratio to beyond a quarter, the smallest numbers included. */
+static void every_set_agrees_on_ratios_next_to_each_other(void)
+{
+    uint64_t seed = 7;
+    for (unsigned run = 0; run < 2000; run++) {
+        const mls_dtype dtype = run % 2 == 0 ? MLS_F16 : MLS_BF16;
+        const unsigned least = dtype == MLS_F16 ? 1024 : 128;
+        const unsigned below = least + (unsigned)(next_random(&seed) % least);
+        const unsigned above = 1 + (unsigned)(next_random(&seed) % (below / 3));
+        check_next_ratio(dtype, above, below, -10);
+        check_next_ratio(dtype, above, below, dtype == MLS_F16 ? -24 : -133);
+    }
+}
+
 /* A quotient of 1 between the two smallest numbers, after one that is nearly 1. */
 static void every_set_agrees_on_products_that_vanish(void)
 {
@@ -693,6 +737,7 @@ static const test_case tests[] = {
     TEST(every_set_agrees_on_special_numbers),
     TEST(every_set_agrees_on_close_calls_of_sixteen_bits),
     TEST(every_set_agrees_on_maxima_that_rise_in_small_steps),
+    TEST(every_set_agrees_on_ratios_next_to_each_other),
     TEST(every_set_agrees_on_products_that_vanish),
     TEST(every_set_agrees_on_tiny_doubles),
     TEST(any_two_views_are_compared_element_by_element),
