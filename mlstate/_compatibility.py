@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import _core
+from ._text import shorten
 
 SHOWN = 20  # names that a message lists
+LONGEST = 200  # characters of one of them
 
 
 class Difference(NamedTuple):
@@ -140,6 +142,10 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict as it is, any other mapping as a dict; the core refuses the rest."""
     if not isinstance(state, dict) and isinstance(state, Mapping):
         return dict(state)
+    if not isinstance(state, dict) and hasattr(state, "state_dict"):
+        raise TypeError(
+            f"expected a mapping of str to array, got {type(state).__name__}: pass its state_dict()"
+        )
     return state
 
 
@@ -262,8 +268,9 @@ def shapes_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
 
 def join(names: list[str]) -> str:
     """Join names for a message, cut after `SHOWN`."""
+    shown = ", ".join(shorten(name, LONGEST) for name in names[:SHOWN])
     more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+    return f"{shown} and {more:,} more" if more > 0 else shown
 
 
 def differences_of(
@@ -359,8 +366,10 @@ def check_compatibility(
     result.renames, hint = rename_hint(source, target, missing, unexpected)
     if hint:
         result.add_warning(hint)
-    for name, of_source, of_target in shapes:
-        result.add_error(f"{name}: shape {of_source} in the source, {of_target} in the target")
-    for name, of_source, of_target in dtypes:
-        result.add_warning(f"{name}: dtype {of_source} in the source, {of_target} in the target")
+    for what, add, pairs in (
+        ("shape", result.add_error, shapes),
+        ("dtype", result.add_warning, dtypes),
+    ):
+        for name, have, want in pairs:
+            add(f"{shorten(name, LONGEST)}: {what} {have} in the source, {want} in the target")
     return result

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from . import _core
 from ._arrays import is_torch
-from ._compatibility import as_dict, differences_of, join, rename_hint
+from ._compatibility import LONGEST, as_dict, differences_of, join, rename_hint
 from ._state_dict import StateDict
+from ._text import shorten
 from .errors import CompatibilityError
+
+State = TypeVar("State", bound=StateDict)
+
+# What cast=True converts into one another.
+_FLOATS = frozenset(["float16", "bfloat16", "float32", "float64"])
 
 
 def _quoted(names: list[str]) -> str:
@@ -34,14 +40,15 @@ def _refusal(
         lines.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
     for name, have, want in shapes:
         lines.append(
-            f"size mismatch for {name}: copying a tensor with shape {have} from the source, "
-            f"the shape in the target is {want}."
+            f"size mismatch for {shorten(name, LONGEST)}: copying a tensor with shape {have} "
+            f"from the source, the shape in the target is {want}."
         )
     dtypes = [] if cast else dtypes
     for name, have, want in dtypes:
+        floats = have in _FLOATS and want in _FLOATS
         lines.append(
-            f"dtype mismatch for {name}: {have} in the source, {want} in the target; "
-            "cast=True converts floats."
+            f"dtype mismatch for {shorten(name, LONGEST)}: {have} in the source, {want} in the "
+            f"target; {'cast=True converts floats' if floats else 'convert the source first'}."
         )
     _, hint = rename_hint(source, target, unexpected, missing)
     if hint:
@@ -127,6 +134,10 @@ def load_into(
         note_written(written)
 
 
+@overload
+def rename(state: State, rules: Mapping[str, str]) -> State: ...
+@overload
+def rename(state: Mapping[str, Any], rules: Mapping[str, str]) -> StateDict: ...
 def rename(state: Mapping[str, Any], rules: Mapping[str, str]) -> StateDict:
     """Give tensors other names.
 

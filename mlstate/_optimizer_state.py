@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core
-from ._state_dict import StateDict
+from ._state_dict import StateDict, as_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -141,10 +140,7 @@ class OptimizerStateDict(StateDict):
 
     @step.setter
     def step(self, value: int) -> None:
-        step = int(index(value))  # not the True that index() lets pass
-        if step < 0:
-            raise ValueError(f"step {step} is negative")
-        self._step = step
+        self._step = as_count("step", value)
 
     @property
     def learning_rate(self) -> float:
@@ -153,7 +149,10 @@ class OptimizerStateDict(StateDict):
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        self._learning_rate = float(value)
+        try:
+            self._learning_rate = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"learning_rate must be a number, got {value!r}") from None
 
     @property
     def param_groups(self) -> tuple[dict[str, Any], ...]:
@@ -163,6 +162,12 @@ class OptimizerStateDict(StateDict):
     @param_groups.setter
     def param_groups(self, value: Sequence[Mapping[str, Any]]) -> None:
         self._param_groups = tuple(dict(group) for group in value)
+
+    def _about(self) -> list[str]:
+        kind: str = getattr(self, "_optimizer_type", "other")  # a subclass may not have set them
+        step: int = getattr(self, "_step", 0)
+        rate: float = getattr(self, "_learning_rate", 0.0)
+        return [str(kind), f"step {step:,}", f"learning rate {rate:g}"]
 
     def parameters(self) -> list[str]:
         """List the parameters that have any state.

@@ -7,6 +7,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from . import _core
+from ._text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 
 
 Self = TypeVar("Self", bound="StateDict")
+
+
+def as_count(name: str, value: Any) -> int:
+    """Return an attribute that counts something; the error names it."""
+    try:
+        count = int(index(value))  # not the True that index() lets pass
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+    if count < 0:
+        raise ValueError(f"{name} {count} is negative")
+    return count
 
 
 class StateDict(_core.StateDict):
@@ -301,6 +313,10 @@ class StateDict(_core.StateDict):
 
         return state_html(self)
 
+    def _about(self) -> list[str]:
+        """Attributes that the first line of a text or page shows."""
+        return []
+
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
 
@@ -363,10 +379,13 @@ class ModelStateDict(StateDict):
 
     @layer_count.setter
     def layer_count(self, value: int) -> None:
-        count = int(index(value))  # not the True that index() lets pass
-        if count < 0:
-            raise ValueError(f"layer_count {count} is negative")
-        self._layer_count = count
+        self._layer_count = as_count("layer_count", value)
+
+    def _about(self) -> list[str]:
+        model_type: str = getattr(self, "_model_type", "")  # a subclass may not have set them
+        count: int = getattr(self, "_layer_count", 0)
+        layers = f"{count:,} layer{'' if count == 1 else 's'}" if count else ""
+        return [text for text in (shorten(model_type, 60), layers) if text]
 
     def get_layer_state(self, name: str) -> StateDict:
         """Return the tensors of one layer, under their names within it.

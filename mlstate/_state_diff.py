@@ -94,18 +94,22 @@ class StateDiff(NamedTuple):
         return ", ".join(f"{count:,} {what}" for count, what in parts if count)
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Lines of the table, the largest relative change first."""
+        """Lines of the table: what cannot be measured, then the largest relative changes."""
+        rows: list[tuple[str, ...]] = []
+        for what, pairs in (("shape", self.shapes), ("dtype", self.dtypes)):
+            rows += [(name, what, "", "", f"{a} -> {b}") for name, a, b in pairs]
         changes = sorted(self.changes, key=lambda c: (-c.nan, -c.max_rel, -c.max_abs))
-        rows: list[tuple[str, ...]] = [
+        rows += [
             (c.name, f"{c.changed:,} of {c.size:,}", f"{c.max_abs:.3g}", f"{c.max_rel:.3g}",
              f"{c.nan:,} NaN" if c.nan else "")
             for c in changes
         ]  # fmt: skip
-        for what, pairs in (("shape", self.shapes), ("dtype", self.dtypes)):
-            rows += [(name, what, "", "", f"{a} -> {b}") for name, a, b in pairs]
         rows += [(name, "only in the first", "", "", "") for name in self.missing]
         rows += [(name, "only in the second", "", "", "") for name in self.unexpected]
         return rows
+
+    def __repr__(self) -> str:  # all of it may be 10,000 tensors
+        return f"<StateDiff: {self._title()}>"
 
     def __str__(self) -> str:
         from ._text import table_text

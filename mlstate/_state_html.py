@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Row: TypeAlias = tuple[int, str, int, int, str, tuple[int, ...] | None, int, bool]
 
 FIRST, LAST = 15, 3  # lines of a long text
-ROWS = 120  # of a large tree
+ROWS = 360  # of a large tree
 CHILDREN = (12, 60)  # of one node; more where few rows are needed for all
 MOST_BYTES = 30_000
 
@@ -40,7 +40,7 @@ def _title(state: StateDict) -> str:
         size = bytes_text(state.nbytes)
     except (TypeError, ValueError, BufferError):  # what went round the checks
         size = "unknown size"
-    return f"{type(state).__name__}: {_count(len(state))}, {size}"
+    return ", ".join([f"{type(state).__name__}: {_count(len(state))}", size, *state._about()])
 
 
 def _facts(array: Any) -> tuple[str, str]:

@@ -93,6 +93,8 @@ def test_other_conversions_are_not_offered():
     with pytest.raises(CompatibilityError, match="float32 does not convert to int32") as caught:
         load_into(target, {"a": np.ones(2, np.float32), "w": np.ones(2, np.float32)}, cast=True)
     assert caught.value.name == "w" and not target["a"].any()
+    with pytest.raises(CompatibilityError, match="convert the source first"):
+        load_into(target, {"a": np.ones(2, np.int8)}, strict=False)
 
 
 def test_tied_weights_are_written_in_order():
@@ -144,6 +146,25 @@ def test_long_lists_are_cut_and_complete_in_the_differences():
     error = refused({f"t{i}": np.zeros(1) for i in range(1000)}, {})
     assert "and 980 more" in str(error) and len(str(error)) < 500
     assert len(error.differences) == 1000
+
+
+def test_names_are_cut_and_unprintable_ones_escaped():
+    long, odd = "x" * 5000, "a%s'\"\n\0é"
+    error = refused({long: np.zeros(1), odd: np.zeros(1)}, {long: np.zeros(2), odd: np.ones(2)})
+    assert len(str(error)) < 700 and "\0" not in str(error) and "%s" in str(error)
+    assert len(str(error).splitlines()) == 3
+    assert [d.name for d in error.differences] == [long, odd]
+    error = refused({long: np.zeros(1)}, {odd: np.zeros(1)})
+    assert len(str(error)) < 500 and "\0" not in str(error)
+
+
+def test_a_module_is_no_state_but_has_one():
+    class Module:
+        def state_dict(self):
+            return {}
+
+    with pytest.raises(TypeError, match=r"got Module: pass its state_dict\(\)"):
+        load_into(Module(), {})
 
 
 @pytest.mark.parametrize(

@@ -467,8 +467,12 @@ def test_bad_attributes_are_refused():
         OptimizerStateDict(optimizer_type="adamant")
     with pytest.raises(ValueError, match="step -1 is negative"):
         OptimizerStateDict(step=-1)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="step must be an int, got float"):
         OptimizerStateDict(step=1.5)
+    with pytest.raises(TypeError, match="layer_count must be an int, got str"):
+        ModelStateDict(layer_count="3")
+    with pytest.raises(TypeError, match="learning_rate must be a number, got 'fast'"):
+        OptimizerStateDict(learning_rate="fast")
     with pytest.raises(ValueError, match="depth"):
         ModelStateDict().layer_names(0)
 

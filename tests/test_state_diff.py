@@ -252,6 +252,7 @@ def test_what_only_one_has_and_what_cannot_be_compared_is_listed():
         "1 of another shape, 1 of another dtype, 1 only in the first, 1 only in the second, "
         "1 unchanged"
     )
+    assert repr(found) == f"<StateDiff: {text.splitlines()[0]}>"
     assert "(2, 3) -> (6,)" in text and "(2, 3) -&gt; (6,)" in found._repr_html_()
 
 
@@ -263,6 +264,8 @@ def test_the_worst_tensors_come_first_and_the_table_is_cut():
     assert lines[0] == "59 changed, 1 unchanged" and lines[2].startswith("t59")
     assert lines[-1] == "… 39 more" and len(lines) == 23
     assert found._repr_html_().count("<tr>") == 51 and "… 9 more" in found._repr_html_()
+    found = diff(a | {"s": np.zeros(2)}, b | {"s": np.zeros(3)})
+    assert str(found).splitlines()[2].startswith("s ")  # not lost behind the changes
 
 
 def test_memory_that_cannot_be_read_is_named():

@@ -1,0 +1,120 @@
+"""State dicts as a page shows them: a tree that is well formed, escaped, complete or counted."""
+
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from mlstate import ModelStateDict, OptimizerStateDict, StateDict
+
+MOST_BYTES = 30_000
+MIXED = (2, 3, 5, 7, 10_000)
+
+
+class Page(HTMLParser):
+    """Nesting and texts of a page; a tag that is not closed in order fails."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.deepest, self.texts = [], [], 0, []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        assert {name for name, _ in attrs} <= {"class", "open"}
+        self.tags.append(tag)
+        self.open.append(tag)
+        self.deepest = max(self.deepest, self.open.count("details"))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.texts.append(data)
+
+
+def page(state):
+    return Page(state._repr_html_())
+
+
+def model(layers, parts=("attn.q", "attn.k", "mlp.up", "mlp.down", "norm")):
+    names = [f"layers.{i}.{part}.{n}" for i in range(layers) for part in parts for n in "wb"]
+    return ModelStateDict({name: np.zeros((2, 3), np.float32) for name in names})
+
+
+def test_a_model_unfolds_down_to_every_tensor():
+    state = model(12)
+    found = page(state)
+    # layers, 12 of them, 2 groups and 5 modules in each
+    assert found.tags.count("details") == 1 + 12 * (1 + 2 + 5)
+    assert sum(text == "float32 (2, 3)" for text in found.texts) == len(state)
+    assert not [text for text in found.texts if "more" in text]
+    assert found.deepest == 4
+    assert "120 tensors, 2.81 KiB, float32" in found.texts  # of the only node at the top
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"model.layers.{i // 90}.{'amn'[i % 3]}.m{i % 90}.w" for i in range(10_000)],
+        [f"w{i}" for i in range(10_000)],
+        [".".join(f"a_long_part_{'of_a_name_' * 2}{i % p}" for p in MIXED) for i in range(10_000)],
+        [".".join(["a"] * 300) + f".{i}" for i in range(10_000)],
+        [f"{'<&>' * 30}.{i % 100}.{chr(34) * 90}{i}" for i in range(10_000)],
+        [f"{chr(0x1F600) * 60}{i}.\n\0{i}" for i in range(10_000)],
+        [f"{'x' * 5_000}.{i}" for i in range(10)],
+    ],
+    ids=["model", "flat", "long", "deep", "escaped", "unprintable", "5,000 characters"],
+)  # fmt: skip
+def test_any_state_is_a_small_page_that_counts_what_it_hides(names):
+    state = StateDict.fromkeys(names, np.zeros(2, np.float16))
+    text = state._repr_html_()
+    found = Page(text)
+    assert len(text.encode()) < MOST_BYTES
+    assert f"{len(state):,} tensors" in found.texts[0]
+    assert found.tags.count("details") == found.tags.count("summary")
+
+
+def test_names_and_attributes_are_escaped():
+    hostile = "</b><script>alert('1')</script>&amp;\""
+    state = ModelStateDict({hostile: np.zeros(1), f"a.{hostile}": np.zeros(1)}, model_type=hostile)
+    found = page(state)
+    assert "script" not in found.tags
+    assert hostile in found.texts and hostile in found.texts[0]
+
+
+def test_a_layer_has_the_sums_of_what_it_holds():
+    state = StateDict(
+        {"a.x": np.zeros(4, np.float32), "a.y": np.zeros(4, np.float16), "b": np.zeros(2)}
+    )
+    texts = page(state).texts
+    assert texts[0] == "StateDict: 3 tensors, 40 B"
+    assert "a" in texts and "2 tensors, 24 B, mixed" in texts
+    assert texts[texts.index("b") + 1] == "float64 (2,)"
+
+
+def test_the_first_line_says_what_it_is_of():
+    state = ModelStateDict(w=np.zeros(2), model_type="llama", layer_count=12)
+    assert repr(state).splitlines()[0] == "ModelStateDict: 1 tensor, 16 B, llama, 12 layers"
+    assert page(state).texts[0] == "ModelStateDict: 1 tensor, 16 B, llama, 12 layers"
+    adam = OptimizerStateDict(optimizer_type="adamw", step=1000, learning_rate=1e-3)
+    assert (
+        repr(adam) == "OptimizerStateDict: 0 tensors, 0 B, adamw, step 1,000, learning rate 0.001"
+    )
+    assert len(repr(ModelStateDict(model_type="x" * 5000))) < 200
+
+
+def test_a_subclass_without_attributes_can_be_shown():
+    class Bare(OptimizerStateDict):
+        def __init__(self):
+            pass
+
+    assert repr(Bare()) == "Bare: 0 tensors, 0 B, other, step 0, learning rate 0"
+
+
+def test_what_went_round_the_checks_can_be_printed():
+    state = StateDict(a=np.zeros(2))
+    dict.__setitem__(state, "b", [1])
+    assert "unknown size" in repr(state)
