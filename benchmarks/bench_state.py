@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +27,24 @@ import mlstate
 from mlstate import ModelStateDict, StateDict
 from mlstate.state import check_compatibility, diff, keys_match, load_into, shapes_match
 
+try:
+    import torch
+except ImportError:
+    torch = None
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
 NAMES = 10_000
 PARTS = ["w", "b", "q", "k", "v", "o", "up", "down", "norm"]
 GIGABYTE = 1_000_000_000
 
 libc = ctypes.CDLL(None)
 Arrays = dict[str, np.ndarray]
+Job = tuple[int, int, int]  # two addresses and how many bytes
+for function in (libc.memcmp, libc.memmove):
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Mine(StateDict):
@@ -61,6 +74,46 @@ def large(dtype: str, seed: int = 0) -> Arrays:
 
 def bytes_of(state: Arrays) -> int:
     return sum(array.nbytes for array in state.values())
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def share_out(jobs: list[Job], threads: int) -> list[list[Job]]:
+    """Give each thread a part of every large job, and every n-th of the small ones."""
+    shares: list[list[Job]] = [[] for _ in range(threads)]
+    for turn, (one, other, size) in enumerate(jobs):
+        if size < 1 << 20:
+            shares[turn % threads].append((one, other, size))
+            continue
+        for i, share in enumerate(shares):
+            start, end = i * size // threads & ~63, (i + 1) * size // threads & ~63
+            end = size if i == threads - 1 else end
+            share.append((one + start, other + start, end - start))
+    return shares
+
+
+def by_threads(function: Callable[..., object], jobs: list[Job], threads: int) -> Callable:
+    """Call a function of the C library for each job, by so many threads."""
+
+    def work(share: list[Job]) -> None:
+        for job in share:
+            function(*job)
+
+    shares = share_out(jobs, threads)
+    if threads == 1:
+        return partial(work, shares[0])
+    pool = ThreadPoolExecutor(threads)
+    return lambda: list(pool.map(work, shares))
+
+
+def count_threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def thread_counts() -> list[int]:
+    return sorted({1, mlstate.get_num_threads()})
 
 
 def rated(nbytes: int, candidates: list[Candidate], repeats: int) -> list:
@@ -155,39 +208,54 @@ def comparison(report: Report, repeats: int) -> None:
     shuffled = list(a)
     random.Random(1).shuffle(shuffled)
     same = {name: array.copy() for name, array in a.items()}
-    orders = {"in the same order": same, "in another order": {n: same[n] for n in shuffled}}
-    for order, b in orders.items():
-        candidates = [
-            Candidate("plain Python", partial(spec_check, a, b), baseline=True),
-            Candidate(
-                "keys_match and shapes_match",
-                lambda b=b: keys_match(a, b) and shapes_match(a, b),
-                at_least=5,
-            ),
-            Candidate("plain Python, with lists", partial(spec_result, a, b)),
-            Candidate("check_compatibility", partial(check_compatibility, a, b)),
-        ]
-        rows = measure(candidates, 3 * repeats)
-        report.table(f"names and shapes of 10,000 NumPy arrays, {order}", rows)
+    cases = {
+        "NumPy arrays, in the same order": (a, same),
+        "NumPy arrays, in another order": (a, {name: same[name] for name in shuffled}),
+    }
+    if torch is not None:
+        cases["torch tensors, in the same order"] = (tensors_over(a), tensors_over(same))
+    for case, (one, other) in cases.items():
+        rows = measure(
+            [
+                Candidate("plain Python", partial(spec_check, one, other), baseline=True),
+                Candidate(
+                    "keys_match and shapes_match",
+                    lambda a=one, b=other: keys_match(a, b) and shapes_match(a, b),
+                    at_least=None if "torch" in case else 5,
+                ),
+            ],
+            3 * repeats,
+        )
+        rows += measure(
+            [
+                Candidate(
+                    "plain Python, with lists", partial(spec_result, one, other), baseline=True
+                ),
+                Candidate("check_compatibility", partial(check_compatibility, one, other)),
+            ],
+            3 * repeats,
+        )
+        report.table(f"names and shapes of 10,000 {case}", rows)
+
+
+def tensors_over(state: Arrays) -> dict:
+    """Return torch tensors over the arrays' memory."""
+    return {name: torch.from_numpy(array) for name, array in state.items()}
 
 
 # ---- elements ----
 
 
-def read_bytes(*states: Arrays) -> None:
-    """Read every byte once, as fast as the C library does: memcmp of a block with itself.
+def reading(threads: int, *states: Arrays) -> Callable:
+    """Make a call that reads every byte once, as fast as the C library does.
 
-    Two halves of one array are compared, which are made equal before; so memcmp goes on to
-    the end.
+    Two halves of one array are compared, which are equal; so memcmp goes on to the end.
     """
-    for state in states:
-        for array in state.values():
-            half = array.nbytes // 2
-            libc.memcmp(
-                ctypes.c_void_p(array.ctypes.data),
-                ctypes.c_void_p(array.ctypes.data + half),
-                ctypes.c_size_t(half),
-            )
+    arrays = [array for state in states for array in state.values()]
+    halves = [array.nbytes // 2 for array in arrays]
+    places = [address(array) for array in arrays]
+    jobs = [(at, at + half, half) for at, half in zip(places, halves, strict=True)]
+    return by_threads(libc.memcmp, jobs, threads)
 
 
 def with_equal_halves(state: Arrays) -> Arrays:
@@ -208,38 +276,55 @@ def numpy_diff(a: Arrays, b: Arrays) -> None:
 
 def elements(report: Report, repeats: int) -> None:
     """Measure differences over a gigabyte."""
-    for dtype in ["float32", "float16"]:
+    dtypes = ["float32", "float16"] + ([] if ml_dtypes is None else ["bfloat16"])
+    for dtype in dtypes:
         a = with_equal_halves(large(dtype))
         same = {name: array.copy() for name, array in a.items()}
         near = {name: array * np.array(1.01, dtype) for name, array in a.items()}
         near = with_equal_halves(near)
         nbytes = 2 * bytes_of(a)
-        limit = partial(read_bytes, a, near)
-        for threads in (1, mlstate.get_num_threads()):
-            before = mlstate.get_num_threads()
+        counts = thread_counts()
+        for threads in counts:
             mlstate.set_num_threads(threads)
-            try:
-                candidates = [
-                    Candidate("reading both (memcmp), 1 thread", limit, baseline=True, limit=True),
-                    Candidate("diff, all changed", partial(diff, a, near), at_least=0.7),
-                    Candidate("diff, nothing changed", partial(diff, a, same), at_least=0.7),
-                    Candidate("==, nothing changed", lambda a=a, b=same: StateDict(a) == b),
-                ]
-                if threads == 1 and dtype == "float32":
-                    candidates.append(Candidate("NumPy", partial(numpy_diff, a, near)))
-                rows = rated(nbytes, candidates, repeats)
-            finally:
-                mlstate.set_num_threads(before)
-            report.table(f"differences of two states of 1 GB, {dtype}, {threads} thread(s)", rows)
+            limit = reading(threads, a, near)
+            candidates = [
+                Candidate("reading both (memcmp)", limit, baseline=True, limit=True),
+                Candidate("diff, all changed", partial(diff, a, near), at_least=0.7),
+                Candidate("diff, nothing changed", partial(diff, a, same), at_least=0.7),
+                Candidate("==, nothing changed", lambda a=a, b=same: StateDict(a) == b),
+            ]
+            if threads == 1 and dtype == "float32":
+                candidates.append(Candidate("NumPy", partial(numpy_diff, a, near)))
+            report.table(
+                f"differences of two states of 1 GB, {dtype}, {count_threads(threads)}",
+                rated(nbytes, candidates, repeats),
+            )
+        del a, same, near, limit, candidates
 
 
 # ---- loading ----
 
 
-def copy_memory(target: Arrays, source: Arrays) -> None:
-    """Copy with memcpy, one call a tensor."""
-    for name, array in target.items():
-        ctypes.memmove(array.ctypes.data, source[name].ctypes.data, array.nbytes)
+def copying(threads: int, target: Arrays, source: Arrays) -> Callable:
+    """Make a call of memcpy for each tensor."""
+    jobs = [(address(a), address(source[name]), a.nbytes) for name, a in target.items()]
+    return by_threads(libc.memmove, jobs, threads)
+
+
+def module_of(state: Arrays) -> object:
+    """Make a torch module whose parameters lie in the arrays."""
+    module = torch.nn.Module()
+    for name, array in state.items():
+        module.register_parameter(
+            name.replace(".", "_"), torch.nn.Parameter(torch.from_numpy(array))
+        )
+    return module
+
+
+def by_torch(target: Arrays, source: Arrays) -> Callable:
+    """Make a call of torch's own load_state_dict."""
+    named = {name.replace(".", "_"): array for name, array in source.items()}
+    return partial(module_of(target).load_state_dict, tensors_over(named))
 
 
 def copy_numpy(target: Arrays, source: Arrays) -> None:
@@ -251,19 +336,19 @@ def loading(report: Report, repeats: int) -> None:
     """Copy a gigabyte into arrays that are there."""
     source = large("float32")
     target = {name: np.ones_like(array) for name, array in source.items()}
-    before = mlstate.get_num_threads()
-    for threads in (1, before):
+    for threads in thread_counts():
         mlstate.set_num_threads(threads)
+        memcpy = copying(threads, target, source)
         candidates = [
-            Candidate(
-                "memcpy, 1 thread", partial(copy_memory, target, source), baseline=True, limit=True
-            ),
-            Candidate("np.copyto", partial(copy_numpy, target, source)),
+            Candidate("memcpy", memcpy, baseline=True, limit=True),
+            Candidate("np.copyto, 1 thread", partial(copy_numpy, target, source)),
             Candidate("load_into", partial(load_into, target, source), at_least=0.9),
         ]
+        if torch is not None:
+            torch.set_num_threads(threads)
+            candidates.append(Candidate("torch: module.load_state_dict", by_torch(target, source)))
         rows = rated(bytes_of(source), candidates, repeats)
-        report.table(f"load_into, 1 GB in 1,008 tensors, {threads} thread(s)", rows)
-        mlstate.set_num_threads(before)
+        report.table(f"load_into, 1 GB in 1,008 tensors, {count_threads(threads)}", rows)
     halves = {name: array.astype(np.float16) for name, array in source.items()}
     candidates = [
         Candidate("np.copyto", partial(copy_numpy, halves, source), baseline=True),
@@ -274,7 +359,7 @@ def loading(report: Report, repeats: int) -> None:
     into = {name: np.zeros_like(array) for name, array in many.items()}
     candidates = [
         Candidate("np.copyto", partial(copy_numpy, into, many), baseline=True),
-        Candidate("memcpy", partial(copy_memory, into, many)),
+        Candidate("memcpy, 1 thread", copying(1, into, many)),
         Candidate("load_into", partial(load_into, into, many)),
     ]
     report.table("10,000 tensors of 4 KiB", rated(bytes_of(many), candidates, repeats))
