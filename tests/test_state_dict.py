@@ -7,6 +7,7 @@ import hashlib
 import pickle
 import struct
 import sys
+import time
 import weakref
 
 import numpy as np
@@ -26,6 +27,7 @@ from mlstate import (
 from mlstate.state import keys_match
 
 KINDS = [StateDict, ModelStateDict, OptimizerStateDict]
+GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Mine(ModelStateDict):
@@ -439,6 +441,28 @@ def test_setting_a_layer_leaves_the_rest_untouched():
     assert state["a.w"] is w
     state.set_layer_state("n", collections.ChainMap({"w": w}))
     assert state["n.w"] is w
+
+
+@pytest.mark.skipif(not GIL, reason="without the GIL every update makes the index anew")
+def test_new_arrays_under_old_names_leave_the_index_as_it_is():
+    w = np.zeros(1)
+    model = ModelStateDict({f"layers.{i}.{j}": w for i in range(500) for j in range(9)})
+
+    def seconds(call, repeats):
+        start = time.perf_counter()
+        for i in range(repeats):
+            call(f"layers.{i}")
+        return (time.perf_counter() - start) / repeats
+
+    def replace(name):
+        model.set_layer_state(name, model.get_layer_state(name))
+
+    def add(name):
+        model.set_layer_state(name, {"new": w})
+        model.get_layer_state(name)
+
+    # the index takes 100 times as long as a layer
+    assert min(seconds(replace, 100) for _ in range(3)) < seconds(add, 20) / 5
 
 
 @pytest.mark.parametrize("call", ["get_layer_state", "set_layer_state"])

@@ -75,6 +75,21 @@ static void note_change(PyObject *self)
 #endif
 }
 
+/* The same after entries were set, with the length from before: assigning to names that
+ * are there makes none, and where nobody can come in between, the length tells. */
+static void note_entries(PyObject *self, Py_ssize_t before)
+{
+#if defined(Py_GIL_DISABLED)
+    const bool changed = true;
+    (void)before;
+#else
+    const bool changed = PyDict_GET_SIZE(self) != before;
+#endif
+    if (changed) {
+        note_change(self);
+    }
+}
+
 /* New reference to the description that still holds, or NULL without an exception. */
 static PyObject *known_description(statedict_object *state)
 {
@@ -147,8 +162,7 @@ static PyObject *statedict_subscript(PyObject *self, PyObject *key)
     return missing_value(self, key);
 }
 
-/* Assigning to a name that is there changes no names: where nobody can come in between,
- * the length tells. */
+/* Set one entry after a look at it. */
 static int set_entry(PyObject *self, PyObject *key, PyObject *value)
 {
     PyObject *name = mlsp_check_entry(key, value);
@@ -157,15 +171,7 @@ static int set_entry(PyObject *self, PyObject *key, PyObject *value)
     }
     const Py_ssize_t before = PyDict_GET_SIZE(self);
     const int failed = PyDict_SetItem(self, name, value);
-#if defined(Py_GIL_DISABLED)
-    const bool changed = true;
-    (void)before;
-#else
-    const bool changed = PyDict_GET_SIZE(self) != before;
-#endif
-    if (changed) {
-        note_change(self);
-    }
+    note_entries(self, before);
     Py_DECREF(name);
     return failed;
 }
@@ -321,8 +327,9 @@ static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwa
     if (staged == NULL) {
         return -1;
     }
+    const Py_ssize_t before = PyDict_GET_SIZE(self);
     const int failed = PyDict_Update(self, staged);
-    note_change(self);
+    note_entries(self, before);
     Py_DECREF(staged);
     return failed;
 }
