@@ -40,11 +40,6 @@ class StateDict(_core.StateDict):
     *args, **kwargs
         What `dict` takes: a mapping, an iterable of pairs, keywords.
 
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of all arrays; one that has two names counts twice.
-
     Raises
     ------
     TypeError
@@ -84,6 +79,11 @@ class StateDict(_core.StateDict):
     """
 
     __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays; one that has two names counts twice."""
+        return super().nbytes
 
     def get_tensor(self, key: str) -> Any:
         """Return the array under a name.

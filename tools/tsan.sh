@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # tsan.sh: the C tests that use threads, under ThreadSanitizer.
 #
-# Which tests: those whose file names pthread, the pool, or a thread count.  Left out: the
+# Which tests: those whose file names pthread, a pool, or a thread count.  Left out: the
 # forked child that starts threads, which ThreadSanitizer does not support.
 set -euo pipefail
 run=
 # The sanitizer's fixed address map does not fit every kernel's address randomisation.
 command -v setarch >/dev/null && run="setarch $(uname -m) -R"
-files=$(grep -lE 'pthread|pool\.h|_threads' tests/core/test_*.c)
+files=$(grep -lE 'pthread|mls_pool_|_threads' tests/core/test_*.c)
 export TSAN_OPTIONS=exitcode=66
 for file in $files; do
     name=$(basename "$file" .c)
