@@ -58,7 +58,7 @@ def state_repr(state: StateDict) -> str:
     else:
         first = list(islice(items, FIRST))
         last = list(islice(reversed(items), LAST))[::-1]
-    rows = [(shorten(name, 60), *_facts(array)) for name, array in first + last]
+    rows = [(shorten(str(name), 60), *_facts(array)) for name, array in first + last]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  {n:{widths[0]}}  {d:{widths[1]}}  {s}".rstrip() for n, d, s in rows]
     if last:
@@ -72,9 +72,10 @@ def _line(row: Row) -> str:
     if hidden:
         return f"… {hidden:,} more<i>{_count(count)}, {bytes_text(nbytes)}</i>"
     label = f"<b>{escape(shorten(name, 64)) or '&nbsp;'}</b>"
-    if shape is not None:
+    if count == 1:
         return f"{label}<i>{escape(dtype)} {shape}</i>"
-    return f"{label}<i>{_count(count)}, {bytes_text(nbytes)}, {escape(dtype)}</i>"
+    itself = "" if shape is None else f"; itself {shape}"  # a tensor that others lie under
+    return f"{label}<i>{_count(count)}, {bytes_text(nbytes)}, {escape(dtype)}{itself}</i>"
 
 
 def _outline(state: StateDict, most: int) -> list[Row]:

@@ -1,9 +1,12 @@
 """State dicts as a page shows them: a tree that is well formed, escaped, complete or counted."""
 
+import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
 
@@ -17,6 +20,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.open, self.deepest, self.texts = [], [], 0, []
+        self.tensors = 0  # shown, or counted in a row that does not unfold
         self.feed(text)
         self.close()
         assert not self.open, f"never closed: {self.open}"
@@ -33,6 +37,12 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open[-1:] != ["style"]:
             self.texts.append(data)
+        if self.open[-1:] == ["i"]:
+            count = re.match(r"([\d,]+) tensors?, ", data)
+            if self.open[-2] == "div":
+                self.tensors += int(count[1].replace(",", "")) if count else 1
+            else:
+                self.tensors += "; itself" in data
 
 
 def page(state):
@@ -75,6 +85,18 @@ def test_any_state_is_a_small_page_that_counts_what_it_hides(names):
     assert len(text.encode()) < MOST_BYTES
     assert f"{len(state):,} tensors" in found.texts[0]
     assert found.tags.count("details") == found.tags.count("summary")
+    assert found.tensors == len(state)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]) | st.just("."), max_size=30)))
+def test_any_names_give_a_page_that_is_well_formed(names):
+    state = StateDict.fromkeys(names, np.zeros(1, np.int8))
+    found = page(state)
+    assert found.tensors == len(state)
+    assert set(found.tags) <= {"div", "style", "p", "b", "i", "details", "summary"}
+    assert state._repr_html_() == state._repr_html_()
+    assert len(repr(state).splitlines()) <= 20
 
 
 def test_names_and_attributes_are_escaped():
@@ -93,6 +115,26 @@ def test_a_layer_has_the_sums_of_what_it_holds():
     assert texts[0] == "StateDict: 3 tensors, 40 B"
     assert "a" in texts and "2 tensors, 24 B, mixed" in texts
     assert texts[texts.index("b") + 1] == "float64 (2,)"
+
+
+def test_a_tensor_that_others_lie_under_says_its_own_shape():
+    state = StateDict({"a": np.zeros(7), "a.b": np.zeros(2), "a.c": np.zeros(3), "d": np.zeros(1)})
+    found = page(state)
+    assert found.texts[1:3] == ["a", "3 tensors, 96 B, float64; itself (7,)"]
+    assert found.texts[3:5] == ["b", "float64 (2,)"] and found.tensors == 4
+
+
+def test_tensors_without_memory_are_shown():
+    torch = pytest.importorskip("torch", reason="meta tensors are torch's")
+    state = StateDict(w=torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
+    assert page(state).texts[1:] == ["w", "bfloat16 (2, 3)"]
+    assert repr(state) == "StateDict: 1 tensor, 12 B\n  w  bfloat16  (2, 3)"
+
+
+def test_a_name_with_line_breaks_stays_on_its_line():
+    state = StateDict({"a\nb\r\u2028\u202e": np.zeros(2)})
+    assert repr(state).splitlines()[1:] == [r"  a\nb\r\u2028\u202e  float64  (2,)"]
+    assert page(state).texts[1] == r"a\nb\r\u2028\u202e"
 
 
 def test_the_first_line_says_what_it_is_of():
@@ -117,4 +159,7 @@ def test_a_subclass_without_attributes_can_be_shown():
 def test_what_went_round_the_checks_can_be_printed():
     state = StateDict(a=np.zeros(2))
     dict.__setitem__(state, "b", [1])
-    assert "unknown size" in repr(state)
+    dict.__setitem__(state, 3, np.zeros(1))
+    first, *lines = repr(state).splitlines()
+    assert first == "StateDict: 3 tensors, unknown size"
+    assert lines == ["  a  float64  (2,)", "  b  list", "  3  float64  (1,)"]

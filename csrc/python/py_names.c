@@ -587,10 +587,11 @@ static PyObject *row_tuple(const mls_outline_row *row, const mls_name_node *node
     while (row->hidden == 0 && count == 1 && leaf->name == MLS_NAME_NONE) {
         leaf = &nodes[leaf->first_child];
     }
-    const bool single = row->hidden == 0 && count == 1;
+    /* a tensor that others lie under, as "a" of "a" and "a.b", says its shape too */
+    const bool whole = row->hidden == 0 && leaf->name != MLS_NAME_NONE;
     const size_t skipped = node->path.length - node->segment.length;
     PyObject *shape =
-        single ? mlsp_shape_tuple(&items->items[leaf->name].facts) : Py_NewRef(Py_None);
+        whole ? mlsp_shape_tuple(&items->items[leaf->name].facts) : Py_NewRef(Py_None);
     PyObject *name = mlsp_str_of((mls_text){.data = leaf->path.data + skipped,
                                             .length = leaf->path.length - skipped});
     PyObject *result = NULL;
