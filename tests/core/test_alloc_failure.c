@@ -7,6 +7,7 @@
 #include "load.h"
 #include "mem.h"
 #include "names.h"
+#include "outline.h"
 #include "rename.h"
 #include "runner.h"
 #include "safetensors.h"
@@ -246,6 +247,29 @@ static void a_tree_of_names_survives_every_failure(void)
     CHECK(fail_each(make_tree) >= 4);
 }
 
+static mls_names *outlined; /* what the next job reads */
+
+static mls_code outline_names(mls_status *st)
+{
+    mls_outline_row *rows = NULL;
+    size_t count = 77;
+    const mls_code code = mls_outline_new(outlined, 120, 12, &rows, &count, st);
+    CHECK((code == MLS_OK) == (rows != NULL) && count == (code == MLS_OK ? 3 : 77));
+    mls_free(rows);
+    return code;
+}
+
+static void outlining_names_survives_every_failure(void)
+{
+    const mls_text list[] = {text("a.b"), text("a.c")};
+    mls_status st;
+    outlined = NULL;
+    countdown = 0;
+    CHECK(mls_names_new(list, 2, &outlined, &st) == MLS_OK);
+    CHECK(fail_each(outline_names) == 4);
+    mls_names_free(outlined);
+}
+
 static mls_code explain_names(mls_status *st)
 {
     const mls_text unexpected[] = {text("module._orig_mod.a"), text("module.b"),
@@ -272,6 +296,7 @@ static const test_case tests[] = {
     TEST(opening_survives_every_failure),
     TEST(planning_to_load_survives_every_failure),
     TEST(a_tree_of_names_survives_every_failure),
+    TEST(outlining_names_survives_every_failure),
     TEST(explaining_names_survives_every_failure),
 };
 
