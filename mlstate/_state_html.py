@@ -26,6 +26,7 @@ _STYLE = """
 .mlstate details>*{margin-left:1.2em}
 .mlstate details>summary{margin-left:0;cursor:pointer}
 .mlstate p,.mlstate div{margin:0 0 0 1em}
+.mlstate details>div{margin-left:2.2em}
 .mlstate b{font:12px ui-monospace,monospace}
 .mlstate i{font-style:normal;opacity:.65;margin-left:1em}
 """
