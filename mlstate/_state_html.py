@@ -18,6 +18,9 @@ FIRST, LAST = 15, 3  # lines of a long text
 ROWS = 360  # of a large tree
 CHILDREN = (12, 60)  # of one node; more where few rows are needed for all
 MOST_BYTES = 30_000
+# What arrays raise when asked for what they lack: sparse, nested and lazy tensors of torch, and
+# whatever went round the checks.  They are shown all the same.
+UNREADABLE = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
 
 # Colours are those around: dark and light themes need no rules of their own.
 _STYLE = """
@@ -39,7 +42,7 @@ def _count(count: int) -> str:
 def _title(state: StateDict) -> str:
     try:
         size = bytes_text(state.nbytes)
-    except (TypeError, ValueError, BufferError):  # what went round the checks
+    except UNREADABLE:
         size = "unknown size"
     return ", ".join([f"{type(state).__name__}: {_count(len(state))}", size, *state._about()])
 
@@ -47,8 +50,10 @@ def _title(state: StateDict) -> str:
 def _facts(array: Any) -> tuple[str, str]:
     """Dtype and shape as an array says them."""
     dtype = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
-    shape = getattr(array, "shape", None)
-    return dtype, "" if shape is None else str(tuple(shape))
+    try:
+        return dtype, str(tuple(array.shape))
+    except UNREADABLE:
+        return dtype, ""
 
 
 def state_repr(state: StateDict) -> str:
@@ -108,7 +113,10 @@ def state_html(state: StateDict) -> str:
     title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
     rows = ROWS
     while True:
-        page = f"{title}{_tree(_outline(state, rows))}</div>"
+        try:
+            page = f"{title}{_tree(_outline(state, rows))}</div>"
+        except UNREADABLE:
+            return f"<pre>{escape(state_repr(state))}</pre>"
         if rows <= 1 or len(page.encode()) < MOST_BYTES:
             return page
         rows //= 2  # names that are escaped character by character

@@ -156,6 +156,15 @@ def test_a_subclass_without_attributes_can_be_shown():
     assert repr(Bare()) == "Bare: 0 tensors, 0 B, other, step 0, learning rate 0"
 
 
+def test_tensors_without_plain_memory_can_be_printed():
+    torch = pytest.importorskip("torch", reason="such tensors are torch's")
+    lazy = torch.nn.parameter.UninitializedParameter()
+    for odd in (torch.eye(2).to_sparse(), lazy, torch.empty((2, 2), device="meta")):
+        state = StateDict(a=odd, b=np.zeros(2))
+        assert "\n  a  float32" in repr(state)
+        assert "StateDict: 2 tensors" in page(state).texts[0]
+
+
 def test_what_went_round_the_checks_can_be_printed():
     state = StateDict(a=np.zeros(2))
     dict.__setitem__(state, "b", [1])
