@@ -463,7 +463,8 @@ class ModelStateDict(StateDict):
         ----------
         depth : int, optional
             Give the layers whose names have that many parts. Default: those that hold
-            tensors themselves, so that each tensor with a dot in its name is in exactly one.
+            tensors themselves, so that each tensor with a dot in its name is in exactly one,
+            unless what is in front of its last dot is empty or ends with a dot.
 
         Returns
         -------

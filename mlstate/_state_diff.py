@@ -82,7 +82,7 @@ class StateDiff(NamedTuple):
 
     def _title(self) -> str:
         if self.identical:
-            return f"identical: {self.unchanged:,} tensors"
+            return f"identical: {self.unchanged:,} tensor{'' if self.unchanged == 1 else 's'}"
         parts = [
             (len(self.changes), "changed"),
             (len(self.shapes), "of another shape"),

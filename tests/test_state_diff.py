@@ -252,6 +252,7 @@ def test_what_only_one_has_and_what_cannot_be_compared_is_listed():
         "1 of another shape, 1 of another dtype, 1 only in the first, 1 only in the second, "
         "1 unchanged"
     )
+    assert str(diff({"w": np.ones(1)}, {"w": np.ones(1)})) == "identical: 1 tensor"
     assert repr(found) == f"<StateDiff: {text.splitlines()[0]}>"
     assert "(2, 3) -> (6,)" in text and "(2, 3) -&gt; (6,)" in found._repr_html_()
 
