@@ -20,6 +20,7 @@
 #include "copy.h"
 #include "crc32c.h"
 #include "json.h"
+#include "pool.h"
 #include "status.h"
 #include "tensor.h"
 
@@ -90,13 +91,13 @@ void mls_safetensors_fini(mls_safetensors *file); /* accepts a zeroed one; zeroe
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st);
 
-/* Read the bytes of one tensor to `data`, which has room for tensor->bytes.
- * `crc` NULL: its checksum is not looked at.
+/* Read the bytes of all tensors, each to its place, which has room for its bytes; large
+ * ones in parts by several threads.  `crc` NULL: checksums are not looked at.
  * MLS_E_IO; MLS_E_FORMAT: the file became shorter; MLS_E_CHECKSUM: its bytes are not
- * those that were written; the status's offset is that of the first such block.  `data`
- * holds what was read until then. */
-mls_code mls_safetensors_read(int fd, const mls_stored *tensor, bool has_crc,
-                              const mls_crc_kernels *crc, void *data, mls_status *st);
+ * those that were written; the status's offset is that of the first such block.
+ * MLS_E_MEMORY.  After a failure the places hold anything. */
+mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,
+                              const mls_crc_kernels *crc, mls_pool *pool, mls_status *st);
 
 #endif
 

@@ -17,6 +17,7 @@
 #include "mem.h"
 #include "size.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -661,23 +662,111 @@ static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
     return found == expected ? MLS_OK : block_changed(tensor, start, found, expected, st);
 }
 
+/* ---- all tensors ----
+ *
+ * Cut into parts, which threads take in order.  The first part that fails is what the
+ * caller hears of, however many threads there are: it is done again, alone, to say why.
+ */
+
+enum {
+    PART = 4 << 20,        /* of whole blocks: enough to be worth handing out */
+    SHARED_BYTES = 8 << 20 /* less is read by the calling thread */
+};
+
+/* Bytes `start` .. `start + length` of a tensor. */
+typedef struct part {
+    const mls_stored *tensor;
+    unsigned char *to; /* of byte `start` */
+    size_t start, length;
+} part;
+
+/* What the tasks share. */
+typedef struct reading {
+    int fd;
+    const mls_crc_kernels *crc; /* NULL: nothing to compare */
+    const part *parts;
+    atomic_size_t failed; /* the first part that failed so far, else SIZE_MAX */
+} reading;
+
 /* Without checksums to compare, in one piece. */
-mls_code mls_safetensors_read(int fd, const mls_stored *tensor, bool has_crc,
-                              const mls_crc_kernels *crc, void *data, mls_status *st)
+static mls_code read_part(const reading *r, const part *p, mls_status *st)
 {
-    unsigned char *to = data;
     mls_code code = MLS_OK;
-    if (!has_crc || crc == NULL) {
-        code = mls_file_read_at(fd, to, tensor->bytes, tensor->offset, st);
-    } else {
-        for (size_t start = 0; code == MLS_OK && start < tensor->bytes;
-             start += MLS_SAFETENSORS_BLOCK) {
-            code = read_block(fd, tensor, start, crc, to + start, st);
-        }
+    if (r->crc == NULL) {
+        code =
+            mls_file_read_at(r->fd, p->to, p->length, p->tensor->offset + p->start, st);
+    }
+    for (size_t done = 0; r->crc != NULL && code == MLS_OK && done < p->length;
+         done += MLS_SAFETENSORS_BLOCK) {
+        code = read_block(r->fd, p->tensor, p->start + done, r->crc, p->to + done, st);
     }
     if (code != MLS_OK) {
-        mls_status_name(st, tensor->name.data, tensor->name.length);
+        mls_status_name(st, p->tensor->name.data, p->tensor->name.length);
     }
+    return code;
+}
+
+/* Parts behind one that failed are not read any more. */
+static void read_task(void *context, size_t index)
+{
+    reading *r = context;
+    mls_status ignored;
+    size_t first = atomic_load_explicit(&r->failed, memory_order_relaxed);
+    if (index > first || read_part(r, &r->parts[index], &ignored) == MLS_OK) {
+        return;
+    }
+    while (index < first && !atomic_compare_exchange_weak(&r->failed, &first, index)) {
+    }
+}
+
+/* How many parts the tensors make; no more than bytes and tensors, so it fits. */
+static size_t count_parts(const mls_safetensors *file)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < file->count; i++) {
+        count += file->tensors[i].bytes / PART + 1;
+    }
+    return count;
+}
+
+/* Fill in the parts; returns how many there are, and the bytes of all of them. */
+static size_t cut_parts(const mls_safetensors *file, void *const *places, part *parts,
+                        uint64_t *bytes)
+{
+    size_t count = 0;
+    *bytes = 0;
+    for (size_t i = 0; i < file->count; i++) {
+        const mls_stored *tensor = &file->tensors[i];
+        for (size_t start = 0; start < tensor->bytes; start += PART) {
+            const size_t left = tensor->bytes - start;
+            parts[count++] = (part){.tensor = tensor,
+                                    .to = (unsigned char *)places[i] + start,
+                                    .start = start,
+                                    .length = left < PART ? left : PART};
+        }
+        *bytes += tensor->bytes;
+    }
+    return count;
+}
+
+/* What failed once may succeed when it is done again: then all behind it is done too. */
+mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,
+                              const mls_crc_kernels *crc, mls_pool *pool, mls_status *st)
+{
+    uint64_t bytes;
+    part *parts = mls_alloc(count_parts(file), sizeof *parts);
+    if (parts == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu tensors", file->count);
+    }
+    reading r = {.fd = fd, .crc = file->has_crc ? crc : NULL, .parts = parts};
+    atomic_init(&r.failed, SIZE_MAX);
+    const size_t count = cut_parts(file, places, parts, &bytes);
+    mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, read_task, &r, count);
+    mls_code code = MLS_OK;
+    for (size_t i = atomic_load(&r.failed); code == MLS_OK && i < count; i++) {
+        code = read_part(&r, &parts[i], st);
+    }
+    mls_free(parts);
     return code;
 }
 

@@ -323,10 +323,10 @@ static void **places_of(PyObject *arrays, size_t count)
 static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
-    /* both are constant tables, valid without the GIL */
-    const mls_crc_kernels *crc = crc_of(module);
+    const mls_crc_kernels *crc = crc_of(module); /* a constant table */
+    mls_pool *pool = mlsp_state_of(module)->pool;
     mls_status st;
-    mls_code code = MLS_OK;
+    mls_code code;
     PyObject *arrays = arrays_of(file, NULL, NULL);
     if (arrays == NULL) {
         return NULL;
@@ -337,10 +337,7 @@ static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
         return PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-        for (size_t i = 0; code == MLS_OK && i < file->count; i++) {
-            code = mls_safetensors_read(fd, &file->tensors[i], file->has_crc, crc,
-                                        places[i], &st);
-        }
+        code = mls_safetensors_read(fd, file, places, crc, pool, &st);
     Py_END_ALLOW_THREADS
     mls_free(places);
     if (code != MLS_OK) {

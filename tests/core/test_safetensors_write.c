@@ -5,12 +5,22 @@
 #include "safetensors.h"
 #include "size.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 enum { ROOM = 4096 };
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
+
+/* Read one tensor of a file, as if it were the only one. */
+static mls_code read_one(int fd, const mls_stored *tensor, bool has_crc,
+                         const mls_crc_kernels *kernels, void *data, mls_status *st)
+{
+    mls_stored copy = *tensor;
+    const mls_safetensors only = {.tensors = &copy, .count = 1, .has_crc = has_crc};
+    return mls_safetensors_read(fd, &only, &data, kernels, NULL, st);
+}
 
 static char path[160];
 
@@ -58,7 +68,7 @@ static bool stored_is(size_t index, const char *name, const void *expected, size
         const mls_stored *t = &f.tensors[index];
         same = index < f.count && f.has_crc && mls_text_is(t->name, name) &&
                t->bytes == bytes && t->offset % mls_dtype_of(t->dtype)->item_bytes == 0 &&
-               mls_safetensors_read(fd, t, true, crc, data, &st) == MLS_OK &&
+               read_one(fd, t, true, crc, data, &st) == MLS_OK &&
                memcmp(data, expected, bytes) == 0;
         close(fd);
     }
@@ -258,26 +268,71 @@ static void a_changed_tensor_is_noticed_unless_nobody_looks(void)
     REQUIRE(save(tensors, 1, NULL, 0, &st) == MLS_OK);
     REQUIRE(mls_safetensors_open(path, crc, true, &fd, &f, &st) == MLS_OK);
     const mls_stored *stored = &f.tensors[0];
-    CHECK(mls_safetensors_read(fd, stored, f.has_crc, crc, read_back, &st) == MLS_OK);
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_OK);
     FILE *file = fopen(path, "r+b");
     REQUIRE(file != NULL);
     fseek(file, (long)stored->offset + 5, SEEK_SET);
     fputc(0x55, file);
     fclose(file);
-    CHECK(mls_safetensors_read(fd, stored, f.has_crc, crc, read_back, &st) ==
-          MLS_E_CHECKSUM);
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_E_CHECKSUM);
     CHECK_TEXT(st.name, "weight");
     CHECK(st.has_offset && st.offset == stored->offset);
-    CHECK(mls_safetensors_read(fd, stored, f.has_crc, NULL, read_back, &st) == MLS_OK);
+    CHECK(read_one(fd, stored, f.has_crc, NULL, read_back, &st) == MLS_OK);
     CHECK(truncate(path, (off_t)stored->offset + 3) == 0);
-    CHECK(mls_safetensors_read(fd, stored, f.has_crc, crc, read_back, &st) ==
-          MLS_E_FORMAT);
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_E_FORMAT);
     close(fd);
     mls_safetensors_fini(&f);
     unlink(path);
 }
 
+static void the_first_damage_is_told_whatever_the_threads(void)
+{
+    enum { COUNT = 3 << 20, ITEMS = 4 };
+    mls_status st;
+    mls_tensor views[ITEMS];
+    mls_named_tensor named[ITEMS];
+    static const char *const names[ITEMS] = {"a", "b", "c", "d"};
+    float *data = mls_alloc(COUNT, sizeof *data);
+    const size_t shape[] = {COUNT};
+    for (size_t i = 0; i < ITEMS; i++) {
+        CHECK(mls_tensor_init(&views[i], data, MLS_F32, 1, shape, &st) == MLS_OK);
+        named[i] = (mls_named_tensor){.name = {names[i], 1}, .tensor = &views[i]};
+    }
+    CHECK(save(named, ITEMS, NULL, 0, &st) == MLS_OK);
+    int fd = -1;
+    mls_safetensors file = {0};
+    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &st) == MLS_OK);
+    const int damage = open(path, O_WRONLY);
+    for (size_t i = 1; i < ITEMS; i++) { /* in all but the first, near the end */
+        const uint64_t at = file.tensors[i].offset + file.tensors[i].bytes - 9;
+        CHECK(pwrite(damage, "x", 1, (off_t)at) == 1);
+    }
+    (void)close(damage);
+    void *places[ITEMS];
+    for (size_t i = 0; i < ITEMS; i++) {
+        places[i] = mls_alloc(COUNT, sizeof *data);
+    }
+    for (size_t threads = 1; threads <= 4; threads++) {
+        mls_pool *pool = NULL;
+        CHECK(mls_pool_new(threads, &pool, &st) == MLS_OK);
+        CHECK(mls_safetensors_read(fd, &file, places, crc, pool, &st) == MLS_E_CHECKSUM);
+        CHECK(strcmp(st.name, "b") == 0);
+        CHECK(st.offset == file.tensors[1].offset + ((COUNT * 4 - 9) >> 20 << 20));
+        CHECK(mls_safetensors_read(fd, &file, places, NULL, pool, &st) == MLS_OK);
+        CHECK(memcmp(places[0], data, COUNT * sizeof *data) == 0);
+        CHECK(((char *)places[3])[COUNT * 4 - 9] == 'x');
+        mls_pool_free(pool);
+    }
+    for (size_t i = 0; i < ITEMS; i++) {
+        mls_free(places[i]);
+    }
+    (void)close(fd);
+    mls_safetensors_fini(&file);
+    mls_free(data);
+}
+
 static const test_case tests[] = {
+    TEST(the_first_damage_is_told_whatever_the_threads),
     TEST(what_is_written_comes_back_in_order),
     TEST(the_order_of_the_arguments_does_not_matter),
     TEST(strided_and_swapped_tensors_are_packed),
