@@ -323,9 +323,9 @@ class OptimizerStateDict(StateDict):
         arrays, attributes = optimizer_state(optimizer, names)
         return cls(arrays, **attributes)
 
-    def to_torch(  # type: ignore[override]
+    def to_torch(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         names: torch.nn.Module | Iterable[str] | None = None,
         *,
         copy: bool = False,
@@ -334,9 +334,10 @@ class OptimizerStateDict(StateDict):
 
         Parameters
         ----------
-        optimizer : torch.optim.Optimizer
+        optimizer : torch.optim.Optimizer, optional
             The optimizer that is going to load it: it says in which order the parameters
-            come. Nothing is changed in it.
+            come. Nothing is changed in it. Without one, the tensors are returned under the
+            names that they have here, as by `StateDict.to_torch`.
         names : torch.nn.Module or iterable of str, optional
             As for `from_torch`.
         copy : bool, default False
@@ -379,6 +380,8 @@ class OptimizerStateDict(StateDict):
         >>> layer, fresh = trained()
         >>> fresh.load_state_dict(state.to_torch(fresh, layer))
         """
+        if optimizer is None:
+            return super().to_torch(copy=copy)
         from .integrations.torch import optimizer_dict
 
         return optimizer_dict(self, optimizer, names, copy=copy)

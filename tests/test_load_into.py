@@ -146,6 +146,12 @@ def test_long_lists_are_cut_and_complete_in_the_differences():
     error = refused({f"t{i}": np.zeros(1) for i in range(1000)}, {})
     assert "and 980 more" in str(error) and len(str(error)) < 500
     assert len(error.differences) == 1000
+    target = {f"t{i}": np.zeros(1, np.float32) for i in range(1000)}
+    source = {f"t{i}": np.zeros(2) for i in range(1000)}
+    error = refused(target, source)
+    assert "and 980 more of another size" in str(error)
+    assert "and 980 more of another dtype" in str(error)
+    assert len(str(error).splitlines()) == 43 and len(error.differences) == 2000
 
 
 def test_names_are_cut_and_unprintable_ones_escaped():

@@ -467,3 +467,9 @@ def test_bfloat16_states_are_shared():
     assert state["0.weight.exp_avg"].dtype.name == "bfloat16"
     tensors = state.to_torch(optimizer, module)["state"][0]
     assert tensors["exp_avg"].data_ptr() == optimizer.state[module[0].weight]["exp_avg"].data_ptr()
+
+
+def test_without_an_optimizer_the_tensors_come_under_their_own_names():
+    state = OptimizerStateDict({"w.m": np.ones(3, np.float32)}, optimizer_type="adam")
+    tensors = state.to_torch()
+    assert list(tensors) == ["w.m"] and np.shares_memory(tensors["w.m"].numpy(), state["w.m"])
