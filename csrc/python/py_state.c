@@ -277,12 +277,23 @@ static int batch_add(const mlsp_state *state, const mlsp_pairs *p, size_t i,
                      view_batch *batch)
 {
     mlsp_view *views = &batch->views[2 * batch->count];
+    mls_status st;
     size_t bytes = 0;
     if (mlsp_view_item(state, &p->source.items[i], "", false, &views[0]) < 0) {
         return -1;
     }
     if (mlsp_view_item(state, &p->target.items[i], "", false, &views[1]) < 0) {
         mlsp_view_release(&views[0]);
+        return -1;
+    }
+    /* what an object said of its shape and dtype need not be what its memory is */
+    if (mls_differ_check(&views[0].tensor, &views[1].tensor, &st) != MLS_OK) {
+        mlsp_view_release(&views[0]);
+        mlsp_view_release(&views[1]);
+        mls_fail(&st, st.code, "'%.140s': its memory is not what its shape and dtype say",
+                 p->pairs[i].name.data);
+        mls_status_name(&st, p->pairs[i].name.data, p->pairs[i].name.length);
+        mlsp_raise(state, &st, NULL);
         return -1;
     }
     (void)mls_tensor_bytes(&views[0].tensor, &bytes); /* it lies in memory, so it fits */
@@ -410,10 +421,10 @@ static PyObject *state_diff(PyObject *module, PyObject *const *args, Py_ssize_t 
 /* ---- equality ---- */
 
 /* Whether two arrays of a dtype that only NumPy knows are the same bytes. */
-static int same_bytes(PyObject *a, PyObject *b)
+static int same_bytes(const mlsp_state *state, const mlsp_item *a, const mlsp_item *b)
 {
-    PyObject *first = mlsp_raw_bytes(a);
-    PyObject *second = first == NULL ? NULL : mlsp_raw_bytes(b);
+    PyObject *first = mlsp_raw_bytes(state, a);
+    PyObject *second = first == NULL ? NULL : mlsp_raw_bytes(state, b);
     const int same = second == NULL ? -1 : PyObject_RichCompareBool(first, second, Py_EQ);
     Py_XDECREF(first);
     Py_XDECREF(second);
@@ -421,13 +432,13 @@ static int same_bytes(PyObject *a, PyObject *b)
 }
 
 /* Those pairs that NumPy alone knows. */
-static int same_unknown(const mlsp_pairs *p)
+static int same_unknown(const mlsp_state *state, const mlsp_pairs *p)
 {
     int same = 1;
     for (size_t i = 0; same == 1 && i < p->count; i++) {
         const mlsp_item *a = &p->source.items[i], *b = &p->target.items[i];
         if (a->value != b->value && !mlsp_is_known(a)) {
-            same = same_bytes(a->value, b->value);
+            same = same_bytes(state, a, b);
         }
     }
     return same;
@@ -498,7 +509,7 @@ int mlsp_states_equal(const mlsp_state *state, PyObject *a, PyObject *b)
     }
     int same = 0;
     if (p.counts.missing + p.counts.unexpected + p.counts.shapes + p.counts.dtypes == 0) {
-        same = same_unknown(&p);
+        same = same_unknown(state, &p);
         same = same == 1 ? same_elements(state, &p) : same;
     }
     mlsp_pairs_fini(&p);

@@ -311,6 +311,64 @@ static PyObject *check_staged(PyObject *staged)
     return staged == NULL || plain ? staged : with_plain_names(staged);
 }
 
+/* Whether `self` has all names of a dict: 1 or 0, -1 with an exception set.  Stops at the
+ * first that it lacks. */
+static int has_names(PyObject *self, PyObject *staged)
+{
+    mlsp_finder finder = {.dict = self, .in_step = true};
+    PyObject *key, *value, *found;
+    Py_ssize_t at = 0;
+    int there = 1;
+    while (there == 1 && PyDict_Next(staged, &at, &key, &value)) {
+        there = mlsp_find(&finder, key, &found);
+        if (there == 1) {
+            Py_DECREF(found);
+        }
+    }
+    return there;
+}
+
+/* Take out whatever comes after the first `kept` entries; the exception that is set stays
+ * set.  Allocates nothing. */
+static void drop_behind(PyObject *self, Py_ssize_t kept)
+{
+    PyObject *type, *error, *trace;
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    PyErr_Fetch(&type, &error, &trace);
+    for (Py_ssize_t i = 0; PyDict_Next(self, &at, &key, &value); i++) {
+        if (i >= kept) { /* taking an entry out moves no other one */
+            Py_INCREF(key);
+            if (PyDict_DelItem(self, key) < 0) {
+                PyErr_Clear();
+            }
+            Py_DECREF(key);
+        }
+    }
+    PyErr_Restore(type, error, trace);
+}
+
+/* Merge what was checked, all or nothing.  Memory can only be short for names that are
+ * new, so these go first, and out again: the values that others have are still there. */
+static int merge_checked(PyObject *self, PyObject *staged)
+{
+    const Py_ssize_t before = PyDict_GET_SIZE(self), added = PyDict_GET_SIZE(staged);
+    const int known = before == 0 || added == 1 ? 0 : has_names(self, staged);
+    if (known < 0) {
+        return -1;
+    }
+    if (known == 0 && added > 1) {
+        if (PyDict_Merge(self, staged, 0) < 0) {
+            drop_behind(self, before);
+            return -1;
+        }
+        if (PyDict_GET_SIZE(self) == before + added) { /* all of them were new */
+            return 0;
+        }
+    }
+    return PyDict_Update(self, staged);
+}
+
 /* Add everything that dict(*args, **kwargs) would hold, or nothing. */
 static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwargs)
 {
@@ -328,7 +386,7 @@ static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwa
         return -1;
     }
     const Py_ssize_t before = PyDict_GET_SIZE(self);
-    const int failed = PyDict_Update(self, staged);
+    const int failed = merge_checked(self, staged);
     note_entries(self, before);
     Py_DECREF(staged);
     return failed;
@@ -416,6 +474,13 @@ static PyObject *empty_like(PyObject *self)
     PyObject *nothing = PyTuple_New(0);
     PyObject *empty = nothing == NULL ? NULL : type->tp_new(type, nothing, NULL);
     Py_XDECREF(nothing);
+    /* a subclass may make anything in its __new__: what follows writes to a state dict */
+    if (empty != NULL && (!is_statedict(empty) || PyDict_GET_SIZE(empty) != 0)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%.100s.__new__ must give an empty state dict, got %.100s",
+                     type->tp_name, Py_TYPE(empty)->tp_name);
+        Py_CLEAR(empty);
+    }
     if (empty != NULL && copy_attributes(self, empty) < 0) {
         Py_CLEAR(empty);
     }
@@ -479,7 +544,12 @@ static PyObject *statedict_nbytes(PyObject *self, void *unused)
     int failed = 0;
     for (size_t i = 0; failed == 0 && i < items.count; i++) {
         failed = mlsp_array_bytes(state, items.items[i].value, &bytes);
-        sum += failed == 0 ? bytes : 0;
+        if (failed == 0 && __builtin_add_overflow(sum, bytes, &sum)) {
+            PyErr_SetString(PyExc_OverflowError,
+                            "the bytes that the arrays claim to have do not fit into 64 "
+                            "bits");
+            failed = -1;
+        }
     }
     mlsp_items_release(&items);
     return failed < 0 ? NULL : PyLong_FromUnsignedLongLong(sum);
