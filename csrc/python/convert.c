@@ -234,6 +234,7 @@ static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
         return true;
     default:
         return (kind.code == DLPACK_INT || kind.code == DLPACK_UINT) &&
+               kind.bits % 8 == 0 &&
                integer_of(kind.code == DLPACK_INT, kind.bits / 8, out);
     }
 }
@@ -306,13 +307,37 @@ static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
     return NULL;
 }
 
-/* Fill the shape and strides of `t`; false where they do not fit. */
+/* Whether all elements have an address, going from that of the first one. */
+static bool steps_fit(const mls_tensor *t)
+{
+    ptrdiff_t forth = 0, back = 0;
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            return true; /* there are no elements */
+        }
+    }
+    for (int axis = 0; axis < t->rank; axis++) {
+        ptrdiff_t *sum = t->strides[axis] < 0 ? &back : &forth;
+        ptrdiff_t way;
+        if (__builtin_mul_overflow(t->strides[axis], t->shape[axis] - 1, &way) ||
+            __builtin_add_overflow(*sum, way, sum)) {
+            return false;
+        }
+    }
+    uintptr_t last;
+    return !__builtin_add_overflow((uintptr_t)t->data, forth, &last) &&
+           !__builtin_add_overflow((uintptr_t)t->data, back, &last);
+}
+
+/* Fill the shape and strides of `t`, which has its address; false where they do not fit.
+ */
 static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
 {
     /* `packed` grows to the stride that C order gives the axis, should there be none */
     size_t packed = mls_tensor_item_bytes(t);
     const ptrdiff_t item = (ptrdiff_t)packed;
-    if (from->rank < 0 || from->rank > MLS_MAX_RANK) {
+    if (from->rank < 0 || from->rank > MLS_MAX_RANK ||
+        (from->rank > 0 && from->shape == NULL)) {
         return false;
     }
     t->rank = from->rank;
@@ -327,39 +352,106 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
             return false;
         }
     }
-    return true;
+    return steps_fit(t);
 }
 
-/* As mlsp_view_of, for an object with __dlpack__: device, type and shape are checked
- * first. */
+/* The two kinds of owners: what a tensor came in tells which deleter it has. */
+static const char plain_owner[] = "mlstate.dltensor";
+static const char versioned_owner[] = "mlstate.dltensor_versioned";
+
+/* Call the deleter of the tensor that an owner has; it may run Python, and the owner may
+ * go while an exception is on its way. */
+static void owner_end(PyObject *owner)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (PyCapsule_IsValid(owner, versioned_owner)) {
+        dlpack_managed_versioned *m = PyCapsule_GetPointer(owner, versioned_owner);
+        if (m->deleter != NULL) {
+            m->deleter(m);
+        }
+    } else {
+        dlpack_managed *m = PyCapsule_GetPointer(owner, plain_owner);
+        if (m->deleter != NULL) {
+            m->deleter(m);
+        }
+    }
+    PyErr_Restore(type, error, trace);
+}
+
+/* New reference to an owner of the tensor in `capsule`, which is marked as used, as the
+ * protocol wants it: an exporter that gives the same capsule to others must not free the
+ * memory under us.  NULL with an exception set, and the capsule as it was. */
+static PyObject *take_capsule(PyObject *capsule)
+{
+    PyObject *owner = NULL;
+    MLSP_BEGIN_LOCKED(capsule)
+        const bool versioned = PyCapsule_IsValid(capsule, "dltensor_versioned") != 0;
+        void *managed =
+            PyCapsule_GetPointer(capsule, versioned ? "dltensor_versioned" : "dltensor");
+        if (managed != NULL) {
+            owner = PyCapsule_New(managed, versioned ? versioned_owner : plain_owner,
+                                  owner_end);
+        }
+        if (owner != NULL) { /* cannot fail: it is a capsule, and the name is given */
+            (void)PyCapsule_SetName(capsule, versioned ? "used_dltensor_versioned"
+                                                       : "used_dltensor");
+        }
+    MLSP_END_LOCKED()
+    return owner;
+}
+
+/* Look at what a capsule has: device, type, shape and address. */
+static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_tensor *out,
+                             mls_status *st)
+{
+    size_t elements = 0;
+    if (from->device_type != DLPACK_CPU && from->device_type != DLPACK_CUDA_HOST) {
+        return mls_fail(st, MLS_E_VALUE, "%s is not in this machine's main memory", what);
+    }
+    if (!dlpack_dtype_of(from->dtype, &out->dtype)) {
+        return mls_fail(st, MLS_E_DTYPE,
+                        "%s: DLPack type code %d with %d bits is not supported", what,
+                        from->dtype.code, from->dtype.bits);
+    }
+    /* an offset from nowhere, or past the last address, leads nowhere */
+    uintptr_t address;
+    const bool wraps =
+        __builtin_add_overflow((uintptr_t)from->data, from->byte_offset, &address);
+    out->data = from->data == NULL || wraps ? NULL : (unsigned char *)address;
+    if (!take_dlpack_shape(from, out)) {
+        return mls_fail(st, MLS_E_SHAPE, "%s: DLPack gives an impossible shape", what);
+    }
+    /* where there are no elements there may be no memory either */
+    if (out->data == NULL && mls_tensor_count(out, &elements) && elements > 0) {
+        return mls_fail(st, MLS_E_VALUE, "%s: DLPack gives elements without memory",
+                        what);
+    }
+    return MLS_OK;
+}
+
+/* As mlsp_view_of, for an object with __dlpack__. */
 static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *what,
                           mlsp_view *out)
 {
     mls_status st;
     bool readonly;
+    mls_tensor t = {0};
+    PyObject *owner = NULL;
     PyObject *capsule = export_capsule(array);
     const dlpack_tensor *from =
         capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);
-    if (from == NULL) {
-        Py_XDECREF(capsule);
+    if (from != NULL && check_dlpack(from, what, &t, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+    } else if (from != NULL) {
+        owner = take_capsule(capsule);
+    }
+    Py_XDECREF(capsule); /* where it is not used it frees its tensor */
+    if (owner == NULL) {
         return -1;
     }
-    mls_tensor t = {.data = (unsigned char *)from->data + from->byte_offset};
-    if (from->device_type != DLPACK_CPU && from->device_type != DLPACK_CUDA_HOST) {
-        mls_fail(&st, MLS_E_VALUE, "%s is not in this machine's main memory", what);
-    } else if (!dlpack_dtype_of(from->dtype, &t.dtype)) {
-        mls_fail(&st, MLS_E_DTYPE,
-                 "%s: DLPack type code %d with %d bits is not supported", what,
-                 from->dtype.code, from->dtype.bits);
-    } else if (!take_dlpack_shape(from, &t)) {
-        mls_fail(&st, MLS_E_SHAPE, "%s: DLPack gives an impossible shape", what);
-    } else { /* an unconsumed capsule frees its tensor when it dies: it is the owner */
-        *out = (mlsp_view){.tensor = t, .readonly = readonly, .owner = capsule};
-        return 0;
-    }
-    Py_DECREF(capsule);
-    mlsp_raise(state, &st, NULL);
-    return -1;
+    *out = (mlsp_view){.tensor = t, .readonly = readonly, .owner = owner};
+    return 0;
 }
 
 /* ---- __array_interface__ ---- */

@@ -199,15 +199,36 @@ static int take_dtype_text(PyObject *dtype, mlsp_item *item)
     return 0;
 }
 
-/* NumPy's dimensions are never negative, so they are sizes as they lie. */
+/* Room in the item for its shape; NULL with MemoryError set. */
+static size_t *make_shape(mlsp_item *item, int rank)
+{
+    size_t *sizes = item->few;
+    if (rank > MLSP_FEW_AXES) {
+        sizes = item->owned_shape = mls_alloc((size_t)rank, sizeof *sizes);
+    }
+    if (sizes == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    item->facts.shape = sizes;
+    item->facts.rank = rank;
+    return sizes;
+}
+
+/* Copied, since the array's own are gone when somebody assigns to its .shape meanwhile:
+ * another item's code, or another thread's. */
 static int facts_of_ndarray(mlsp_item *item)
 {
     PyArrayObject *array = (PyArrayObject *)item->value;
     mls_dtype dtype;
-    /* borrowed from the array, which the item holds: a shape is fixed for its life, but
-     * for assignments to .shape, which NumPy deprecates */
-    item->facts.rank = PyArray_NDIM(array);
-    item->facts.shape = (const size_t *)PyArray_DIMS(array);
+    const int rank = PyArray_NDIM(array);
+    size_t *sizes = make_shape(item, rank);
+    if (sizes == NULL) {
+        return -1;
+    }
+    for (int axis = 0; axis < rank; axis++) {
+        sizes[axis] = (size_t)PyArray_DIM(array, axis);
+    }
     if (mlsp_dtype_of_descr(PyArray_DESCR(array), &dtype)) {
         item->facts.dtype = mls_dtype_of(dtype)->name;
         return 0;
@@ -220,41 +241,64 @@ static int facts_of_ndarray(mlsp_item *item)
     return failed;
 }
 
-/* Dimensions out of a tuple of ints; -1 with an exception set. */
-static int take_shape(PyObject *shape, mlsp_item *item)
+/* A dimension as its array says it, of any kind of int; false with an exception set. */
+static bool take_size(PyObject *object, size_t *out)
 {
-    PyObject *tuple = PySequence_Tuple(shape);
-    if (tuple == NULL) {
-        return -1;
-    }
-    /* a tuple of anybody's: it may be longer than any array's, or hold no numbers */
-    const Py_ssize_t rank = PyTuple_GET_SIZE(tuple);
-    size_t *sizes = rank > MLS_MAX_RANK ? NULL : mls_alloc((size_t)rank, sizeof *sizes);
-    for (Py_ssize_t i = 0; sizes != NULL && i < rank; i++) {
-        sizes[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(tuple, i));
-        if (sizes[i] == (size_t)-1 && PyErr_Occurred()) {
-            mls_free(sizes);
-            sizes = NULL;
-        }
-    }
-    Py_DECREF(tuple);
-    if (sizes == NULL) {
+    PyObject *number = PyNumber_Index(object);
+    const Py_ssize_t size = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    Py_XDECREF(number);
+    if (size < 0) {
         if (!PyErr_Occurred()) {
-            PyErr_NoMemory();
+            PyErr_SetString(PyExc_OverflowError, "negative");
         }
-        return -1;
+        return false;
     }
-    item->owned_shape = sizes;
-    item->facts.shape = sizes;
-    item->facts.rank = (int)rank;
-    return 0;
+    *out = (size_t)size;
+    return true;
+}
+
+/* Dimensions out of a tuple of anybody's: it may be longer than any array's, or hold no
+ * numbers.  False with or without an exception. */
+static bool take_sizes(PyObject *tuple, mlsp_item *item)
+{
+    const Py_ssize_t rank = PyTuple_GET_SIZE(tuple);
+    size_t *sizes = rank > MLS_MAX_RANK ? NULL : make_shape(item, (int)rank);
+    bool good = sizes != NULL;
+    for (Py_ssize_t i = 0; good && i < rank; i++) {
+        good = take_size(PyTuple_GET_ITEM(tuple, i), &sizes[i]);
+    }
+    return good;
+}
+
+/* -1 with an exception set: CompatibilityError for what is no shape. */
+static int take_shape(const mlsp_state *state, PyObject *shape, mlsp_item *item)
+{
+    mls_status st;
+    PyObject *tuple = PySequence_Tuple(shape);
+    const bool good = tuple != NULL && take_sizes(tuple, item);
+    Py_XDECREF(tuple);
+    if (good) {
+        return 0;
+    }
+    /* what the object itself raised is its own affair */
+    if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError) ||
+        PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        mls_fail(&st, MLS_E_SHAPE, "'%.140s': its shape is no tuple of at most %d sizes",
+                 item->name.data, (int)MLS_MAX_RANK);
+        mls_status_name(&st, item->name.data, item->name.length);
+        mlsp_raise(state, &st, NULL);
+    }
+    return -1;
 }
 
 /* An array that says its shape and dtype is asked for them, whatever memory it is in: a
  * tensor on a device, or on torch's meta device, has facts too. */
-static int facts_of_attributes(PyObject *shape, PyObject *dtype, mlsp_item *item)
+static int facts_of_attributes(const mlsp_state *state, PyObject *shape, PyObject *dtype,
+                               mlsp_item *item)
 {
-    return take_shape(shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1 : 0;
+    return take_shape(state, shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1
+                                                                                  : 0;
 }
 
 /* What offers nothing but its memory is viewed. */
@@ -266,21 +310,14 @@ static int facts_of_view(const mlsp_state *state, mlsp_item *item)
     if (mlsp_view_of(state, item->value, what, &view) < 0) {
         return -1;
     }
-    const size_t rank = (size_t)view.tensor.rank;
-    size_t *sizes = mls_alloc(rank, sizeof *sizes);
-    if (sizes == NULL) {
-        mlsp_view_release(&view);
-        PyErr_NoMemory();
-        return -1;
-    }
     /* the view goes, its shape must stay */
-    memcpy(sizes, view.tensor.shape, rank * sizeof *sizes);
-    item->owned_shape = sizes;
-    item->facts = (mls_facts){.shape = sizes,
-                              .rank = view.tensor.rank,
-                              .dtype = mls_dtype_of(view.tensor.dtype)->name};
+    size_t *sizes = make_shape(item, view.tensor.rank);
+    if (sizes != NULL) {
+        memcpy(sizes, view.tensor.shape, (size_t)view.tensor.rank * sizeof *sizes);
+        item->facts.dtype = mls_dtype_of(view.tensor.dtype)->name;
+    }
     mlsp_view_release(&view);
-    return 0;
+    return sizes == NULL ? -1 : 0;
 }
 
 int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
@@ -295,7 +332,7 @@ int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
         shape == NULL ? NULL : PyObject_GetAttr(item->value, state->dtype_name);
     int failed = -1;
     if (dtype != NULL) {
-        failed = facts_of_attributes(shape, dtype, item);
+        failed = facts_of_attributes(state, shape, dtype, item);
     } else if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear();
         failed = facts_of_view(state, item);
@@ -315,6 +352,28 @@ int mlsp_items_facts(const mlsp_state *state, mlsp_items *items)
     return 0;
 }
 
+/* What an array says of its bytes: 1, 0 where it says nothing of use, -1 with an
+ * exception set. */
+static int said_bytes(PyObject *array, uint64_t *out)
+{
+    PyObject *said = PyObject_GetAttrString(array, "nbytes");
+    PyObject *number = said == NULL ? NULL : PyNumber_Index(said);
+    const unsigned long long bytes =
+        number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    Py_XDECREF(number);
+    Py_XDECREF(said);
+    if (!PyErr_Occurred()) {
+        *out = bytes;
+        return 1;
+    }
+    if (!PyErr_ExceptionMatches(said == NULL ? PyExc_AttributeError : PyExc_TypeError) &&
+        !PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
 /* An array that says how many bytes it has is believed; others are viewed. */
 int mlsp_array_bytes(const mlsp_state *state, PyObject *array, uint64_t *out)
 {
@@ -322,16 +381,10 @@ int mlsp_array_bytes(const mlsp_state *state, PyObject *array, uint64_t *out)
         *out = (uint64_t)PyArray_NBYTES((PyArrayObject *)array);
         return 0;
     }
-    PyObject *said = PyObject_GetAttrString(array, "nbytes");
-    if (said != NULL) {
-        *out = PyLong_AsUnsignedLongLong(said);
-        Py_DECREF(said);
-        return PyErr_Occurred() ? -1 : 0;
+    const int said = said_bytes(array, out);
+    if (said != 0) {
+        return said < 0 ? -1 : 0;
     }
-    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        return -1;
-    }
-    PyErr_Clear();
     mlsp_view view;
     size_t bytes = 0;
     if (mlsp_view_of(state, array, "tensor", &view) < 0) {

@@ -144,13 +144,17 @@ PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
 
 /* ---- items.c: what a dict of arrays holds, held fast ---- */
 
-/* One entry of a dict.  `name` and `facts` point into what the item holds. */
+enum { MLSP_FEW_AXES = 4 }; /* most arrays have no more */
+
+/* One entry of a dict.  `name` and `facts` point into what the item holds: it stays where
+ * it is once it has facts. */
 typedef struct mlsp_item {
     PyObject *key, *value; /* strong */
     mls_text name;
     mls_facts facts;     /* once mlsp_items_facts was called */
     PyObject *text;      /* strong or NULL: the name of a dtype that the core lacks */
-    size_t *owned_shape; /* NULL where the array itself holds its shape */
+    size_t *owned_shape; /* NULL where the shape fits the next line */
+    size_t few[MLSP_FEW_AXES];
 } mlsp_item;
 
 /* The entries that a dict had at one moment, in its order: zero it, fill it, release it.

@@ -224,6 +224,9 @@ static PyObject *lender_of(PyObject *array)
     PyObject *needs =
         PyArray_Check(array) ? NULL : PyObject_GetAttrString(array, "requires_grad");
     if (needs == NULL) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return NULL;
+        }
         PyErr_Clear();
         return Py_NewRef(array);
     }
@@ -276,12 +279,25 @@ int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *s
     return failed;
 }
 
-/* New reference to the bytes of an array of a dtype that only NumPy knows, packed and in
- * this machine's byte order. */
-PyObject *mlsp_raw_bytes(PyObject *array)
+/* What array.tobytes() gives.  Not all arrays have it, and none of torch has. */
+static PyObject *bytes_of(const mlsp_state *state, const mlsp_item *item)
 {
+    PyObject *raw = PyObject_CallMethod(item->value, "tobytes", NULL);
+    if (raw == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Format(state->errors[MLSP_ERROR_COMPATIBILITY],
+                     "%.200R: the elements of dtype %.60s of a %.100s cannot be read",
+                     item->key, item->facts.dtype, Py_TYPE(item->value)->tp_name);
+    }
+    return raw;
+}
+
+/* New reference to the bytes of an array of a dtype that only its package knows, packed
+ * and in this machine's byte order. */
+PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item)
+{
+    PyObject *array = item->value;
     if (!PyArray_Check(array) || PyArray_ISNOTSWAPPED((PyArrayObject *)array)) {
-        return PyObject_CallMethod(array, "tobytes", NULL);
+        return bytes_of(state, item);
     }
     PyArray_Descr *native =
         PyArray_DescrNewByteorder(PyArray_DESCR((PyArrayObject *)array), NPY_NATIVE);

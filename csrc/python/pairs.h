@@ -37,9 +37,10 @@ int mlsp_take_dict(PyObject *object, const char *what);
 int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
                    bool writable, mlsp_view *out);
 
-/* New reference to the bytes of an array of a dtype that only NumPy knows, packed and in
- * this machine's byte order; NULL with an exception set. */
-PyObject *mlsp_raw_bytes(PyObject *array);
+/* New reference to the bytes of an array of a dtype that only its package knows, packed
+ * and in this machine's byte order; NULL with an exception set.  The item has its key and
+ * facts. */
+PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item);
 
 /* Whether the core knows the dtype of an item that has its facts. */
 bool mlsp_is_known(const mlsp_item *item);

@@ -183,7 +183,7 @@ static int feed_elements(const mlsp_state *state, PyObject *update, const mlsp_i
     mlsp_view view;
     size_t bytes = 0;
     if (!mlsp_is_known(item)) { /* only NumPy knows how its elements lie */
-        PyObject *raw = mlsp_raw_bytes(item->value);
+        PyObject *raw = mlsp_raw_bytes(state, item);
         PyObject *done = raw == NULL ? NULL : PyObject_CallOneArg(update, raw);
         Py_XDECREF(raw);
         Py_XDECREF(done);
@@ -209,10 +209,9 @@ static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_
         mlsp_items_of(args[0], "state", &items) < 0) {
         return NULL;
     }
+    /* sorted before there are facts, which point into their items */
+    qsort(items.items, items.count, sizeof *items.items, by_name);
     int failed = mlsp_items_facts(state, &items);
-    if (failed == 0) {
-        qsort(items.items, items.count, sizeof *items.items, by_name);
-    }
     for (size_t i = 0; failed == 0 && i < items.count; i++) {
         failed = feed_facts(args[1], &items.items[i]) < 0 ||
                          feed_elements(state, args[1], &items.items[i]) < 0
