@@ -311,31 +311,18 @@ static PyObject *check_staged(PyObject *staged)
     return staged == NULL || plain ? staged : with_plain_names(staged);
 }
 
-/* Whether `self` has all names of a dict: 1 or 0, -1 with an exception set.  Stops at the
- * first that it lacks. */
-static int has_names(PyObject *self, PyObject *staged)
-{
-    mlsp_finder finder = {.dict = self, .in_step = true};
-    PyObject *key, *value, *found;
-    Py_ssize_t at = 0;
-    int there = 1;
-    while (there == 1 && PyDict_Next(staged, &at, &key, &value)) {
-        there = mlsp_find(&finder, key, &found);
-        if (there == 1) {
-            Py_DECREF(found);
-        }
-    }
-    return there;
-}
-
-/* Take out whatever comes after the first `kept` entries; the exception that is set stays
- * set.  Allocates nothing. */
-static void drop_behind(PyObject *self, Py_ssize_t kept)
+/* Undo a merge that failed: the entries of `old`, if there is one, as they were, and out
+ * with whatever comes after the first `kept`.  Allocates nothing; the exception that is
+ * set stays set. */
+static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t kept)
 {
     PyObject *type, *error, *trace;
     PyObject *key, *value;
     Py_ssize_t at = 0;
     PyErr_Fetch(&type, &error, &trace);
+    if (old != NULL && PyDict_Update(self, old) < 0) {
+        PyErr_Clear();
+    }
     for (Py_ssize_t i = 0; PyDict_Next(self, &at, &key, &value); i++) {
         if (i >= kept) { /* taking an entry out moves no other one */
             Py_INCREF(key);
@@ -348,25 +335,45 @@ static void drop_behind(PyObject *self, Py_ssize_t kept)
     PyErr_Restore(type, error, trace);
 }
 
-/* Merge what was checked, all or nothing.  Memory can only be short for names that are
- * new, so these go first, and out again: the values that others have are still there. */
-static int merge_checked(PyObject *self, PyObject *staged)
+/* Merge a few entries into many.  Memory can only be short for names that are new, so
+ * these go first: the values that others have are still there. */
+static int merge_few(PyObject *self, PyObject *staged)
 {
-    const Py_ssize_t before = PyDict_GET_SIZE(self), added = PyDict_GET_SIZE(staged);
-    const int known = before == 0 || added == 1 ? 0 : has_names(self, staged);
-    if (known < 0) {
+    const Py_ssize_t before = PyDict_GET_SIZE(self);
+    if (PyDict_Merge(self, staged, 0) < 0) {
+        undo_merge(self, NULL, before);
         return -1;
     }
-    if (known == 0 && added > 1) {
-        if (PyDict_Merge(self, staged, 0) < 0) {
-            drop_behind(self, before);
-            return -1;
-        }
-        if (PyDict_GET_SIZE(self) == before + added) { /* all of them were new */
-            return 0;
-        }
+    const bool all_new = PyDict_GET_SIZE(self) == before + PyDict_GET_SIZE(staged);
+    return all_new ? 0 : PyDict_Update(self, staged);
+}
+
+/* Merge many entries.  A copy of the whole is quicker then than to look all names up
+ * twice. */
+static int merge_many(PyObject *self, PyObject *staged)
+{
+    const Py_ssize_t before = PyDict_GET_SIZE(self);
+    PyObject *old = before == 0 ? NULL : PyDict_Copy(self);
+    if (before > 0 && old == NULL) {
+        return -1;
     }
-    return PyDict_Update(self, staged);
+    const int failed = PyDict_Update(self, staged);
+    if (failed < 0) {
+        undo_merge(self, old, before);
+    }
+    Py_XDECREF(old);
+    return failed;
+}
+
+/* Merge what was checked, all or nothing: dict's own way stops where memory runs out. */
+static int merge_checked(PyObject *self, PyObject *staged)
+{
+    const Py_ssize_t added = PyDict_GET_SIZE(staged);
+    if (added <= 1) {
+        return PyDict_Update(self, staged);
+    }
+    return added < PyDict_GET_SIZE(self) / 4 ? merge_few(self, staged)
+                                             : merge_many(self, staged);
 }
 
 /* Add everything that dict(*args, **kwargs) would hold, or nothing. */

@@ -5,6 +5,7 @@ Nothing may crash or read what is not there; a call that fails changes nothing.
 
 import ctypes
 import gc
+import itertools
 import pickle
 import sys
 import weakref
@@ -265,13 +266,14 @@ def test_an_update_without_memory_changes_nothing():
     hooks = pytest.importorskip("_testcapi", reason="a build of CPython without its test hooks")
     if sys.implementation.name != "cpython" or not hasattr(hooks, "set_nomemory"):
         pytest.skip("no failing allocations here")
-    new = np.zeros(1)
+    new, failed = np.zeros(1), 0
+    updates = StateDict.update, StateDict.__ior__, StateDict.__init__
     # the old names have room for a few more: memory runs out in the middle
-    more = {f"k{i}": new for i in range(0, 60, 2)} | {f"new{i}": new for i in range(40)}
-    old = {f"k{i}": np.ones(1) for i in range(60)}
-    failed = 0
-    for update in (StateDict.update, StateDict.__ior__, StateDict.__init__):
-        for nth in range(1, 60):
+    for count, added in ((0, 60), (60, 40), (80, 8)):
+        old = {f"k{i}": np.ones(1) for i in range(count)}
+        more = dict.fromkeys([f"k{i}" for i in range(0, count, 2)][:30], new)
+        more = dict.fromkeys(list(more)[: added - 1], new) | {f"n{i}": new for i in range(added)}
+        for update, nth in itertools.product(updates, range(1, 30)):
             state = StateDict(old)
             hooks.set_nomemory(nth, 0)
             try:
@@ -285,8 +287,6 @@ def test_an_update_without_memory_changes_nothing():
             expected = old | more if done else old
             assert list(state) == list(expected)
             assert all(state[name] is expected[name] for name in expected)
-            if done:
-                break
     if failed == 0:
         pytest.skip("CPython's hooks make no allocation fail under PYTHONMALLOC=malloc")
     assert failed >= 3
