@@ -261,6 +261,79 @@ def test_payload_is_aligned_and_header_starts_as_the_format_says(tmp_path):
     assert list(load_file(tmp_path / "f")) == ["b", "c", "a"]
 
 
+# ---- what kind of state it is ----
+
+
+class Mine(mlstate.ModelStateDict):
+    """A class of somebody's, of which a file knows only what it derives from."""
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_files_keep_the_class_and_its_attributes(mmap, tmp_path):
+    arrays = {"self": sample(np.float32), "step": sample(np.int8), "model_type": sample(np.bool_)}
+    groups = [{"lr": 1e-3, "betas": [0.9, 0.999], "params": ["a", "é"], "maximize": False}]
+    states = [
+        (mlstate.StateDict(arrays), mlstate.StateDict, {}),
+        (arrays, mlstate.StateDict, {}),
+        (mlstate.ModelStateDict(arrays), mlstate.ModelStateDict, {"model_type": ""}),
+        (
+            Mine(arrays, model_type='é"\\\0', layer_count=2**40),
+            mlstate.ModelStateDict,
+            {"model_type": 'é"\\\0', "layer_count": 2**40},
+        ),
+        (
+            mlstate.OptimizerStateDict(
+                arrays, optimizer_type="adamw", step=7, learning_rate=1 / 3, param_groups=groups
+            ),
+            mlstate.OptimizerStateDict,
+            {"step": 7, "learning_rate": 1 / 3, "param_groups": tuple(groups)},
+        ),
+    ]
+    for state, kind, attributes in states:
+        save_file(state, tmp_path / "f", {"run": "a"})
+        loaded = load_file(tmp_path / "f", mmap=mmap)
+        assert type(loaded) is kind and loaded == state
+        assert {name: getattr(loaded, name) for name in attributes} == attributes
+        assert load_metadata(tmp_path / "f") == {"run": "a"}
+    assert loaded.optimizer_type is mlstate.OptimizerType.ADAMW
+
+
+def test_attributes_that_are_no_text_are_refused_before_anything_is_written(tmp_path):
+    state = mlstate.OptimizerStateDict(param_groups=[{"lr": sample(np.float32)}])
+    with pytest.raises(TypeError, match="param_groups cannot be written as text"):
+        save_file(state, tmp_path / "f")
+    with pytest.raises(ValueError, match=r'"mlstate\.state" is reserved'):
+        save_file({}, tmp_path / "f", {"mlstate.state": "{}"})
+    assert list(tmp_path.iterdir()) == []
+
+
+HOSTILE_KINDS = [
+    "", "null", "7", "[]", '"model"', "{}", "{", "\0", '{"kind": null}', '{"kind": []}',
+    '{"kind": "Model"}', '{"kind": "model", "x": 1}', '{"kind": "model", "self": 1}',
+    '{"kind": "model", "step": 1}', '{"kind": "model", "model_type": 1}',
+    '{"kind": "model", "layer_count": -1}', '{"kind": "model", "layer_count": 1.5}',
+    '{"kind": "optimizer", "step": "1"}',
+    '{"kind": "optimizer", "step": -1}', '{"kind": "optimizer", "optimizer_type": "x"}',
+    '{"kind": "optimizer", "optimizer_type": []}', '{"kind": "optimizer", "learning_rate": "x"}',
+    '{"kind": "optimizer", "learning_rate": null}', '{"kind": "optimizer", "param_groups": 3}',
+    '{"kind": "optimizer", "learning_rate": 1' + "0" * 400 + "}",
+    '{"kind": "optimizer", "step": 1' + "0" * 5000 + "}",
+    '{"kind": "optimizer", "param_groups": [3]}', '{"kind": "optimizer", "param_groups": ["abc"]}',
+    '{"kind": "optimizer", "param_groups": ' + "[" * 100_000 + "]" * 100_000 + "}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE_KINDS, ids=lambda text: text[:50])
+def test_a_kind_that_makes_no_sense_is_a_damaged_file(text, tmp_path):
+    peer = pytest.importorskip("safetensors.numpy", reason="writes what save_file would not")
+    path = tmp_path / "f"
+    peer.save_file({"w": np.ones(2)}, path, metadata={"mlstate.state": text, "run": "a"})
+    with pytest.raises(mlstate.FormatError, match=r"'mlstate\.state' does not describe") as caught:
+        load_file(path)
+    assert caught.value.path == str(path) and len(str(caught.value)) < 1000
+    assert load_metadata(path) == {"run": "a"}
+
+
 # ---- arguments ----
 
 
