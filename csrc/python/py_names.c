@@ -52,8 +52,16 @@ static int fill_index(name_index *index, const mlsp_items *items)
         return -1;
     }
     for (size_t i = 0; i < items->count; i++) {
-        index->texts[i] = items->items[i].name;
-        PyTuple_SET_ITEM(index->keys, (Py_ssize_t)i, Py_NewRef(items->items[i].key));
+        /* a plain str leads nowhere, while one of a subclass may lead back to the dict,
+         * and no collection looks into a capsule */
+        PyObject *key = PyUnicode_FromObject(items->items[i].key);
+        if (key == NULL) {
+            return -1;
+        }
+        PyTuple_SET_ITEM(index->keys, (Py_ssize_t)i, key);
+        if (mlsp_take_text(key, "tensor name", &index->texts[i]) < 0) {
+            return -1;
+        }
     }
     /* the names of a dict are all different, so only memory can be short */
     if (mls_names_new(index->texts, items->count, &index->names, &st) != MLS_OK) {
@@ -348,7 +356,7 @@ static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
         *buffer = (name_buffer){.data = larger, .room = length};
         length = mls_name_apply(item->name, rules, rule_count, larger, length);
     }
-    if (length == 0) {
+    if (length == 0 && item->name.length > 0) {
         PyErr_Format(PyExc_ValueError, "the rules leave nothing of the name %.200R",
                      item->key);
         return NULL;

@@ -372,8 +372,10 @@ static int merge_checked(PyObject *self, PyObject *staged)
     if (added <= 1) {
         return PyDict_Update(self, staged);
     }
-    return added < PyDict_GET_SIZE(self) / 4 ? merge_few(self, staged)
-                                             : merge_many(self, staged);
+    /* a subclass that walks in its own way would be copied in that way */
+    const bool copies = Py_TYPE(self)->tp_iter == PyDict_Type.tp_iter;
+    return !copies || added < PyDict_GET_SIZE(self) / 4 ? merge_few(self, staged)
+                                                        : merge_many(self, staged);
 }
 
 /* Add everything that dict(*args, **kwargs) would hold, or nothing. */

@@ -259,6 +259,44 @@ def test_a_class_that_makes_something_else():
         assert list(state) == ["w"]
 
 
+def test_a_class_that_walks_in_its_own_way_is_updated_as_any():
+    class Backward(StateDict):
+        def __iter__(self):
+            return iter(())
+
+        def keys(self):
+            raise AssertionError("nobody asked")
+
+    state = Backward(a=np.ones(1), b=np.ones(1))
+    state.update(b=np.zeros(1), c=np.zeros(1))
+    assert [(name, array[0]) for name, array in state.items()] == [("a", 1), ("b", 0), ("c", 0)]
+
+
+def test_a_name_that_leads_back_to_its_state_is_collected():
+    class Key(str):
+        __slots__ = ("state",)
+
+    class Kept(ModelStateDict):
+        pass
+
+    state, key = Kept(), Key("a.w")
+    key.state = state
+    dict.__setitem__(state, key, np.ones(1))
+    assert state.layer_names() == ["a"]
+    assert list(state.get_layer_state("a")) == ["w"]
+    alive = weakref.ref(state)
+    del state, key
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_name_that_is_empty_already_is_not_what_rules_leave():
+    state = {"": np.ones(1), "a.w": np.ones(1)}
+    assert list(rename(state, {"a.": ""})) == ["", "w"]
+    with pytest.raises(ValueError, match="the rules leave nothing"):
+        rename(state, {"a.w": ""})
+
+
 # ---- memory that runs out ----
 
 
