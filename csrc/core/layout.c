@@ -29,11 +29,6 @@ static mls_code check_step(const mls_layout *layout, int which, mls_status *st)
         return mls_fail(st, MLS_E_VALUE, "step %d of the layout has axis %d", which,
                         step.axis);
     }
-    for (int earlier = 0; earlier < which; earlier++) {
-        if (layout->steps[earlier].axis == step.axis) {
-            return mls_fail(st, MLS_E_VALUE, "the layout cuts axis %d twice", step.axis);
-        }
-    }
     return MLS_OK;
 }
 
@@ -128,8 +123,10 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
             return mls_fail(st, MLS_E_SHAPE, "the layout cuts axis %d of %d dimensions",
                             step.axis, rank);
         } else {
-            cut(part.length[step.axis], step.parts, here, &part.start[step.axis],
+            size_t start;
+            cut(part.length[step.axis], step.parts, here, &start,
                 &part.length[step.axis]);
+            part.start[step.axis] += start;
         }
     }
     if (!part.flat) {

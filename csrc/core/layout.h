@@ -9,6 +9,7 @@
  *   fully sharded, rows           {axis 0, n}
  *   tensor parallel               {axis k, n}
  *   both                          {axis k, t} {axis 0, n}   or   {axis k, t} {flat, n}
+ * An axis may be cut again, as where both go along axis 0: then each part is.
  * No step at all is the whole tensor.
  */
 #ifndef MLS_LAYOUT_H
@@ -46,7 +47,7 @@ typedef struct mls_part {
 } mls_part;
 
 /* Number of parts.  MLS_E_VALUE: too many steps, no parts, an axis that is negative, a
- * flat step that is not the last, an axis that is cut after it was cut before.
+ * flat step that is not the last.
  * MLS_E_SIZE: more parts than size_t counts.  `*out` is untouched on failure. */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st);
 

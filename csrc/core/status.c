@@ -168,6 +168,7 @@ const char *mls_code_name(mls_code code)
         [MLS_E_CHECKSUM] = "checksum",
         [MLS_E_IO] = "io",
         [MLS_E_BUSY] = "busy",
+        [MLS_E_STOPPED] = "stopped",
     };
     return (unsigned)code < MLS_E_COUNT ? names[code] : "?";
 }

@@ -25,6 +25,7 @@ typedef enum mls_code {
     MLS_E_CHECKSUM, /* a file whose bytes changed since they were written */
     MLS_E_IO,       /* the operating system said no: see os_error */
     MLS_E_BUSY,     /* memory that may not move now, because a view of it is alive */
+    MLS_E_STOPPED,  /* the caller asked to stop */
     MLS_E_COUNT     /* number of codes; never returned */
 } mls_code;
 

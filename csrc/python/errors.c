@@ -179,6 +179,7 @@ static PyObject *class_of(const mlsp_state *state, const mls_status *st)
                                  ? MLSP_ERROR_STORE_DENIED
                                  : MLSP_ERROR_STORE];
     case MLS_OK:
+    case MLS_E_STOPPED: /* whoever stopped it knows why, and raises that */
     case MLS_E_VALUE:
     case MLS_E_OVERLAP:
     case MLS_E_COUNT:

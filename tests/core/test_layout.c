@@ -95,6 +95,7 @@ static size_t layouts(mls_layout *out)
             out[count++] = one_step(axis, parts);
             out[count++] = two_steps(axis, parts, MLS_LAYOUT_FLAT, 3);
             out[count++] = two_steps(axis, parts, (axis + 1) % 3, 2);
+            out[count++] = two_steps(axis, parts, axis, 2);
         }
     }
     return count;
@@ -103,7 +104,7 @@ static size_t layouts(mls_layout *out)
 static void the_parts_of_a_layout_are_the_tensor(void)
 {
     const size_t shape[] = {5, 4, 3};
-    mls_layout all[40];
+    mls_layout all[64];
     const size_t count = layouts(all);
     for (size_t i = 0; i < count; i++) {
         mls_status st;
@@ -160,7 +161,7 @@ static void check_overlap(const mls_part *a, const mls_part *b, const size_t *sh
 static void any_part_meets_any_other_in_what_they_share(void)
 {
     const size_t shapes[][3] = {{5, 4, 3}, {1, 7, 2}, {3, 0, 2}, {6, 1, 1}};
-    mls_layout all[40];
+    mls_layout all[64];
     const size_t count = layouts(all);
     for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++) {
         for (size_t i = 0; i < count; i++) {
@@ -216,7 +217,7 @@ static void impossible_layouts_are_refused(void)
     mls_layout many = {.count = MLS_LAYOUT_STEPS + 1};
     const mls_layout none = one_step(0, 0), negative = one_step(-2, 2);
     const mls_layout early = two_steps(MLS_LAYOUT_FLAT, 2, 0, 2);
-    const mls_layout twice = two_steps(1, 2, 1, 2), beyond = one_step(2, 2);
+    const mls_layout beyond = one_step(2, 2);
     const mls_layout huge = two_steps(0, SIZE_MAX, 1, 2), rows = one_step(0, 2);
     const size_t enormous[] = {SIZE_MAX, 2};
     mls_status st;
@@ -225,7 +226,6 @@ static void impossible_layouts_are_refused(void)
     CHECK(mls_layout_part(&none, 2, shape, 0, &part, &st) == MLS_E_VALUE);
     CHECK(mls_layout_part(&negative, 2, shape, 0, &part, &st) == MLS_E_VALUE);
     CHECK(mls_layout_part(&early, 2, shape, 0, &part, &st) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&twice, 2, shape, 0, &part, &st) == MLS_E_VALUE);
     CHECK(mls_layout_part(&beyond, 2, shape, 0, &part, &st) == MLS_E_SHAPE);
     CHECK(mls_layout_part(&huge, 2, shape, 0, &part, &st) == MLS_E_SIZE);
     CHECK(mls_layout_part(&rows, 2, shape, 2, &part, &st) == MLS_E_VALUE);

@@ -1,0 +1,64 @@
+/* shard_read: bytes of stored shards, brought to where they are wanted.
+ *
+ * What is stored and what is wanted are parts of one tensor (see layout.h), and need not
+ * be the same part: only the bytes that both have in common are read, or, where they are
+ * verified, the checksummed blocks that hold such bytes.  A file that the caller's records
+ * do not describe (another length, no regular file) is refused before it is read.
+ */
+#ifndef MLS_SHARD_READ_H
+#define MLS_SHARD_READ_H
+
+#include "crc32c.h"
+#include "layout.h"
+#include "pool.h"
+#include "status.h"
+#include "text.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* One stored shard; everything is borrowed. */
+typedef struct mls_stored_shard {
+    const char *file;     /* its path under the folder, NUL-terminated */
+    uint64_t file_bytes;  /* length that the file must have */
+    uint64_t offset;      /* of the shard's first byte in it */
+    size_t item_bytes;    /* of one element */
+    mls_part part;        /* what it is of its tensor; its elements lie packed */
+    const uint32_t *crcs; /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
+    mls_text name;        /* of the tensor, for messages */
+} mls_stored_shard;
+
+/* What goes where: the elements that `shard` and `to` have in common, to `data`, where
+ * the part `to` lies packed.  Pieces may share a shard, and may share `data` where their
+ * shards are different parts of the tensor. */
+typedef struct mls_piece {
+    const mls_stored_shard *shard;
+    const mls_part *to;
+    unsigned char *data;
+} mls_piece;
+
+/* Called by any of the threads, also by several at once, with the number of bytes that
+ * were done since the last call; false stops the work as soon as may be. */
+typedef struct mls_progress {
+    bool (*report)(void *context, uint64_t bytes);
+    void *context;
+} mls_progress;
+
+#if !defined(_WIN32)
+
+/* Read all pieces; large ones in parts by several threads.  At most 1 MiB a thread is
+ * allocated besides, and no file stays open longer than it is read.
+ * `crc` NULL: not verified.  `progress` NULL: nobody asks.
+ * MLS_E_IO, with os_error (ENOENT: a file is gone); MLS_E_FORMAT: no regular file,
+ * or another length than recorded, or shorter by now; MLS_E_CHECKSUM: a block's bytes are
+ * not those that were written, with the offset of the block; MLS_E_MEMORY;
+ * MLS_E_STOPPED: `progress` said so.  The status names the tensor, and `*failed` is the
+ * index of the piece: of several failures, that of the first piece.  After a failure the
+ * places hold anything. */
+mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
+                         const mls_crc_kernels *crc, mls_pool *pool,
+                         const mls_progress *progress, size_t *failed, mls_status *st);
+
+#endif
+#endif
