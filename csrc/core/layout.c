@@ -97,9 +97,9 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     if (code != MLS_OK) {
         return code;
     }
-    if (rank < 0 || rank > MLS_MAX_RANK) {
+    if (rank < 0 || rank > MLS_LAYOUT_RANK) {
         return mls_fail(st, MLS_E_SHAPE, "%d dimensions: at most %d are possible", rank,
-                        (int)MLS_MAX_RANK);
+                        (int)MLS_LAYOUT_RANK);
     }
     if (index >= parts) {
         return mls_fail(st, MLS_E_VALUE, "part %zu of %zu does not exist", index, parts);
@@ -163,8 +163,8 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
                      .b_begin = b->begin,
                      .b_end = b->end,
                      .rank = 0};
-    size_t length[MLS_MAX_RANK + 1], a_strides[MLS_MAX_RANK + 1],
-        b_strides[MLS_MAX_RANK + 1];
+    size_t length[MLS_LAYOUT_RANK + 1], a_strides[MLS_LAYOUT_RANK + 1],
+        b_strides[MLS_LAYOUT_RANK + 1];
     /* the innermost row to begin with: one element, which the first axis takes in */
     length[0] = a_strides[0] = b_strides[0] = 1;
     int rows = 1;

@@ -23,7 +23,8 @@
 
 enum {
     MLS_LAYOUT_STEPS = 4,
-    MLS_LAYOUT_FLAT = -1 /* in place of an axis */
+    MLS_LAYOUT_RANK = 16, /* axes of a tensor: parts are kept by the thousand */
+    MLS_LAYOUT_FLAT = -1  /* in place of an axis */
 };
 
 typedef struct mls_layout_step {
@@ -40,8 +41,8 @@ typedef struct mls_layout {
  * to before `end`.  They lie packed, so that element `begin` comes first. */
 typedef struct mls_part {
     int rank;
-    size_t start[MLS_MAX_RANK];
-    size_t length[MLS_MAX_RANK]; /* any may be 0 */
+    size_t start[MLS_LAYOUT_RANK];
+    size_t length[MLS_LAYOUT_RANK]; /* any may be 0 */
     size_t begin, end;
     bool flat; /* a one-dimensional piece of the box; else the whole box in its shape */
 } mls_part;
@@ -52,8 +53,8 @@ typedef struct mls_part {
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st);
 
 /* Part `index` of a tensor of `shape`.  As above, and MLS_E_SHAPE: an axis that the
- * tensor lacks, or more than MLS_MAX_RANK of them; MLS_E_VALUE: no such part; MLS_E_SIZE:
- * more elements than size_t counts.  `*out` is untouched on failure. */
+ * tensor lacks, or more than MLS_LAYOUT_RANK of them; MLS_E_VALUE: no such part;
+ * MLS_E_SIZE: more elements than size_t counts.  `*out` is untouched on failure. */
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st);
 
@@ -64,10 +65,10 @@ size_t mls_part_count(const mls_part *part);
  * they lie in `a`.  Start with mls_overlap_init; it cannot fail. */
 typedef struct mls_overlap {
     int rank; /* of the box, after axes that both have whole were merged */
-    size_t index[MLS_MAX_RANK];
-    size_t length[MLS_MAX_RANK];   /* of what the boxes have in common */
-    size_t a_stride[MLS_MAX_RANK]; /* in elements of a's box */
-    size_t b_stride[MLS_MAX_RANK];
+    size_t index[MLS_LAYOUT_RANK];
+    size_t length[MLS_LAYOUT_RANK];   /* of what the boxes have in common */
+    size_t a_stride[MLS_LAYOUT_RANK]; /* in elements of a's box */
+    size_t b_stride[MLS_LAYOUT_RANK];
     size_t a_at, b_at; /* of the present row, in elements of the boxes */
     size_t a_begin, a_end, b_begin, b_end;
     bool done;
