@@ -1,0 +1,829 @@
+/* index: reading and writing.
+ *
+ * The reader goes over the document twice: once to check its outline and to count what
+ * will be needed, once to fill it in.  Each count is a number of JSON values, so memory
+ * stays in proportion to the text.  Whatever is wrong with a shard is said with its name.
+ */
+#include "index.h"
+
+#include "mem.h"
+#include "safetensors.h"
+#include "seal.h"
+#include "size.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    DEPTH = 8,           /* an index needs 5 */
+    NODES = 64 << 20,    /* values in a text of 512 MiB, and more than it can hold */
+    SHOWN_NAME = 100,    /* bytes of a name in a message */
+    HEADER_BYTES = 8,    /* a shard file has no payload before that */
+    FORMAT_VERSION = 1,  /* the only one so far */
+    WORLD_MOST = 1 << 24 /* ranks */
+};
+
+#define TEXT_MOST ((size_t)512 << 20)
+
+const char *mls_section_name(mls_section section)
+{
+    static const char *const names[MLS_SECTION_COUNT] = {
+        [MLS_PARAMS] = "params", [MLS_OPTIM_STATE] = "optim_state"};
+    return names[section];
+}
+
+const char *mls_tier_name(mls_tier tier)
+{
+    static const char *const names[MLS_TIER_COUNT] = {[MLS_TIER_NONE] = "",
+                                                      [MLS_TIER_HOT] = "hot",
+                                                      [MLS_TIER_WARM] = "warm",
+                                                      [MLS_TIER_COLD] = "cold"};
+    return names[tier];
+}
+
+int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
+{
+    if (a->section != b->section) {
+        return a->section < b->section ? -1 : 1;
+    }
+    const int names = mls_text_compare(a->name, b->name);
+    if (names != 0) {
+        return names;
+    }
+    if (a->has_state != b->has_state) {
+        return a->has_state ? 1 : -1;
+    }
+    return a->has_state ? mls_text_compare(a->state, b->state) : 0;
+}
+
+int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
+{
+    const int ids = mls_tensor_id_compare(&a->id, &b->id);
+    return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
+}
+
+mls_part mls_index_part(const mls_index_shard *shard)
+{
+    mls_part part = {0};
+    mls_status ignored;
+    /* it was made once already, when the index was */
+    (void)mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part, &part,
+                          &ignored);
+    return part;
+}
+
+void mls_index_fini(mls_index *index)
+{
+    mls_free(index->files);
+    mls_free(index->shards);
+    mls_free(index->dims);
+    mls_free(index->axes);
+    mls_free(index->crcs);
+    mls_json_free(index->json);
+    *index = (mls_index){0};
+}
+
+/* ---- reading: what can be asked of any value ---- */
+
+typedef struct reader {
+    const mls_json *json;
+    mls_index index;                        /* its counts are final, its arrays grow */
+    size_t dims_used, axes_used, crcs_used; /* of what was counted beforehand */
+    mls_text name;                          /* of the present shard, for messages */
+    mls_status *st;
+} reader;
+
+/* "shard of 'x': 'key' what", at the value's place. */
+static mls_code fail_member(reader *r, mls_json_node node, const char *key,
+                            const char *what)
+{
+    const size_t at = node == MLS_JSON_NONE ? 0 : mls_json_offset(r->json, node);
+    if (r->name.data == NULL) {
+        return mls_fail_at(r->st, at, "\"%s\" %s", key, what);
+    }
+    const int shown = (int)(r->name.length < SHOWN_NAME ? r->name.length : SHOWN_NAME);
+    mls_fail_at(r->st, at, "shard of '%.*s': \"%s\" %s", shown, r->name.data, key, what);
+    mls_status_name(r->st, r->name.data, r->name.length);
+    return MLS_E_FORMAT;
+}
+
+/* A member that an object may have, and where it was found. */
+typedef struct member {
+    const char *key;
+    mls_json_type type; /* that it must have */
+    bool needed;
+    mls_json_node node; /* MLS_JSON_NONE: absent */
+} member;
+
+/* "is not of that type" in words. */
+static const char *wrong_type(mls_json_type type)
+{
+    switch (type) {
+    case MLS_JSON_STRING:
+        return "is not a string";
+    case MLS_JSON_ARRAY:
+        return "is not an array";
+    default:
+        return "is not a number";
+    }
+}
+
+/* Find the members of an object in one walk: they mostly come in the order of the table,
+ * so that each is compared once.  Members that are not in the table are left alone. */
+static mls_code find_members(reader *r, mls_json_node object, member *table, size_t count)
+{
+    size_t next = 0;
+    for (size_t i = 0; i < count; i++) {
+        table[i].node = MLS_JSON_NONE;
+    }
+    for (mls_json_node node = mls_json_first(r->json, object); node != MLS_JSON_NONE;
+         node = mls_json_next(r->json, node)) {
+        const mls_text key = mls_json_key(r->json, node);
+        for (size_t tries = 0; tries < count; tries++) {
+            const size_t i = (next + tries) % count;
+            if (mls_text_is(key, table[i].key)) {
+                table[i].node = node;
+                next = i + 1;
+                break;
+            }
+        }
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (table[i].node == MLS_JSON_NONE) {
+            if (table[i].needed) {
+                return fail_member(r, object, table[i].key, "is missing");
+            }
+        } else if (mls_json_type_of(r->json, table[i].node) != table[i].type) {
+            return fail_member(r, table[i].node, table[i].key, wrong_type(table[i].type));
+        }
+    }
+    return MLS_OK;
+}
+
+/* A whole number from `least` to `most`. */
+static mls_code read_number(reader *r, const member *m, uint64_t least, uint64_t most,
+                            uint64_t *out)
+{
+    uint64_t value;
+    if (!mls_json_u64(r->json, m->node, &value) || value < least || value > most) {
+        fail_member(r, m->node, m->key, "is no whole number in its range");
+        mls_status_expected(r->st, "%llu to %llu", (unsigned long long)least,
+                            (unsigned long long)most);
+        return MLS_E_FORMAT;
+    }
+    *out = value;
+    return MLS_OK;
+}
+
+/* As read_number, for what must fit the address space. */
+static mls_code read_size(reader *r, const member *m, size_t most, size_t *out)
+{
+    uint64_t value;
+    const mls_code code = read_number(r, m, 0, most, &value);
+    if (code == MLS_OK) {
+        *out = (size_t)value;
+    }
+    return code;
+}
+
+/* Exactly eight digits. */
+static mls_code read_crc(reader *r, const member *m, uint32_t *out)
+{
+    const mls_text text = mls_json_text(r->json, m->node);
+    return text.length == MLS_CRC_DIGITS && mls_crc_from_digits(text.data, out)
+               ? MLS_OK
+               : fail_member(r, m->node, m->key, "is not 8 hexadecimal digits");
+}
+
+/* ---- reading: files ---- */
+
+/* Characters of our own file names (filename.h), so that no path leads anywhere else. */
+static bool plain_name(mls_text text)
+{
+    for (size_t i = 0; i < text.length; i++) {
+        const char c = text.data[i];
+        if (!((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-' || c == '_' ||
+              c == '=' || c == '~' || c == '.')) {
+            return false;
+        }
+    }
+    return text.length > 0 && text.data[0] != '.';
+}
+
+/* "params/x.safetensors". */
+static bool good_path(mls_text path)
+{
+    static const char suffix[] = ".safetensors";
+    const size_t suffix_length = sizeof suffix - 1;
+    for (int s = 0; s < MLS_SECTION_COUNT; s++) {
+        const char *folder = mls_section_name((mls_section)s);
+        const size_t start = strlen(folder) + 1;
+        if (path.length > start + suffix_length && path.length <= MLS_PATH_BYTES &&
+            memcmp(path.data, folder, start - 1) == 0 && path.data[start - 1] == '/') {
+            const mls_text name = {path.data + start, path.length - start};
+            return plain_name(name) && memcmp(path.data + path.length - suffix_length,
+                                              suffix, suffix_length) == 0;
+        }
+    }
+    return false;
+}
+
+static mls_code read_file(reader *r, mls_json_node node, mls_index_file *file)
+{
+    enum { PATH, BYTES, HEADER_CRC, COUNT };
+    member m[COUNT] = {[PATH] = {"path", MLS_JSON_STRING, true, 0},
+                       [BYTES] = {"bytes", MLS_JSON_NUMBER, true, 0},
+                       [HEADER_CRC] = {"header_crc32c", MLS_JSON_STRING, true, 0}};
+    mls_code code = find_members(r, node, m, COUNT);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const mls_text path = mls_json_text(r->json, m[PATH].node);
+    if (!good_path(path)) {
+        return fail_member(r, m[PATH].node, "path", "is not that of a shard file");
+    }
+    memcpy(file->path, path.data, path.length);
+    code = read_number(r, &m[BYTES], HEADER_BYTES, INT64_MAX, &file->bytes);
+    return code == MLS_OK ? read_crc(r, &m[HEADER_CRC], &file->header_crc) : code;
+}
+
+/* ---- reading: shards ---- */
+
+enum {
+    SECTION,
+    NAME,
+    STATE,
+    DTYPE,
+    SHAPE,
+    LAYOUT,
+    PART,
+    AXES,
+    TIER,
+    VERSION,
+    FILE_NUMBER,
+    OFFSET,
+    BYTES,
+    CRC,
+    BLOCKS,
+    MEMBERS
+};
+
+static const member shard_members[MEMBERS] = {
+    [SECTION] = {"section", MLS_JSON_STRING, true, 0},
+    [NAME] = {"name", MLS_JSON_STRING, true, 0},
+    [STATE] = {"state", MLS_JSON_STRING, false, 0},
+    [DTYPE] = {"dtype", MLS_JSON_STRING, true, 0},
+    [SHAPE] = {"shape", MLS_JSON_ARRAY, true, 0},
+    [LAYOUT] = {"layout", MLS_JSON_ARRAY, true, 0},
+    [PART] = {"part", MLS_JSON_NUMBER, true, 0},
+    [AXES] = {"axes", MLS_JSON_ARRAY, false, 0},
+    [TIER] = {"tier", MLS_JSON_STRING, false, 0},
+    [VERSION] = {"version", MLS_JSON_NUMBER, true, 0},
+    [FILE_NUMBER] = {"file", MLS_JSON_NUMBER, true, 0},
+    [OFFSET] = {"offset", MLS_JSON_NUMBER, true, 0},
+    [BYTES] = {"bytes", MLS_JSON_NUMBER, true, 0},
+    [CRC] = {"crc32c", MLS_JSON_STRING, true, 0},
+    [BLOCKS] = {"blocks", MLS_JSON_STRING, false, 0},
+};
+
+/* The name of a text among `count` names, or `count`. */
+static int which_name(mls_text text, const char *(*name_of)(int), int count)
+{
+    int i = 0;
+    while (i < count && !mls_text_is(text, name_of(i))) {
+        i++;
+    }
+    return i;
+}
+
+static const char *section_of(int i)
+{
+    return mls_section_name((mls_section)i);
+}
+
+static const char *tier_of(int i)
+{
+    return mls_tier_name((mls_tier)i);
+}
+
+/* Dots divide parameter and state: where both are joined, they must come apart again. */
+static mls_code read_id(reader *r, const member *m, mls_tensor_id *id)
+{
+    const mls_text section = mls_json_text(r->json, m[SECTION].node);
+    const int which = which_name(section, section_of, MLS_SECTION_COUNT);
+    if (which == MLS_SECTION_COUNT) {
+        return fail_member(r, m[SECTION].node, "section",
+                           "is neither \"params\" nor \"optim_state\"");
+    }
+    *id = (mls_tensor_id){.section = (mls_section)which,
+                          .name = mls_json_text(r->json, m[NAME].node),
+                          .has_state = m[STATE].node != MLS_JSON_NONE};
+    if (id->section == MLS_PARAMS) {
+        return id->has_state
+                   ? fail_member(r, m[STATE].node, "state", "in the section \"params\"")
+                   : MLS_OK;
+    }
+    const mls_text divided =
+        id->has_state ? mls_json_text(r->json, m[STATE].node) : id->name;
+    if (divided.length > 0 && memchr(divided.data, '.', divided.length) != NULL) {
+        return fail_member(r, m[id->has_state ? STATE : NAME].node,
+                           id->has_state ? "state" : "name", "has a dot");
+    }
+    if (id->has_state) {
+        id->state = divided;
+    }
+    return MLS_OK;
+}
+
+/* Dimensions go to the index's array of all of them. */
+static mls_code read_shape(reader *r, const member *m, mls_index_shard *shard)
+{
+    size_t *dims = r->index.dims + r->dims_used;
+    const size_t rank = mls_json_size(r->json, m->node);
+    if (rank > MLS_LAYOUT_RANK) {
+        return fail_member(r, m->node, m->key, "has too many dimensions");
+    }
+    mls_json_node node = mls_json_first(r->json, m->node);
+    for (size_t i = 0; i < rank; i++, node = mls_json_next(r->json, node)) {
+        uint64_t dim;
+        if (!mls_json_u64(r->json, node, &dim) || !mls_size_from_u64(dim, &dims[i])) {
+            return fail_member(r, node, m->key, "has a dimension that is no size");
+        }
+    }
+    shard->rank = (int)rank;
+    shard->shape = dims;
+    r->dims_used += rank;
+    return MLS_OK;
+}
+
+/* [axis or "flat", parts] */
+static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
+{
+    uint64_t axis, parts;
+    const mls_json_node first = mls_json_first(r->json, node);
+    if (mls_json_type_of(r->json, node) != MLS_JSON_ARRAY ||
+        mls_json_size(r->json, node) != 2 ||
+        !mls_json_u64(r->json, mls_json_next(r->json, first), &parts) ||
+        !mls_size_from_u64(parts, &step->parts)) {
+        return false;
+    }
+    if (mls_json_type_of(r->json, first) == MLS_JSON_STRING) {
+        step->axis = MLS_LAYOUT_FLAT;
+        return mls_text_is(mls_json_text(r->json, first), "flat");
+    }
+    if (!mls_json_u64(r->json, first, &axis) || axis >= MLS_LAYOUT_RANK) {
+        return false;
+    }
+    step->axis = (int)axis;
+    return true;
+}
+
+static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
+{
+    if (mls_json_size(r->json, m->node) > MLS_LAYOUT_STEPS) {
+        return fail_member(r, m->node, m->key, "has too many steps");
+    }
+    for (mls_json_node node = mls_json_first(r->json, m->node); node != MLS_JSON_NONE;
+         node = mls_json_next(r->json, node)) {
+        if (!read_step(r, node, &layout->steps[layout->count])) {
+            return fail_member(r, node, m->key,
+                               "has a step that is not [axis or \"flat\", parts]");
+        }
+        layout->count++;
+    }
+    return MLS_OK;
+}
+
+/* For each of the state's axes the parameter's, or null. */
+static mls_code read_axes(reader *r, const member *m, mls_index_shard *shard)
+{
+    signed char *axes = r->index.axes + r->axes_used;
+    if (m->node == MLS_JSON_NONE) {
+        return MLS_OK;
+    }
+    if (mls_json_size(r->json, m->node) != (size_t)shard->rank) {
+        return fail_member(r, m->node, m->key, "are not as many as the shape has");
+    }
+    mls_json_node node = mls_json_first(r->json, m->node);
+    for (int i = 0; i < shard->rank; i++, node = mls_json_next(r->json, node)) {
+        uint64_t axis;
+        if (mls_json_type_of(r->json, node) == MLS_JSON_NULL) {
+            axes[i] = MLS_NO_AXIS;
+        } else if (mls_json_u64(r->json, node, &axis) && axis < MLS_LAYOUT_RANK) {
+            axes[i] = (signed char)axis;
+        } else {
+            return fail_member(r, node, m->key, "hold neither an axis nor null");
+        }
+    }
+    shard->axes = axes;
+    r->axes_used += (size_t)shard->rank;
+    return MLS_OK;
+}
+
+static mls_code read_tier(reader *r, const member *m, mls_tier *tier)
+{
+    if (m->node == MLS_JSON_NONE) {
+        return MLS_OK;
+    }
+    const int which =
+        which_name(mls_json_text(r->json, m->node), tier_of, MLS_TIER_COUNT);
+    if (which == MLS_TIER_NONE || which == MLS_TIER_COUNT) {
+        return fail_member(r, m->node, m->key, "is none of \"hot\", \"warm\", \"cold\"");
+    }
+    *tier = (mls_tier)which;
+    return MLS_OK;
+}
+
+/* What the shard is, by layout and shape, and that its bytes are those of that. */
+static mls_code check_part(reader *r, const member *m, const mls_index_shard *shard)
+{
+    mls_part part;
+    mls_status why;
+    size_t bytes;
+    if (mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part, &part,
+                        &why) != MLS_OK) {
+        return fail_member(r, m[LAYOUT].node, "layout",
+                           why.code == MLS_E_VALUE
+                               ? "does not have this part, or no sense"
+                               : "does not fit the shape");
+    }
+    if (!mls_size_mul(mls_part_count(&part), mls_dtype_of(shard->dtype)->item_bytes,
+                      &bytes) ||
+        bytes != shard->bytes) {
+        return fail_member(r, m[BYTES].node, "bytes",
+                           "are not as many as shape, layout and dtype make");
+    }
+    return MLS_OK;
+}
+
+/* One checksum a block; a shard of one block has but the one. */
+static mls_code read_blocks(reader *r, const member *m, mls_index_shard *shard)
+{
+    const size_t count = mls_safetensors_blocks(shard->bytes);
+    uint32_t *crcs = r->index.crcs + r->crcs_used;
+    mls_code code = read_crc(r, &m[CRC], &shard->crc);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if ((m[BLOCKS].node == MLS_JSON_NONE) != (count <= 1)) {
+        return fail_member(r, m[count <= 1 ? BLOCKS : CRC].node, "blocks",
+                           count <= 1 ? "of a shard that is no longer than one"
+                                      : "is missing");
+    }
+    shard->crcs = crcs;
+    r->crcs_used += count;
+    if (count <= 1) {
+        crcs[0] = shard->crc; /* room for it was counted, by "crc32c" */
+        r->crcs_used = (size_t)(crcs - r->index.crcs) + 1;
+        return shard->bytes > 0 || shard->crc == 0
+                   ? MLS_OK
+                   : fail_member(r, m[CRC].node, "crc32c", "is not that of no bytes");
+    }
+    const mls_text digits = mls_json_text(r->json, m[BLOCKS].node);
+    if (digits.length % MLS_CRC_DIGITS != 0 || digits.length / MLS_CRC_DIGITS != count) {
+        return fail_member(r, m[BLOCKS].node, "blocks",
+                           "are not 8 digits for each MiB of the shard");
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (!mls_crc_from_digits(digits.data + i * MLS_CRC_DIGITS, &crcs[i])) {
+            return fail_member(r, m[BLOCKS].node, "blocks", "are not hexadecimal");
+        }
+    }
+    return MLS_OK;
+}
+
+/* Where it lies: inside its file. */
+static mls_code read_place(reader *r, const member *m, mls_index_shard *shard)
+{
+    uint64_t end;
+    mls_code code = read_size(r, &m[BYTES], SIZE_MAX, &shard->bytes);
+    if (code == MLS_OK) {
+        code = read_number(r, &m[OFFSET], HEADER_BYTES, INT64_MAX, &shard->offset);
+    }
+    if (code == MLS_OK) {
+        code = read_size(r, &m[FILE_NUMBER], SIZE_MAX, &shard->file);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (shard->file >= r->index.file_count) {
+        return fail_member(r, m[FILE_NUMBER].node, "file", "is not one of the files");
+    }
+    if (!mls_u64_add(shard->offset, shard->bytes, &end) ||
+        end > r->index.files[shard->file].bytes) {
+        return fail_member(r, m[OFFSET].node, "offset",
+                           "and bytes lead behind the end of the file");
+    }
+    return MLS_OK;
+}
+
+static mls_code read_shard(reader *r, mls_json_node node, mls_index_shard *shard)
+{
+    member m[MEMBERS];
+    memcpy(m, shard_members, sizeof m);
+    r->name = (mls_text){0};
+    mls_code code = find_members(r, node, m, MEMBERS);
+    if (code != MLS_OK) {
+        return code;
+    }
+    r->name = mls_json_text(r->json, m[NAME].node);
+    if (r->name.data == NULL) {
+        r->name.data = "";
+    }
+    const mls_text dtype = mls_json_text(r->json, m[DTYPE].node);
+    if (!mls_dtype_from_file_name(dtype.data, dtype.length, &shard->dtype)) {
+        return fail_member(r, m[DTYPE].node, "dtype", "is unknown");
+    }
+    if ((code = read_id(r, m, &shard->id)) != MLS_OK ||
+        (code = read_shape(r, &m[SHAPE], shard)) != MLS_OK ||
+        (code = read_layout(r, &m[LAYOUT], &shard->layout)) != MLS_OK ||
+        (code = read_axes(r, &m[AXES], shard)) != MLS_OK ||
+        (code = read_tier(r, &m[TIER], &shard->tier)) != MLS_OK ||
+        (code = read_number(r, &m[VERSION], 1, INT64_MAX, &shard->version)) != MLS_OK ||
+        (code = read_size(r, &m[PART], SIZE_MAX, &shard->part)) != MLS_OK ||
+        (code = read_place(r, m, shard)) != MLS_OK ||
+        (code = check_part(r, m, shard)) != MLS_OK) {
+        return code;
+    }
+    return read_blocks(r, m, shard);
+}
+
+/* ---- reading: the whole ---- */
+
+/* How much the shards will need of each array: counted generously, from values and
+ * digits that really are in the text. */
+static mls_code count_needs(reader *r, mls_json_node shards, size_t *dims, size_t *axes,
+                            size_t *crcs)
+{
+    for (mls_json_node node = mls_json_first(r->json, shards); node != MLS_JSON_NONE;
+         node = mls_json_next(r->json, node)) {
+        if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
+            return fail_member(r, node, "shards", "hold what is no object");
+        }
+        const mls_json_node shape = mls_json_find(r->json, node, "shape");
+        const mls_json_node states = mls_json_find(r->json, node, "axes");
+        const mls_json_node blocks = mls_json_find(r->json, node, "blocks");
+        *dims += shape == MLS_JSON_NONE ? 0 : mls_json_size(r->json, shape);
+        *axes += states == MLS_JSON_NONE ? 0 : mls_json_size(r->json, states);
+        *crcs += 1 + (blocks == MLS_JSON_NONE
+                          ? 0
+                          : mls_json_text(r->json, blocks).length / MLS_CRC_DIGITS);
+    }
+    return MLS_OK;
+}
+
+/* All arrays at once. */
+static mls_code allocate(reader *r, mls_json_node files, mls_json_node shards)
+{
+    mls_index *x = &r->index;
+    size_t dims = 0, axes = 0, crcs = 0;
+    const mls_code code = count_needs(r, shards, &dims, &axes, &crcs);
+    if (code != MLS_OK) {
+        return code;
+    }
+    x->file_count = mls_json_size(r->json, files);
+    x->shard_count = mls_json_size(r->json, shards);
+    if ((x->files = mls_alloc(x->file_count, sizeof *x->files)) == NULL ||
+        (x->shards = mls_alloc(x->shard_count, sizeof *x->shards)) == NULL ||
+        (x->dims = mls_alloc(dims, sizeof *x->dims)) == NULL ||
+        (x->axes = mls_alloc(axes, sizeof *x->axes)) == NULL ||
+        (x->crcs = mls_alloc(crcs, sizeof *x->crcs)) == NULL) {
+        return mls_fail(r->st, MLS_E_MEMORY, "no memory for an index of %zu shards",
+                        x->shard_count);
+    }
+    return MLS_OK;
+}
+
+/* For qsort. */
+static int compare_shards(const void *a, const void *b)
+{
+    return mls_index_compare(a, b);
+}
+
+/* Ours are sorted already; others' may not be.  Then equal ones are neighbours. */
+static mls_code sort_shards(reader *r)
+{
+    const mls_index *x = &r->index;
+    qsort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
+    for (size_t i = 1; i < x->shard_count; i++) {
+        if (mls_index_compare(&x->shards[i - 1], &x->shards[i]) == 0) {
+            r->name = x->shards[i].id.name;
+            return fail_member(r, MLS_JSON_NONE, "part", "appears twice");
+        }
+    }
+    return MLS_OK;
+}
+
+/* The members in front of the lists. */
+static mls_code read_head(reader *r, const member *format, const member *version,
+                          const member *generation, const member *rank,
+                          const member *world)
+{
+    uint64_t number;
+    if (!mls_text_is(mls_json_text(r->json, format->node), "mlstate.index")) {
+        return fail_member(r, format->node, "format", "is not \"mlstate.index\"");
+    }
+    if (!mls_json_u64(r->json, version->node, &number) || number != FORMAT_VERSION) {
+        fail_member(r, version->node, "format_version",
+                    "is one that this mlstate does not read: use a newer one");
+        mls_status_expected(r->st, "%d", (int)FORMAT_VERSION);
+        return MLS_E_FORMAT;
+    }
+    const mls_text text = mls_json_text(r->json, generation->node);
+    uint32_t half;
+    if (text.length != MLS_GENERATION_DIGITS || !mls_crc_from_digits(text.data, &half) ||
+        !mls_crc_from_digits(text.data + MLS_CRC_DIGITS, &half)) {
+        return fail_member(r, generation->node, "generation",
+                           "is not 16 hexadecimal digits");
+    }
+    memcpy(r->index.generation, text.data, text.length);
+    const mls_code code = read_number(r, world, 1, WORLD_MOST, &r->index.world_size);
+    return code == MLS_OK
+               ? read_number(r, rank, 0, r->index.world_size - 1, &r->index.rank)
+               : code;
+}
+
+/* Everything but the seal. */
+static mls_code read_index(reader *r)
+{
+    enum { FORMAT, FORMAT_NUMBER, GENERATION, RANK, WORLD, FILES, SHARDS, COUNT };
+    member m[COUNT] = {[FORMAT] = {"format", MLS_JSON_STRING, true, 0},
+                       [FORMAT_NUMBER] = {"format_version", MLS_JSON_NUMBER, true, 0},
+                       [GENERATION] = {"generation", MLS_JSON_STRING, true, 0},
+                       [RANK] = {"rank", MLS_JSON_NUMBER, true, 0},
+                       [WORLD] = {"world_size", MLS_JSON_NUMBER, true, 0},
+                       [FILES] = {"files", MLS_JSON_ARRAY, true, 0},
+                       [SHARDS] = {"shards", MLS_JSON_ARRAY, true, 0}};
+    mls_code code = find_members(r, 0, m, COUNT);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code =
+        read_head(r, &m[FORMAT], &m[FORMAT_NUMBER], &m[GENERATION], &m[RANK], &m[WORLD]);
+    if (code == MLS_OK) {
+        code = allocate(r, m[FILES].node, m[SHARDS].node);
+    }
+    mls_json_node node = mls_json_first(r->json, m[FILES].node);
+    for (size_t i = 0; code == MLS_OK && i < r->index.file_count; i++) {
+        code = mls_json_type_of(r->json, node) == MLS_JSON_OBJECT
+                   ? read_file(r, node, &r->index.files[i])
+                   : fail_member(r, node, "files", "hold what is no object");
+        node = mls_json_next(r->json, node);
+    }
+    node = code == MLS_OK ? mls_json_first(r->json, m[SHARDS].node) : MLS_JSON_NONE;
+    for (size_t i = 0; code == MLS_OK && i < r->index.shard_count; i++) {
+        code = read_shard(r, node, &r->index.shards[i]);
+        node = mls_json_next(r->json, node);
+    }
+    return code == MLS_OK ? sort_shards(r) : code;
+}
+
+mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
+                         mls_index *out, mls_status *st)
+{
+    mls_json *json = NULL;
+    mls_code code = mls_seal_check(text, length, crc, st);
+    if (code == MLS_OK) {
+        code = mls_json_parse(text, length, (mls_json_limits){DEPTH, NODES}, &json, st);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    reader r = {.json = json, .index = {.json = json}, .st = st};
+    /* a sealed text starts with a brace, so the root is an object */
+    code = read_index(&r);
+    if (code != MLS_OK) {
+        mls_index_fini(&r.index);
+        return code;
+    }
+    *out = r.index;
+    return MLS_OK;
+}
+
+/* ---- writing ---- */
+
+static void put_string(mls_buffer *b, const char *key, mls_text text)
+{
+    mls_buffer_text(b, key);
+    mls_buffer_json(b, text);
+}
+
+static void put_number(mls_buffer *b, const char *key, uint64_t number)
+{
+    mls_buffer_text(b, key);
+    mls_buffer_number(b, number);
+}
+
+static void put_plain(mls_buffer *b, const char *key, const char *text)
+{
+    put_string(b, key, (mls_text){text, strlen(text)});
+}
+
+/* The digits of `count` checksums as one string. */
+static void put_crcs(mls_buffer *b, const char *key, const uint32_t *crcs, size_t count)
+{
+    mls_buffer_text(b, key);
+    mls_buffer_text(b, "\"");
+    for (size_t i = 0; i < count; i++) {
+        char digits[MLS_CRC_DIGITS];
+        mls_crc_to_digits(crcs[i], digits);
+        mls_buffer_put(b, digits, sizeof digits);
+    }
+    mls_buffer_text(b, "\"");
+}
+
+/* [[0,4],["flat",2]] */
+static void put_layout(mls_buffer *b, const mls_layout *layout)
+{
+    mls_buffer_text(b, ",\"layout\":[");
+    for (int i = 0; i < layout->count; i++) {
+        mls_buffer_text(b, i == 0 ? "[" : ",[");
+        if (layout->steps[i].axis == MLS_LAYOUT_FLAT) {
+            mls_buffer_text(b, "\"flat\"");
+        } else {
+            mls_buffer_number(b, (uint64_t)layout->steps[i].axis);
+        }
+        put_number(b, ",", layout->steps[i].parts);
+        mls_buffer_text(b, "]");
+    }
+    mls_buffer_text(b, "]");
+}
+
+/* Without the place: what a shard is does not change when it is moved. */
+void mls_index_put_shard(mls_buffer *b, const mls_index_shard *s)
+{
+    put_plain(b, "{\"section\":", mls_section_name(s->id.section));
+    put_string(b, ",\"name\":", s->id.name);
+    if (s->id.has_state) {
+        put_string(b, ",\"state\":", s->id.state);
+    }
+    put_plain(b, ",\"dtype\":", mls_dtype_of(s->dtype)->file_name);
+    mls_buffer_text(b, ",\"shape\":[");
+    for (int i = 0; i < s->rank; i++) {
+        put_number(b, i == 0 ? "" : ",", s->shape[i]);
+    }
+    mls_buffer_text(b, "]");
+    put_layout(b, &s->layout);
+    put_number(b, ",\"part\":", s->part);
+    for (int i = 0; s->axes != NULL && i < s->rank; i++) {
+        mls_buffer_text(b, i == 0 ? ",\"axes\":[" : ",");
+        if (s->axes[i] == MLS_NO_AXIS) {
+            mls_buffer_text(b, "null");
+        } else {
+            mls_buffer_number(b, (uint64_t)s->axes[i]);
+        }
+        mls_buffer_text(b, i == s->rank - 1 ? "]" : "");
+    }
+    if (s->tier != MLS_TIER_NONE) {
+        put_plain(b, ",\"tier\":", mls_tier_name(s->tier));
+    }
+    put_number(b, ",\"version\":", s->version);
+}
+
+/* What follows in an index: where it is, and its checksums. */
+static void put_place(mls_buffer *b, const mls_index_shard *s)
+{
+    const size_t blocks = mls_safetensors_blocks(s->bytes);
+    put_number(b, ",\"file\":", s->file);
+    put_number(b, ",\"offset\":", s->offset);
+    put_number(b, ",\"bytes\":", s->bytes);
+    put_crcs(b, ",\"crc32c\":", &s->crc, 1);
+    if (blocks > 1) {
+        put_crcs(b, ",\"blocks\":", s->crcs, blocks);
+    }
+    mls_buffer_text(b, "}");
+}
+
+mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
+                         mls_buffer *out, uint32_t *crc_out, mls_status *st)
+{
+    mls_buffer *b = out;
+    b->most = TEXT_MOST;
+    put_number(b, MLS_SEAL_START ",\n\"format\":\"mlstate.index\",\"format_version\":",
+               FORMAT_VERSION);
+    put_plain(b, ",\n\"generation\":", index->generation);
+    put_number(b, ",\"rank\":", index->rank);
+    put_number(b, ",\"world_size\":", index->world_size);
+    mls_buffer_text(b, ",\n\"files\":[");
+    for (size_t i = 0; i < index->file_count; i++) {
+        const mls_index_file *file = &index->files[i];
+        put_plain(b, i == 0 ? "\n{\"path\":" : ",\n{\"path\":", file->path);
+        put_number(b, ",\"bytes\":", file->bytes);
+        put_crcs(b, ",\"header_crc32c\":", &file->header_crc, 1);
+        mls_buffer_text(b, "}");
+    }
+    mls_buffer_text(b, "],\n\"shards\":[");
+    for (size_t i = 0; i < index->shard_count; i++) {
+        mls_buffer_text(b, i == 0 ? "\n" : ",\n");
+        mls_index_put_shard(b, &index->shards[i]);
+        put_place(b, &index->shards[i]);
+    }
+    mls_buffer_text(b, "]}\n");
+    if (b->code != MLS_OK) {
+        return mls_fail(st, b->code, "no room for an index of %zu shards",
+                        index->shard_count);
+    }
+    mls_seal(b->data, b->length, crc);
+    *crc_out = crc->update(0, b->data, b->length);
+    return MLS_OK;
+}

@@ -1,0 +1,123 @@
+/* index: which shards one rank has stored, and where.
+ *
+ * An index is a sealed JSON text (seal.h) that lists files and, of each shard, what it is
+ * of which tensor, its version and checksums, and where in which file its bytes lie.
+ * docs/format.md describes it member by member.  Reading believes nothing: a text that
+ * passes describes shards that fit their tensors, their files and the address space.
+ */
+#ifndef MLS_INDEX_H
+#define MLS_INDEX_H
+
+#include "buffer.h"
+#include "crc32c.h"
+#include "dtype.h"
+#include "json.h"
+#include "layout.h"
+#include "status.h"
+#include "text.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* What a tensor belongs to; also the folder of its files. */
+typedef enum mls_section { MLS_PARAMS, MLS_OPTIM_STATE, MLS_SECTION_COUNT } mls_section;
+
+/* "params", "optim_state". */
+const char *mls_section_name(mls_section section);
+
+/* Where the tensor was kept when it was saved; nothing of it matters to its file. */
+typedef enum mls_tier {
+    MLS_TIER_NONE, /* not stated */
+    MLS_TIER_HOT,  /* memory of an accelerator */
+    MLS_TIER_WARM, /* main memory */
+    MLS_TIER_COLD, /* a file */
+    MLS_TIER_COUNT
+} mls_tier;
+
+/* "", "hot", "warm", "cold". */
+const char *mls_tier_name(mls_tier tier);
+
+enum {
+    MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal */
+    MLS_NO_AXIS = -1,           /* an axis of a state that its parameter lacks */
+    MLS_PATH_BYTES = 240        /* of a file's path in the pool, without NUL */
+};
+
+/* A tensor, whichever of its shards is concerned. */
+typedef struct mls_tensor_id {
+    mls_section section;
+    mls_text name;  /* of the parameter */
+    mls_text state; /* of the optimizer, such as "m"; without dots */
+    bool has_state; /* never in `params` */
+} mls_tensor_id;
+
+/* By section, name and state: below, at or above 0. */
+int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b);
+
+/* One of the files that shards lie in. */
+typedef struct mls_index_file {
+    char path[MLS_PATH_BYTES + 1]; /* "params/x.safetensors": no way out of the pool */
+    uint64_t bytes;
+    uint32_t header_crc; /* "mlstate.header.crc32c" of its header: tells it from others */
+} mls_index_file;
+
+/* One shard. */
+typedef struct mls_index_shard {
+    mls_tensor_id id;
+    mls_dtype dtype;
+    int rank;            /* at most MLS_LAYOUT_RANK */
+    const size_t *shape; /* of the whole tensor */
+    mls_layout layout;
+    size_t part;             /* which part of the layout */
+    const signed char *axes; /* for each axis of a state the parameter's, or MLS_NO_AXIS;
+                                NULL: they have the same axes */
+    mls_tier tier;
+    uint64_t version;     /* from 1 */
+    size_t file;          /* in the index's files */
+    uint64_t offset;      /* of its first byte in that file */
+    size_t bytes;         /* fit part and dtype */
+    uint32_t crc;         /* of all of it */
+    const uint32_t *crcs; /* of its blocks */
+} mls_index_shard;
+
+typedef struct mls_index {
+    char generation[MLS_GENERATION_DIGITS + 1];
+    uint64_t rank, world_size;
+    mls_index_file *files;
+    size_t file_count;
+    mls_index_shard *shards; /* by id, then by part; no part twice */
+    size_t shard_count;
+    /* what the shards point to; NULL where somebody else owns that */
+    mls_json *json;
+    size_t *dims;
+    signed char *axes;
+    uint32_t *crcs;
+} mls_index;
+
+/* Understand an index.  `text` need not outlive the call.  Gives: release with
+ * mls_index_fini.  Memory grows with the text only.
+ * MLS_E_FORMAT, with offset and tensor name where they apply; MLS_E_CHECKSUM;
+ * MLS_E_MEMORY.  `*out` is untouched on failure. */
+mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
+                         mls_index *out, mls_status *st);
+
+/* Append the text of an index to an empty buffer; returns its CRC32C as a whole by
+ * `*crc_out`.  What is written is what mls_index_parse would accept: the caller's names
+ * are UTF-8, its shards in order.  MLS_E_MEMORY, MLS_E_SIZE (over 512 MiB). */
+mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
+                         mls_buffer *out, uint32_t *crc_out, mls_status *st);
+
+/* Append the start of a shard's JSON object, what it is and its version, without a
+ * closing brace: shard files say the same of what they hold. */
+void mls_index_put_shard(mls_buffer *b, const mls_index_shard *shard);
+
+/* The part of its tensor that a shard of a good index is. */
+mls_part mls_index_part(const mls_index_shard *shard);
+
+/* Shards are sorted by this: id, then part. */
+int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b);
+
+void mls_index_fini(mls_index *index); /* accepts a zeroed one; zeroes it */
+
+#endif
