@@ -3,7 +3,7 @@
  *
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core \
  *       fuzz/fuzz_safetensors.c csrc/core/{safetensors_read,json,fsio,mem,status}.c \
- *       csrc/core/{dtype,cpu,crc32c,crc32c_x86,crc32c_arm}.c
+ *       csrc/core/{dtype,cpu}.c csrc/core/crc32c*.c
  */
 #include "safetensors.h"
 

@@ -86,12 +86,18 @@ static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t byt
 
 const mls_crc_kernels mls_crc_scalar = {.update = update_scalar, .copy = copy_scalar};
 
-/* A machine with AVX2 has SSE4.2 and PCLMULQDQ (see cpu.c); an early ARMv8 may lack the
- * CRC extension, and then the oracle serves. */
+/* A machine with AVX2 has SSE4.2 and PCLMULQDQ (see cpu.c), but not always VPCLMULQDQ; an
+ * early ARMv8 may lack the CRC extension, and then the oracle serves. */
 const mls_crc_kernels *mls_crc_of(mls_cpu cpu)
 {
 #if defined(__x86_64__)
-    return cpu == MLS_CPU_SCALAR ? &mls_crc_scalar : &mls_crc_x86;
+    if (cpu == MLS_CPU_SCALAR) {
+        return &mls_crc_scalar;
+    }
+    if (!mls_crc_fold_offered()) {
+        return &mls_crc_x86;
+    }
+    return cpu == MLS_CPU_AVX512 ? &mls_crc_avx512 : &mls_crc_avx2;
 #elif defined(__aarch64__)
     return cpu == MLS_CPU_SCALAR || !mls_crc_arm_offered() ? &mls_crc_scalar
                                                            : &mls_crc_arm;

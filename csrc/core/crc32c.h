@@ -16,12 +16,14 @@
 typedef struct mls_crc_kernels {
     /* Checksum of the bytes that gave `crc`, followed by `bytes` bytes at `data`. */
     uint32_t (*update)(uint32_t crc, const void *data, size_t bytes);
-    /* The same, while copying them to `dst`, which must not overlap; any alignment. */
+    /* The same, while copying them to `dst`, which must not overlap; any alignment.  A
+     * variant may store long runs, of many MiB, round the cache. */
     uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t bytes);
 } mls_crc_kernels;
 
-/* The table for a set that mls_cpu_offers: CRC instructions wherever the machine has
- * them, else the scalar one.  Never NULL; constant. */
+/* The table for a set that mls_cpu_offers: the quickest that the machine has the
+ * instructions for, else the scalar one.  Never NULL; constant.  Asks the machine, which
+ * can take a microsecond where that is a virtual one: not for every small run. */
 const mls_crc_kernels *mls_crc_of(mls_cpu cpu);
 
 /* Checksum of two runs put together, from that of each and the length of the second. */
@@ -31,6 +33,8 @@ uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes)
 extern const mls_crc_kernels mls_crc_scalar;
 #if defined(__x86_64__)
 extern const mls_crc_kernels mls_crc_x86; /* SSE4.2 and PCLMULQDQ, which AVX2 implies */
+extern const mls_crc_kernels mls_crc_avx2, mls_crc_avx512; /* see mls_crc_fold_offered */
+bool mls_crc_fold_offered(void); /* VPCLMULQDQ, which neither set implies */
 #elif defined(__aarch64__)
 extern const mls_crc_kernels mls_crc_arm; /* the CRC extension, see mls_crc_arm_offered */
 bool mls_crc_arm_offered(void);

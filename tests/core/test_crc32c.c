@@ -1,16 +1,47 @@
 /* CRC32C: known answers, and every variant against the oracle. */
 #include "crc32c.h"
+#include "crc32c_powers.h"
 #include "runner.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
 
-/* Pseudo-random bytes, the same on every machine. */
+/* Pseudo-random, the same on every machine. */
+static uint32_t next_noise(uint32_t *seed)
+{
+    *seed = *seed * 1664525U + 1013904223U;
+    return *seed >> 8;
+}
+
 static void fill_noise(unsigned char *data, size_t bytes, uint32_t seed)
 {
     for (size_t i = 0; i < bytes; i++) {
-        seed = seed * 1664525U + 1013904223U;
-        data[i] = (unsigned char)(seed >> 24);
+        data[i] = (unsigned char)(next_noise(&seed) >> 16);
     }
+}
+
+/* Every table that this machine can run, also those that mls_crc_of passes over here. */
+static size_t variants(const mls_crc_kernels *out[MLS_CPU_COUNT + 1])
+{
+    size_t count = 0;
+#if defined(__x86_64__)
+    if (mls_cpu_offers(MLS_CPU_AVX2)) {
+        out[count++] = &mls_crc_x86;
+        if (mls_crc_fold_offered()) {
+            out[count++] = &mls_crc_avx2;
+        }
+    }
+    if (mls_cpu_offers(MLS_CPU_AVX512) && mls_crc_fold_offered()) {
+        out[count++] = &mls_crc_avx512;
+    }
+#elif defined(__aarch64__)
+    if (mls_crc_arm_offered()) {
+        out[count++] = &mls_crc_arm;
+    }
+#else
+    (void)out;
+#endif
+    return count;
 }
 
 static void known_answers_of_rfc_3720(void)
@@ -25,11 +56,11 @@ static void known_answers_of_rfc_3720(void)
         up[i] = (unsigned char)i;
         down[i] = (unsigned char)(31 - i);
     }
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        if (!mls_cpu_offers((mls_cpu)cpu)) {
-            continue;
-        }
-        const mls_crc_kernels *k = mls_crc_of((mls_cpu)cpu);
+    const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
+    size_t count = variants(all);
+    all[count++] = &mls_crc_scalar;
+    for (size_t i = 0; i < count; i++) {
+        const mls_crc_kernels *k = all[i];
         CHECK(k->update(0, "", 0) == 0);
         CHECK(k->update(0, "123456789", 9) == 0xE3069283U);
         CHECK(k->update(0, zeros, 32) == 0x8A9136AAU);
@@ -40,39 +71,140 @@ static void known_answers_of_rfc_3720(void)
     }
 }
 
-/* Lengths on both sides of every lane size besides the short ones. */
-static size_t length_of(size_t i)
+/* The table for a set is the oracle or one of those; a set never gets instructions that
+ * it does not promise. */
+static void each_set_gets_a_variant_that_the_machine_can_run(void)
 {
-    static const size_t longer[] = {191,   192,   193,   1535,  1536,  1545,
-                                    3000,  12287, 12288, 12289, 13900, 24575,
-                                    24576, 24583, 49152, 49159, 50000};
-    return i <= 300 ? i : longer[i - 301];
-}
-enum { LENGTHS = 301 + 17, ROOM = 50100 };
-
-static void every_variant_agrees_with_the_oracle(void)
-{
-    unsigned char *data = malloc(ROOM), *copy = malloc(ROOM);
-    REQUIRE(data != NULL && copy != NULL);
-    fill_noise(data, ROOM, 7);
+    const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
+    const size_t count = variants(all);
+    CHECK(mls_crc_of(MLS_CPU_SCALAR) == &mls_crc_scalar);
     for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
         if (!mls_cpu_offers((mls_cpu)cpu)) {
             continue;
         }
-        const mls_crc_kernels *k = mls_crc_of((mls_cpu)cpu);
-        for (size_t i = 0; i < LENGTHS; i++) {
-            const size_t bytes = length_of(i);
-            for (size_t shift = 0; shift < (i <= 300 ? 16 : 3); shift++) {
-                const uint32_t start = (uint32_t)(i * 2654435761U);
-                const uint32_t wanted = mls_crc_scalar.update(start, data + shift, bytes);
-                CHECK(k->update(start, data + shift, bytes) == wanted);
-                memset(copy, 0xA5, ROOM);
-                unsigned char *to = copy + (shift * 7) % 16 + 1;
-                CHECK(k->copy(start, to, data + shift, bytes) == wanted);
-                CHECK(memcmp(to, data + shift, bytes) == 0);
-                CHECK(to[-1] == 0xA5 && to[bytes] == 0xA5);
+        const mls_crc_kernels *got = mls_crc_of((mls_cpu)cpu);
+        bool found = count == 0 && got == &mls_crc_scalar;
+        for (size_t i = 0; i < count; i++) {
+            found = found || got == all[i];
+        }
+        CHECK(found);
+#if defined(__x86_64__)
+        CHECK(cpu == MLS_CPU_AVX512 || got != &mls_crc_avx512);
+#endif
+    }
+}
+
+enum {
+    EDGE = 64,      /* bytes looked at on either side of a copy */
+    SHORT = 2048,   /* up to here, every length */
+    MIB = 1 << 20,  /* up to here, some lengths */
+    LONG = 8 * MIB, /* from here on, stores may go round the cache */
+    ROOM = 9 * MIB  /* of a buffer */
+};
+
+/* One run: the checksum from `start`, read alone and copied; the bytes of the copy, and
+ * those on either side of it. */
+static bool agrees(const mls_crc_kernels *k, uint32_t start, const unsigned char *data,
+                   size_t bytes, unsigned char *to, uint32_t wanted)
+{
+    memset(to - EDGE, 0xA5, bytes + (size_t)2 * EDGE);
+    bool good = k->update(start, data, bytes) == wanted &&
+                k->copy(start, to, data, bytes) == wanted;
+    good = memcmp(to, data, bytes) == 0 && good;
+    for (size_t i = 0; i < EDGE; i++) {
+        good = good && to[(ptrdiff_t)i - EDGE] == 0xA5 && to[bytes + i] == 0xA5;
+    }
+    return good;
+}
+
+/* All variants over one run, whose copy has another alignment. */
+static void check_run(const unsigned char *data, unsigned char *copy, size_t bytes,
+                      uint32_t start, uint32_t wanted)
+{
+    const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
+    const size_t count = variants(all);
+    unsigned char *to = copy + EDGE + ((uintptr_t)data * 7 + bytes) % EDGE;
+    for (size_t i = 0; i < count; i++) {
+        CHECK(agrees(all[i], start, data, bytes, to, wanted));
+    }
+}
+
+/* The oracle takes one byte more for each length. */
+static void short_runs_of_every_length_and_alignment_agree_with_the_oracle(void)
+{
+    unsigned char *data = malloc(SHORT + EDGE), *copy = malloc(SHORT + 4 * EDGE);
+    REQUIRE(data != NULL && copy != NULL);
+    fill_noise(data, SHORT + EDGE, 7);
+    for (size_t shift = 0; shift < EDGE; shift++) {
+        const uint32_t start = (uint32_t)(shift * 2654435761U);
+        uint32_t wanted = start;
+        for (size_t bytes = 0; bytes <= SHORT; bytes++) {
+            check_run(data + shift, copy, bytes, start, wanted);
+            wanted = mls_crc_scalar.update(wanted, data + shift + bytes, 1);
+        }
+    }
+    free(data);
+    free(copy);
+}
+
+/* Around the blocks of each variant: of lanes, of vectors and of pages side by side,
+ * which begin after one vector; then any lengths up to a MiB; then some that variants may
+ * store round the cache, whose addresses matter. */
+static size_t longer(size_t i, uint32_t *seed)
+{
+    static const size_t blocks[] = {3072, 12288, 16384, 24576, 32768, 49152, 65536};
+    static const size_t more[] = {0, 32, 64, 96, 128, 192, 256, 320, 1000, 13900};
+    static const size_t longest[] = {LONG - 1, LONG, LONG + 1, LONG + 16511};
+    if (i < 210) {
+        return blocks[i / 30] + more[i / 3 % 10] + i % 3 - 1;
+    }
+    return i < 240 ? next_noise(seed) % MIB : longest[i - 240];
+}
+enum { LONGER = 244 };
+
+static void longer_runs_agree_with_the_oracle(void)
+{
+    unsigned char *data = malloc(ROOM), *copy = malloc(ROOM);
+    REQUIRE(data != NULL && copy != NULL);
+    fill_noise(data, ROOM, 17);
+    uint32_t seed = 23;
+    for (size_t i = 0; i < LONGER; i++) {
+        const size_t bytes = longer(i, &seed);
+        const unsigned char *from = data + i % EDGE;
+        const uint32_t start = next_noise(&seed);
+        const uint32_t wanted = mls_crc_scalar.update(start, from, bytes);
+        check_run(from, copy, bytes, start, wanted);
+    }
+    free(data);
+    free(copy);
+}
+
+/* A checksum taken up again after each part, whatever the lengths: many short ones, some
+ * longer. */
+static void running_checksums_agree_with_the_oracle(void)
+{
+    const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
+    const size_t count = variants(all);
+    unsigned char *data = malloc(MIB), *copy = malloc(MIB);
+    REQUIRE(data != NULL && copy != NULL);
+    fill_noise(data, MIB, 5);
+    const uint32_t wanted = mls_crc_scalar.update(0, data, MIB);
+    uint32_t seed = 31;
+    for (size_t k = 0; k < count; k++) {
+        uint32_t crc = 0;
+        memset(copy, 0, MIB);
+        for (size_t at = 0, bytes; at < MIB; at += bytes) {
+            const uint32_t limit = next_noise(&seed) % 8 == 0 ? 100000 : 1000;
+            bytes = next_noise(&seed) % limit;
+            bytes = bytes < MIB - at ? bytes : MIB - at;
+            if (next_noise(&seed) % 2 == 0) {
+                crc = all[k]->update(crc, data + at, bytes);
+                memcpy(copy + at, data + at, bytes);
+            } else {
+                crc = all[k]->copy(crc, copy + at, data + at, bytes);
             }
         }
+        CHECK(crc == wanted && memcmp(copy, data, MIB) == 0);
     }
     free(data);
     free(copy);
@@ -87,14 +219,37 @@ static void the_oracle_copies_too(void)
     CHECK(memcmp(copy + 1, data, 100) == 0 && copy[0] == 0 && copy[101] == 0);
 }
 
+/* x to any power, in the order of bits that mls_crc_multiply has. */
+static uint32_t power_of_x(uint64_t exponent)
+{
+    uint32_t power = 0x80000000U, square = 0x40000000U; /* x**0 and x**1 */
+    for (; exponent != 0; exponent >>= 1) {
+        power = (exponent & 1U) != 0 ? mls_crc_multiply(power, square) : power;
+        square = mls_crc_multiply(square, square);
+    }
+    return power;
+}
+
+static void the_constants_are_the_powers_that_they_claim_to_be(void)
+{
+    for (int move = 0; move < MLS_CRC_MOVES; move++) {
+        const mls_crc_power *p = &mls_crc_powers[move];
+        CHECK(p->lower == power_of_x(8 * p->bytes + 64 - 33));
+        CHECK(p->upper == power_of_x(8 * p->bytes - 33));
+        CHECK(move == 0 || p->bytes > mls_crc_powers[move - 1].bytes);
+    }
+    CHECK(mls_crc_powers[MLS_CRC_BY_4096].bytes == 4096);
+}
+
 static void checksums_of_parts_combine_to_that_of_the_whole(void)
 {
-    unsigned char *data = malloc(ROOM);
+    unsigned char *data = malloc(MIB);
     REQUIRE(data != NULL);
-    fill_noise(data, ROOM, 11);
+    fill_noise(data, MIB, 11);
     const mls_crc_kernels *k = &mls_crc_scalar;
-    for (size_t i = 0; i < LENGTHS; i++) {
-        const size_t bytes = length_of(i);
+    uint32_t seed = 41;
+    for (size_t i = 0; i < 340; i++) {
+        const size_t bytes = i < 300 ? i : next_noise(&seed) % 100000;
         const uint32_t whole = k->update(0, data, bytes);
         for (size_t part = 0; part < 9; part++) {
             const size_t cut = bytes * part / 8;
@@ -125,8 +280,12 @@ static void combining_is_associative_for_huge_lengths(void)
 
 static const test_case tests[] = {
     TEST(known_answers_of_rfc_3720),
-    TEST(every_variant_agrees_with_the_oracle),
+    TEST(each_set_gets_a_variant_that_the_machine_can_run),
+    TEST(short_runs_of_every_length_and_alignment_agree_with_the_oracle),
+    TEST(longer_runs_agree_with_the_oracle),
+    TEST(running_checksums_agree_with_the_oracle),
     TEST(the_oracle_copies_too),
+    TEST(the_constants_are_the_powers_that_they_claim_to_be),
     TEST(checksums_of_parts_combine_to_that_of_the_whole),
     TEST(combining_is_associative_for_huge_lengths),
 };
