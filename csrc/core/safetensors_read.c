@@ -15,6 +15,7 @@
 
 #include "fsio.h"
 #include "mem.h"
+#include "seal.h"
 #include "size.h"
 
 #include <stdatomic.h>
@@ -29,7 +30,6 @@
 enum {
     LENGTH_BYTES = 8,     /* in front of the header */
     HEADER_DEPTH = 16,    /* the format needs 3; other writers may say more */
-    CRC_DIGITS = 8,       /* of a checksum in text */
     SHOWN_NAME = 100,     /* bytes of a name in a message */
     READ_STEP = 256 << 10 /* stays in the cache between reading and checksum */
 };
@@ -255,25 +255,6 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
     return MLS_OK;
 }
 
-/* Eight lower-case hexadecimal digits.  Upper case is refused: a flipped bit must not
- * go unnoticed because it only changes the case of a digit. */
-static bool read_crc(const char *text, uint32_t *out)
-{
-    uint32_t value = 0;
-    for (int i = 0; i < CRC_DIGITS; i++) {
-        const char c = text[i];
-        if (c >= '0' && c <= '9') {
-            value = value * 16 + (uint32_t)(c - '0');
-        } else if (c >= 'a' && c <= 'f') {
-            value = value * 16 + (uint32_t)(c - 'a' + 10);
-        } else {
-            return false;
-        }
-    }
-    *out = value;
-    return true;
-}
-
 /* The last block of a tensor may be shorter; a tensor without bytes has none. */
 size_t mls_safetensors_blocks(size_t bytes)
 {
@@ -300,15 +281,15 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     unsigned char length[LENGTH_BYTES];
     uint32_t expected;
     const size_t at = mls_json_offset(r->file.json, r->header_crc) + 1;
-    if (mls_json_text(r->file.json, r->header_crc).length != CRC_DIGITS ||
-        !read_crc(r->text + at, &expected)) {
+    if (mls_json_text(r->file.json, r->header_crc).length != MLS_CRC_DIGITS ||
+        !mls_crc_from_digits(r->text + at, &expected)) {
         return fail_checksum(r, "its checksum is not 8 digits");
     }
-    const size_t behind = at + CRC_DIGITS;
+    const size_t behind = at + MLS_CRC_DIGITS;
     mls_store_le64(length, r->length);
     uint32_t found = crc->update(0, length, sizeof length);
     found = crc->update(found, r->text, at);
-    found = crc->update(found, zeros, CRC_DIGITS);
+    found = crc->update(found, zeros, MLS_CRC_DIGITS);
     found = crc->update(found, r->text + behind, r->length - behind);
     if (found != expected) {
         fail_checksum(r, "its checksum does not match");
@@ -323,7 +304,7 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
  * where they are not as many as there are blocks, or no digits. */
 static bool share_blocks(header_reader *r, mls_text digits)
 {
-    size_t left = digits.length / CRC_DIGITS;
+    size_t left = digits.length / MLS_CRC_DIGITS;
     const char *next = digits.data;
     uint32_t ignored;
     for (size_t i = 0; i < r->file.count; i++) {
@@ -332,14 +313,14 @@ static bool share_blocks(header_reader *r, mls_text digits)
             return false;
         }
         r->file.tensors[i].blocks = next;
-        for (size_t block = 0; block < blocks; block++, next += CRC_DIGITS) {
-            if (!read_crc(next, &ignored)) {
+        for (size_t block = 0; block < blocks; block++, next += MLS_CRC_DIGITS) {
+            if (!mls_crc_from_digits(next, &ignored)) {
                 return false;
             }
         }
         left -= blocks;
     }
-    return left == 0 && digits.length % CRC_DIGITS == 0;
+    return left == 0 && digits.length % MLS_CRC_DIGITS == 0;
 }
 
 /* Both entries or none: damage to one of the two keys would otherwise turn the check
@@ -657,8 +638,8 @@ static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
         done += step;
     }
     /* the digits were looked at when the header was read */
-    (void)read_crc(tensor->blocks + start / MLS_SAFETENSORS_BLOCK * CRC_DIGITS,
-                   &expected);
+    (void)mls_crc_from_digits(
+        tensor->blocks + start / MLS_SAFETENSORS_BLOCK * MLS_CRC_DIGITS, &expected);
     return found == expected ? MLS_OK : block_changed(tensor, start, found, expected, st);
 }
 
