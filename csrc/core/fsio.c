@@ -27,15 +27,18 @@
 #        include <sys/random.h>
 #    endif
 
+/* How files are opened for reading.  O_NONBLOCK: opening a FIFO that nobody writes to
+ * must not wait. */
+enum { READ_FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK };
+
 /* Look at what was opened rather than at the path: between two calls the path could
- * come to mean another file. */
-mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st)
+ * come to mean another file.  `opened` is below 0 where opening failed with `reason`. */
+static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length,
+                               mls_status *st)
 {
     struct stat info;
-    /* O_NONBLOCK: opening a FIFO that nobody writes to must not wait */
-    const int opened = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (opened < 0) {
-        return mls_fail_os(st, errno, "cannot open the file");
+        return mls_fail_os(st, reason, "cannot open the file");
     }
     if (fstat(opened, &info) != 0) {
         mls_fail_os(st, errno, "cannot examine the file");
@@ -51,6 +54,24 @@ mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *
     }
     (void)close(opened);
     return st->code;
+}
+
+mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st)
+{
+    const int opened = open(path, READ_FLAGS);
+    return examine_opened(opened, errno, fd, length, st);
+}
+
+mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *length,
+                          mls_status *st)
+{
+    const int opened = openat(folder, path, READ_FLAGS | O_NOFOLLOW);
+    if (opened < 0 && errno == ELOOP) {
+        mls_fail(st, MLS_E_FORMAT, "not a regular file but a symbolic link");
+        mls_status_expected(st, "a regular file");
+        return MLS_E_FORMAT;
+    }
+    return examine_opened(opened, errno, fd, length, st);
 }
 
 /* pread leaves the descriptor's own position alone, so threads may share one. */
@@ -80,6 +101,53 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
         offset += (uint64_t)got;
     }
     return MLS_OK;
+}
+
+/* A write of nothing counts as an error: some file systems answer so when they are
+ * full, and trying again would never end. */
+mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,
+                           mls_status *st)
+{
+    const unsigned char *from = data;
+    while (bytes > 0) {
+        const size_t step = bytes < MLS_FILE_STEP ? bytes : MLS_FILE_STEP;
+        const ssize_t put = pwrite(fd, from, step, (off_t)offset);
+        if (put < 0 && errno == EINTR) {
+            continue;
+        }
+        if (put <= 0) {
+            return mls_fail_os(st, put < 0 ? errno : EIO,
+                               "cannot write %zu bytes at offset %llu", bytes,
+                               (unsigned long long)offset);
+        }
+        from += put;
+        bytes -= (size_t)put;
+        offset += (uint64_t)put;
+    }
+    return MLS_OK;
+}
+
+/* fsync, and on macOS the stronger form that empties the drive's own cache, where the
+ * file system has it. */
+int mls_file_sync(int fd)
+{
+    int result;
+#    if defined(F_FULLFSYNC)
+    if (fcntl(fd, F_FULLFSYNC) == 0) {
+        return 0;
+    }
+#    endif
+    do {
+        result = fsync(fd);
+    } while (result != 0 && errno == EINTR);
+    return result == 0 ? 0 : errno;
+}
+
+/* EINVAL: a file system whose folders cannot be synced at all. */
+int mls_folder_sync(int fd)
+{
+    const int reason = mls_file_sync(fd);
+    return reason == EINVAL || reason == ENOTSUP ? 0 : reason;
 }
 
 /* The length is asked for first and believed only as a bound: a file that grows or
@@ -380,29 +448,14 @@ static void start_writeback(mls_atomic_file *file, uint64_t end)
 #    endif
 }
 
-/* A write of nothing counts as an error: some file systems answer so when they are
- * full, and trying again would never end. */
 mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
                           uint64_t offset, mls_status *st)
 {
-    const unsigned char *from = data;
-    while (bytes > 0) {
-        const size_t step = bytes < MLS_FILE_STEP ? bytes : MLS_FILE_STEP;
-        const ssize_t put = pwrite(file->fd, from, step, (off_t)offset);
-        if (put < 0 && errno == EINTR) {
-            continue;
-        }
-        if (put <= 0) {
-            return mls_fail_os(st, put < 0 ? errno : EIO,
-                               "cannot write %zu bytes at offset %llu", bytes,
-                               (unsigned long long)offset);
-        }
-        from += put;
-        bytes -= (size_t)put;
-        offset += (uint64_t)put;
+    const mls_code code = mls_file_write_at(file->fd, data, bytes, offset, st);
+    if (code == MLS_OK) {
+        start_writeback(file, offset + bytes);
     }
-    start_writeback(file, offset);
-    return MLS_OK;
+    return code;
 }
 
 /* ---- commit ----
@@ -410,23 +463,6 @@ mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
  * Up to the rename every failure is undone by removing the temporary.  After it nothing
  * can be undone, and nothing needs to be: the new file is whole.
  */
-
-/* fsync, and on macOS the stronger form that empties the drive's own cache, where the
- * file system has it. 0, or errno.  After a failure it must not be tried again: the
- * system may have dropped the pages it could not write, and would report success. */
-static int sync_whole(int fd)
-{
-    int result;
-#    if defined(F_FULLFSYNC)
-    if (fcntl(fd, F_FULLFSYNC) == 0) {
-        return 0;
-    }
-#    endif
-    do {
-        result = fsync(fd);
-    } while (result != 0 && errno == EINTR);
-    return result == 0 ? 0 : errno;
-}
 
 /* Close descriptors and free the name, leaving the temporary where it is. */
 static void release(mls_atomic_file *file)
@@ -454,7 +490,7 @@ void mls_atomic_abort(mls_atomic_file *file)
  * them, and the name reaches the disk before success is reported. */
 mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
 {
-    int reason = sync_whole(file->fd);
+    int reason = mls_file_sync(file->fd);
     if (reason != 0) {
         mls_fail_os(st, reason, "cannot bring the file to the disk");
         goto failed;
@@ -469,10 +505,9 @@ mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
         mls_fail_os(st, errno, "cannot put the new file in the old one's place");
         goto failed;
     }
-    reason = sync_whole(file->folder);
+    reason = mls_folder_sync(file->folder);
     release(file);
-    if (reason != 0 && reason != EINVAL && reason != ENOTSUP) {
-        /* EINVAL: a file system whose folders cannot be synced at all */
+    if (reason != 0) {
         return mls_fail_os(st, reason,
                            "the file is replaced, but its new name may not survive a "
                            "power failure: cannot bring the folder to the disk");

@@ -21,10 +21,29 @@
  * MLS_E_FORMAT: not a regular file.  Outputs are untouched on failure. */
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st);
 
+/* The same for `path` under an open folder; a symbolic link at its end is no regular
+ * file. */
+mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *length,
+                          mls_status *st);
+
 /* Read exactly `bytes` bytes at `offset`, through interruptions and short reads.
  * MLS_E_IO; MLS_E_FORMAT: the file ends before that. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st);
+
+/* Write all of `bytes` bytes at `offset`, through interruptions and short writes.
+ * MLS_E_IO. */
+mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,
+                           mls_status *st);
+
+/* Make a file, or the names in a folder, durable: 0, or errno.  After a failure it must
+ * not be tried again: the system may have dropped the pages it could not write, and would
+ * report success. */
+int mls_file_sync(int fd);
+
+/* The same for a folder; file systems whose folders cannot be synced at all count as
+ * done. */
+int mls_folder_sync(int fd);
 
 /* Read a regular file whole.  Gives: free `*data` with mls_free.
  * MLS_E_IO: cannot be opened or read (os_error says why; EISDIR for a folder).
