@@ -1,7 +1,6 @@
 /* AVX2 with VPCLMULQDQ: 32 bytes at a time by carry-less multiplication; the loops are
  * those of crc32c_fold.h.  For the many processors that have the instruction but no
- * AVX-512.  Those that lack it too stay with the CRC instruction (crc32c_x86.c): 16 bytes
- * at a time would be no quicker.
+ * AVX-512.  Those that lack it too take 16 bytes at a time (crc32c_x86.c).
  */
 #include "crc32c.h"
 

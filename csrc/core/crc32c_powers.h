@@ -1,4 +1,5 @@
-/* crc32c_powers: the constants that move a remainder on, for folding (crc32c_fold.h).
+/* crc32c_powers: the constants that move a remainder on, for folding (crc32c_fold.h,
+ * crc32c_x86.c).
  *
  * Bits stand for powers of x in reverse, as everywhere in this checksum: bit 0 of 64 for
  * x**63, and of the two halves of 16 bytes the lower one, L, comes first.  Such 16 bytes
@@ -14,7 +15,7 @@
  * bit lower than it should: in reverse, a factor of x.  Both are taken off beforehand,
  * so that the constants are x**(n + 64 - 33) and x**(n - 33).
  *
- * Private to crc32c_fold.h and to the test that computes each of them.
+ * Private to those two and to the test that computes each of them.
  */
 #ifndef MLS_CRC32C_POWERS_H
 #define MLS_CRC32C_POWERS_H
@@ -22,10 +23,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* By how many bytes; each is a sum of vectors (32 or 64 bytes) and pages. */
+/* By how many bytes; each is a sum of vectors (16, 32 or 64 bytes) and pages. */
 typedef enum mls_crc_move {
+    MLS_CRC_BY_16,
     MLS_CRC_BY_32,
+    MLS_CRC_BY_48,
     MLS_CRC_BY_64,
+    MLS_CRC_BY_80,
     MLS_CRC_BY_96,
     MLS_CRC_BY_128,
     MLS_CRC_BY_192,
@@ -47,8 +51,11 @@ typedef struct mls_crc_power {
 
 /* Constants of the machine code wherever the index is one. */
 static const mls_crc_power mls_crc_powers[MLS_CRC_MOVES] = {
+    [MLS_CRC_BY_16] = {16, 0xf20c0dfeU, 0x493c7d27U},
     [MLS_CRC_BY_32] = {32, 0x3da6d0cbU, 0xba4fc28eU},
+    [MLS_CRC_BY_48] = {48, 0x1c291d04U, 0xddc0152bU},
     [MLS_CRC_BY_64] = {64, 0x740eef02U, 0x9e4addf8U},
+    [MLS_CRC_BY_80] = {80, 0x083a6eecU, 0x39d3b296U},
     [MLS_CRC_BY_96] = {96, 0xc49f4f67U, 0x0715ce53U},
     [MLS_CRC_BY_128] = {128, 0x6992cea2U, 0x0d3b6092U},
     [MLS_CRC_BY_192] = {192, 0xa87ab8a8U, 0xab7aff2aU},
