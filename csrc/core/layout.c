@@ -153,6 +153,35 @@ static size_t common(const mls_part *a, const mls_part *b, int axis, size_t *sta
     return end > *start ? end - *start : 0;
 }
 
+/* Step over rows while those stepped to start at or before `begin`, in the part whose
+ * strides are given and which is at `at` now.  Rows rise and do not overlap, so whatever
+ * is stepped over ends there too. */
+static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *stride)
+{
+    size_t rest = begin > at ? begin - at : 0;
+    for (int axis = 0; axis < o->rank - 1; axis++) {
+        const size_t left = o->length[axis] - 1 - o->index[axis];
+        const size_t rows = rest / stride[axis] < left ? rest / stride[axis] : left;
+        o->index[axis] += rows;
+        o->a_at += rows * o->a_stride[axis];
+        o->b_at += rows * o->b_stride[axis];
+        rest -= rows * stride[axis];
+    }
+}
+
+/* Only the rows between the flat ranges' ends need to be walked: a small part of a large
+ * tensor costs no more than it has rows. */
+static void skip_ends(mls_overlap *o)
+{
+    size_t end = o->a_at + o->length[o->rank - 1];
+    for (int axis = 0; axis < o->rank - 1; axis++) {
+        end += (o->length[axis] - 1) * o->a_stride[axis];
+    }
+    o->a_end = end < o->a_end ? end : o->a_end;
+    skip_rows(o, o->a_at, o->a_begin, o->a_stride);
+    skip_rows(o, o->b_at, o->b_begin, o->b_stride);
+}
+
 /* Axes from the innermost out.  An axis that both boxes have whole, and all inside it
  * too, becomes part of the one outside it. */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
@@ -193,6 +222,9 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
         o.length[o.rank] = length[i];
         o.a_stride[o.rank] = a_strides[i];
         o.b_stride[o.rank++] = b_strides[i];
+    }
+    if (!o.done) {
+        skip_ends(&o);
     }
     *overlap = o;
 }
@@ -239,8 +271,8 @@ bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
 {
     mls_run run = {0}, next;
     while (!overlap->done) {
-        /* rows of a rise, so nothing more comes behind its end */
-        if (overlap->a_at >= overlap->a_end) {
+        /* rows rise in both, so nothing more comes behind the end of either */
+        if (overlap->a_at >= overlap->a_end || overlap->b_at >= overlap->b_end) {
             overlap->done = true;
             break;
         }

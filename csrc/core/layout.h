@@ -70,7 +70,7 @@ typedef struct mls_overlap {
     size_t a_stride[MLS_LAYOUT_RANK]; /* in elements of a's box */
     size_t b_stride[MLS_LAYOUT_RANK];
     size_t a_at, b_at; /* of the present row, in elements of the boxes */
-    size_t a_begin, a_end, b_begin, b_end;
+    size_t a_begin, a_end, b_begin, b_end; /* no run ends behind a_end */
     bool done;
 } mls_overlap;
 
