@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import mlstate
-from mlstate import checkpoint, coreml, errors, kv, state, threads
+from mlstate import checkpoint, collectives, coreml, errors, kv, state, threads
 
-MODULES = (mlstate, checkpoint, coreml, errors, kv, state, threads)
+MODULES = (mlstate, checkpoint, collectives, coreml, errors, kv, state, threads)
 CALLS = 300
 PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage"
 
@@ -29,6 +29,8 @@ NOT_CALLED = {
     "MLStateLike",
     "MLStateLike.read_state",
     "MLStateLike.write_state",
+    "ProcessGroup",
+    *(f"ProcessGroup.{name}" for name in vars(collectives.ProcessGroup) if name[0] != "_"),
     "Stateful",
     "Stateful.get_state_dict",
     "Stateful.load_state_dict",
@@ -464,6 +466,38 @@ def loads(_):
             {"m.": ""},
         ),
     ), [target, source, frozen]
+
+
+# ---- collectives ----
+
+
+@case(
+    "ReduceOp",
+    "Work",
+    "Work.wait",
+    "Work.done",
+    "Work.set_result",
+    "Work.set_error",
+    "SingleGroup",
+    *(f"SingleGroup.{n}" for n in vars(collectives.SingleGroup) if n[0] != "_"),
+)
+def single_groups(_):
+    array, data = np.ones((2, 3)), b"some bytes"
+
+    def run():
+        group = collectives.SingleGroup()
+        group.all_reduce(array, op=collectives.ReduceOp("mean"), async_op=True).wait()
+        group.reduce_scatter(array), group.all_gather(array), group.all_to_all(array)
+        group.broadcast(array), group.barrier(), group.gather_bytes(data)
+        raises(ValueError, group.all_gather, array, counts=[1])()
+        group.abort() or group.close()
+        raises(errors.CollectiveError, group.barrier)()
+        work = collectives.Work("barrier", 0)
+        work.set_error(errors.CollectiveError("gone"))
+        raises(errors.CollectiveError, work.wait)()
+        work.done()
+
+    return run, [array, data]
 
 
 # ---- the rest ----
