@@ -8,6 +8,7 @@
 #ifndef MLS_INDEX_H
 #define MLS_INDEX_H
 
+#include "align.h"
 #include "buffer.h"
 #include "crc32c.h"
 #include "dtype.h"
@@ -40,7 +41,6 @@ const char *mls_tier_name(mls_tier tier);
 
 enum {
     MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal */
-    MLS_NO_AXIS = -1,           /* an axis of a state that its parameter lacks */
     MLS_PATH_BYTES = 240        /* of a file's path in the pool, without NUL */
 };
 

@@ -1,0 +1,537 @@
+/* shard_plan: items sorted, matched with what was committed, and laid out in files.
+ *
+ * Items and the index of before are in one order, so they are matched in one walk.  Small
+ * shards share segments: files of a bounded size, so that several threads write them and
+ * so that what is not needed any more can go without much being written again.
+ */
+#include "shard_plan.h"
+
+#include "filename.h"
+#include "mem.h"
+#include "size.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    PAYLOAD_ALIGNMENT = 4096, /* of the first tensor: direct writes need it */
+    SEGMENT_BYTES = 32 << 20, /* no more small shards than that in one file */
+    PARTS_MOST = 1000000000   /* of a tensor, so that file names stay short */
+};
+
+/* ---- items in order ---- */
+
+static mls_code no_memory(const mls_shard_plan *plan, mls_status *st)
+{
+    return mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", plan->job->count);
+}
+
+/* Name the tensor concerned in `st`, which holds a failure. */
+static mls_code about(const mls_shard_item *item, mls_status *st)
+{
+    mls_status_name(st, item->id.name.data, item->id.name.length);
+    return st->code;
+}
+
+/* For qsort, over pointers to items. */
+static int compare_items(const void *a, const void *b)
+{
+    const mls_shard_item *x = *(const mls_shard_item *const *)a;
+    const mls_shard_item *y = *(const mls_shard_item *const *)b;
+    const int ids = mls_tensor_id_compare(&x->id, &y->id);
+    return ids != 0 ? ids : x->part < y->part ? -1 : x->part > y->part;
+}
+
+/* Bytes of the key under which a file has the tensor. */
+static size_t key_length(const mls_tensor_id *id)
+{
+    return id->name.length + (id->has_state ? 1 + id->state.length : 0);
+}
+
+/* Dimensions that the shape of any part of the tensor may have. */
+static size_t dims_of(const mls_shard_item *item)
+{
+    return item->rank > 0 ? (size_t)item->rank : 1;
+}
+
+/* Room for everything that has its size from the items.  Each sum is below that of what
+ * the items themselves take in memory. */
+static mls_code allocate(mls_shard_plan *plan, mls_status *st)
+{
+    const mls_shard_job *job = plan->job;
+    size_t dims = 0, keys = 0;
+    for (size_t i = 0; i < job->count; i++) {
+        if (job->items[i].rank < 0 || job->items[i].rank > MLS_LAYOUT_RANK) {
+            mls_fail(st, MLS_E_SHAPE, "%d dimensions: at most %d can be stored",
+                     job->items[i].rank, (int)MLS_LAYOUT_RANK);
+            return about(&job->items[i], st);
+        }
+        dims += dims_of(&job->items[i]);
+        keys += key_length(&job->items[i].id);
+    }
+    plan->index.shards = mls_alloc(job->count, sizeof *plan->index.shards);
+    plan->planned = mls_alloc(job->count, sizeof *plan->planned);
+    plan->dims = mls_alloc(dims, sizeof *plan->dims);
+    plan->axes = mls_alloc(dims, sizeof *plan->axes);
+    plan->keys = mls_alloc(keys, 1);
+    return plan->index.shards == NULL || plan->planned == NULL || plan->dims == NULL ||
+                   plan->axes == NULL || plan->keys == NULL
+               ? no_memory(plan, st)
+               : MLS_OK;
+}
+
+/* What a shard is, from its item; `dims` is room for its part's shape. */
+static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
+                         mls_planned *planned, size_t *dims, mls_status *st)
+{
+    mls_part part;
+    size_t parts;
+    *shard = (mls_index_shard){.id = item->id,
+                               .dtype = item->dtype,
+                               .rank = item->rank,
+                               .shape = item->shape,
+                               .layout = item->layout,
+                               .part = item->part,
+                               .tier = item->tier};
+    if (mls_layout_parts(&item->layout, &parts, st) != MLS_OK ||
+        mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st) !=
+            MLS_OK) {
+        return about(item, st);
+    }
+    if (parts > PARTS_MOST ||
+        !mls_size_mul(mls_part_count(&part), mls_dtype_of(item->dtype)->item_bytes,
+                      &shard->bytes)) {
+        mls_fail(st, MLS_E_SIZE, "the tensor has more parts or bytes than can be stored");
+        return about(item, st);
+    }
+    planned->item = item;
+    planned->shape = dims;
+    planned->rank = part.flat ? 1 : part.rank;
+    for (int i = 0; i < planned->rank; i++) {
+        dims[i] = part.flat ? mls_part_count(&part) : part.length[i];
+    }
+    return MLS_OK;
+}
+
+/* Write the shard's key to `to`. */
+static void join_key(const mls_tensor_id *id, mls_text *key, char *to)
+{
+    *key = (mls_text){to, key_length(id)};
+    memcpy(to, id->name.data == NULL ? "" : id->name.data, id->name.length);
+    if (id->has_state) {
+        to[id->name.length] = '.';
+        memcpy(to + id->name.length + 1, id->state.data == NULL ? "" : id->state.data,
+               id->state.length);
+    }
+}
+
+/* What a file cannot say, or what the reader would refuse. */
+static mls_code check_id(const mls_shard_item *item, mls_text key, mls_status *st)
+{
+    const mls_tensor_id *id = &item->id;
+    const mls_text undivided = id->has_state ? id->state : id->name;
+    if (!mls_utf8_valid(key.data, key.length)) {
+        mls_fail(st, MLS_E_VALUE, "a name is not valid UTF-8");
+    } else if (id->section == MLS_OPTIM_STATE && undivided.length > 0 &&
+               memchr(undivided.data, '.', undivided.length) != NULL) {
+        mls_fail(st, MLS_E_VALUE, "the name of a state has a dot");
+    } else {
+        return MLS_OK;
+    }
+    return about(item, st);
+}
+
+/* Fill in shards and planned, in order.  `sorted` are the items. */
+static mls_code describe_all(mls_shard_plan *plan, const mls_shard_item **sorted,
+                             mls_status *st)
+{
+    size_t *dims = plan->dims;
+    char *keys = plan->keys;
+    for (size_t i = 0; i < plan->job->count; i++) {
+        mls_planned *planned = &plan->planned[i];
+        join_key(&sorted[i]->id, &planned->key, keys);
+        mls_code code = check_id(sorted[i], planned->key, st);
+        if (code == MLS_OK) {
+            code = describe(sorted[i], &plan->index.shards[i], planned, dims, st);
+        }
+        if (code != MLS_OK) {
+            return code;
+        }
+        if (i > 0 && compare_items(&sorted[i - 1], &sorted[i]) == 0) {
+            mls_fail(st, MLS_E_VALUE, "part %zu of one tensor appears twice",
+                     sorted[i]->part);
+            return about(sorted[i], st);
+        }
+        dims += dims_of(sorted[i]);
+        keys += planned->key.length;
+        plan->index.shard_count++;
+    }
+    return MLS_OK;
+}
+
+/* Where a state's axes are not its parameter's own, say which they are.  Parameters come
+ * first and both are sorted by name, so one walk finds them. */
+static void align_states(mls_shard_plan *plan)
+{
+    mls_index_shard *shards = plan->index.shards;
+    signed char *axes = plan->axes;
+    size_t parameter = 0;
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        mls_index_shard *s = &shards[i];
+        if (s->id.section == MLS_PARAMS) {
+            continue;
+        }
+        while (shards[parameter].id.section == MLS_PARAMS &&
+               mls_text_compare(shards[parameter].id.name, s->id.name) < 0) {
+            parameter++;
+        }
+        const mls_index_shard *p = &shards[parameter];
+        if (p->id.section == MLS_PARAMS && mls_text_equal(p->id.name, s->id.name) &&
+            mls_align(s->id.state, s->rank, s->shape, p->rank, p->shape, axes)) {
+            s->axes = axes;
+            axes += s->rank;
+        }
+    }
+}
+
+/* Whether two records are of one shard, whatever it holds. */
+static bool same_shard(const mls_index_shard *a, const mls_index_shard *b)
+{
+    bool same = mls_index_compare(a, b) == 0 && a->dtype == b->dtype &&
+                a->rank == b->rank && a->layout.count == b->layout.count;
+    for (int i = 0; same && i < a->rank; i++) {
+        same = a->shape[i] == b->shape[i];
+    }
+    for (int i = 0; same && i < a->layout.count; i++) {
+        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
+               a->layout.steps[i].parts == b->layout.steps[i].parts;
+    }
+    return same;
+}
+
+/* Both lists are sorted alike. */
+static void match_before(mls_shard_plan *plan)
+{
+    const mls_index *before = plan->job->before;
+    size_t old = 0;
+    for (size_t i = 0; before != NULL && i < plan->index.shard_count; i++) {
+        const mls_index_shard *shard = &plan->index.shards[i];
+        while (old < before->shard_count &&
+               mls_index_compare(&before->shards[old], shard) < 0) {
+            old++;
+        }
+        if (old < before->shard_count && same_shard(&before->shards[old], shard)) {
+            plan->planned[i].before = &before->shards[old];
+        }
+    }
+}
+
+mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
+                             mls_status *st)
+{
+    *plan = (mls_shard_plan){.job = job};
+    plan->index.rank = job->rank;
+    plan->index.world_size = job->world_size;
+    memcpy(plan->index.generation, job->generation, MLS_GENERATION_DIGITS);
+    mls_code code = allocate(plan, st);
+    const mls_shard_item **sorted =
+        code == MLS_OK ? mls_alloc(job->count, sizeof *sorted) : NULL;
+    if (code == MLS_OK && sorted == NULL) {
+        code = no_memory(plan, st);
+    }
+    for (size_t i = 0; code == MLS_OK && i < job->count; i++) {
+        sorted[i] = &job->items[i];
+    }
+    if (code == MLS_OK) {
+        qsort(sorted, job->count, sizeof *sorted, compare_items);
+        code = describe_all(plan, sorted, st);
+    }
+    mls_free(sorted);
+    if (code != MLS_OK) {
+        mls_shard_plan_fini(plan);
+        return code;
+    }
+    align_states(plan);
+    match_before(plan);
+    return MLS_OK;
+}
+
+void mls_shard_plan_fini(mls_shard_plan *plan)
+{
+    for (size_t i = 0; i < plan->file_count; i++) {
+        mls_header_fini(&plan->files[i].header);
+        mls_free(plan->files[i].tensors);
+    }
+    mls_free(plan->files);
+    mls_free(plan->planned);
+    mls_free(plan->dims);
+    mls_free(plan->axes);
+    mls_free(plan->keys);
+    mls_index_fini(&plan->index);
+    *plan = (mls_shard_plan){0};
+}
+
+/* ---- what stays where it is ---- */
+
+/* Of each file of before: the bytes of all its shards, and of those that did not change.
+ */
+typedef struct use {
+    uint64_t all, live;
+    bool decided, kept;
+    size_t moved; /* where a kept file is in the new index */
+} use;
+
+static mls_code count_use(const mls_shard_plan *plan, use **out, mls_status *st)
+{
+    const mls_index *before = plan->job->before;
+    use *uses = mls_alloc(before->file_count, sizeof *uses);
+    if (uses == NULL) {
+        return no_memory(plan, st);
+    }
+    for (size_t i = 0; i < before->shard_count; i++) {
+        uses[before->shards[i].file].all += before->shards[i].bytes;
+    }
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        if (plan->planned[i].same) {
+            uses[plan->planned[i].before->file].live += plan->planned[i].before->bytes;
+        }
+    }
+    *out = uses;
+    return MLS_OK;
+}
+
+/* A segment that is mostly dead is given up: what lives in it is in memory now, and is
+ * written with the rest. */
+static void decide(mls_shard_plan *plan, use *u, size_t file)
+{
+    u->decided = true;
+    u->kept = u->live >= u->all - u->live;
+    if (u->kept) {
+        u->moved = plan->index.file_count;
+        plan->index.files[plan->index.file_count++] = plan->job->before->files[file];
+    }
+}
+
+/* Give what stays where it is its record in the new index. */
+static mls_code keep_same(mls_shard_plan *plan, mls_status *st)
+{
+    use *uses = NULL;
+    const mls_code code = count_use(plan, &uses, st);
+    for (size_t i = 0; code == MLS_OK && i < plan->index.shard_count; i++) {
+        mls_planned *planned = &plan->planned[i];
+        mls_index_shard *shard = &plan->index.shards[i];
+        if (!planned->same) {
+            continue;
+        }
+        use *u = &uses[planned->before->file];
+        if (!u->decided) {
+            decide(plan, u, planned->before->file);
+        }
+        planned->kept = u->kept;
+        if (planned->kept) {
+            shard->file = u->moved;
+            shard->offset = planned->before->offset;
+            shard->crc = planned->before->crc;
+            shard->crcs = planned->before->crcs;
+        }
+    }
+    mls_free(uses);
+    return code;
+}
+
+/* Versions go up with changes only; the caller's own, where there is one, was checked. */
+static void set_versions(mls_shard_plan *plan)
+{
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        const mls_planned *planned = &plan->planned[i];
+        const uint64_t old = planned->before == NULL ? 0 : planned->before->version;
+        plan->index.shards[i].version = planned->item->version != 0
+                                            ? planned->item->version
+                                        : planned->same ? old
+                                                        : old + 1;
+    }
+}
+
+/* ---- new files ---- */
+
+/* A shard that must be written, and how its file is chosen. */
+typedef struct placing {
+    size_t shard;
+    size_t nth; /* of the shards of one tensor, or SIZE_MAX: a file of its own */
+} placing;
+
+/* For qsort: segments by section, first shards of tensors first, so that no file has two
+ * of one tensor, which its keys could not tell apart. */
+static int compare_placings(const void *a, const void *b)
+{
+    const placing *x = a, *y = b;
+    return x->nth != y->nth       ? (x->nth < y->nth ? -1 : 1)
+           : x->shard != y->shard ? (x->shard < y->shard ? -1 : 1)
+                                  : 0;
+}
+
+/* Everything that is not kept, in the order in which it goes into files. */
+static size_t list_placings(const mls_shard_plan *plan, placing *out)
+{
+    size_t count = 0, nth = 0;
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        const mls_index_shard *shard = &plan->index.shards[i];
+        const bool again = i > 0 && mls_tensor_id_compare(&shard[-1].id, &shard->id) == 0;
+        nth = again ? nth + 1 : 0;
+        if (!plan->planned[i].kept) {
+            const bool small = shard->bytes < plan->job->pack_below;
+            out[count++] = (placing){.shard = i, .nth = small ? nth : SIZE_MAX};
+        }
+    }
+    qsort(out, count, sizeof *out, compare_placings);
+    return count;
+}
+
+/* How many of `left` placings share the next file. */
+static size_t next_file(const mls_shard_plan *plan, const placing *placings, size_t left)
+{
+    const mls_index_shard *shards = plan->index.shards;
+    const mls_index_shard *first = &shards[placings[0].shard];
+    size_t count = 1, bytes = first->bytes;
+    while (placings[0].nth != SIZE_MAX && count < left &&
+           placings[count].nth == placings[0].nth &&
+           shards[placings[count].shard].id.section == first->id.section &&
+           bytes < SEGMENT_BYTES &&
+           shards[placings[count].shard].bytes <= SEGMENT_BYTES - bytes) {
+        bytes += shards[placings[count].shard].bytes;
+        count++;
+    }
+    return count;
+}
+
+/* "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" in place
+ * of a name and its parts, which no name can become: it lacks them. */
+static mls_code name_file(const mls_shard_plan *plan, const placing *first, char *path,
+                          mls_status *st)
+{
+    const mls_index_shard *shard = &plan->index.shards[first->shard];
+    char name[MLS_FILENAME_BYTES + 64];
+    if (first->nth != SIZE_MAX) {
+        snprintf(name, sizeof name, "segment-%zu", plan->file_count);
+    } else {
+        char encoded[MLS_FILENAME_BYTES + 1];
+        size_t parts = 1;
+        (void)mls_filename_encode(plan->planned[first->shard].key, first->shard, encoded);
+        (void)mls_layout_parts(&shard->layout, &parts, st); /* looked at before */
+        snprintf(name, sizeof name, "%s.%zu-%zu", encoded, shard->part, parts);
+    }
+    const int length =
+        snprintf(path, MLS_PATH_BYTES + 1, "%s/%s.%s-%llu.safetensors",
+                 mls_section_name(shard->id.section), name, plan->index.generation,
+                 (unsigned long long)plan->index.rank);
+    return length > 0 && length <= MLS_PATH_BYTES
+               ? MLS_OK
+               : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
+}
+
+/* The text that says of each tensor in a file which shard it is. */
+static void describe_file(const mls_shard_plan *plan, const placing *placings,
+                          size_t count, mls_buffer *text)
+{
+    mls_buffer_text(text, "{");
+    for (size_t i = 0; i < count; i++) {
+        mls_buffer_text(text, i == 0 ? "" : ",");
+        mls_buffer_json(text, plan->planned[placings[i].shard].key);
+        mls_buffer_text(text, ":");
+        mls_index_put_shard(text, &plan->index.shards[placings[i].shard]);
+        mls_buffer_text(text, "}");
+    }
+    mls_buffer_text(text, "}");
+}
+
+/* Lay out one file, and give its shards their places. */
+static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t count,
+                           mls_status *st)
+{
+    static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
+    mls_planned_file *file = &plan->files[plan->file_count];
+    mls_index_file *record = &plan->index.files[plan->index.file_count];
+    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
+    mls_code code = name_file(plan, placings, record->path, st);
+    file->file = plan->index.file_count;
+    if (code == MLS_OK &&
+        (file->tensors = mls_alloc(count, sizeof *file->tensors)) == NULL) {
+        code = no_memory(plan, st);
+    }
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        const mls_planned *planned = &plan->planned[placings[i].shard];
+        const mls_index_shard *shard = &plan->index.shards[placings[i].shard];
+        file->tensors[i] = (mls_header_tensor){.name = planned->key,
+                                               .shape = planned->shape,
+                                               .rank = planned->rank,
+                                               .dtype = shard->dtype,
+                                               .bytes = shard->bytes,
+                                               .number = placings[i].shard};
+    }
+    if (code == MLS_OK) {
+        describe_file(plan, placings, count, &text);
+        const mls_text_pair pair = {.key = {key, sizeof key - 1},
+                                    .value = {text.data, text.length}};
+        code = text.code != MLS_OK
+                   ? mls_fail(st, text.code, "no room to describe %zu shards", count)
+                   : mls_header_init(&file->header, file->tensors, count, &pair, 1,
+                                     PAYLOAD_ALIGNMENT, st);
+    }
+    mls_buffer_fini(&text);
+    if (code != MLS_OK) {
+        mls_free(file->tensors);
+        return code;
+    }
+    for (size_t i = 0; i < count; i++) {
+        const mls_header_tensor *tensor = &file->tensors[i];
+        mls_index_shard *shard = &plan->index.shards[tensor->number];
+        shard->file = file->file;
+        shard->offset = tensor->offset;
+        shard->crcs = tensor->crcs;
+    }
+    record->bytes = file->header.file_bytes;
+    plan->index.file_count++;
+    plan->file_count++;
+    return MLS_OK;
+}
+
+/* At most one file for each shard that is written, and those of before. */
+static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
+{
+    const mls_index *before = plan->job->before;
+    size_t most;
+    if (!mls_size_add(plan->index.shard_count, before == NULL ? 0 : before->file_count,
+                      &most) ||
+        (plan->index.files = mls_alloc(most, sizeof *plan->index.files)) == NULL) {
+        return no_memory(plan, st);
+    }
+    return MLS_OK;
+}
+
+mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
+{
+    mls_code code = allocate_files(plan, st);
+    placing *placings = NULL;
+    size_t count = 0;
+    if (code == MLS_OK && plan->job->before != NULL) {
+        code = keep_same(plan, st);
+    }
+    set_versions(plan);
+    if (code == MLS_OK &&
+        (placings = mls_alloc(plan->index.shard_count, sizeof *placings)) == NULL) {
+        code = no_memory(plan, st);
+    }
+    if (code == MLS_OK) {
+        count = list_placings(plan, placings);
+        plan->files = mls_alloc(count, sizeof *plan->files);
+        code = plan->files == NULL ? no_memory(plan, st) : MLS_OK;
+    }
+    for (size_t done = 0; code == MLS_OK && done < count;) {
+        const size_t shared = next_file(plan, placings + done, count - done);
+        code = place_file(plan, placings + done, shared, st);
+        done += shared;
+    }
+    mls_free(placings);
+    return code;
+}

@@ -1,0 +1,63 @@
+/* shard_plan: which shards are written, into which files.
+ *
+ * Between the caller's items and the writing: items in the order of an index, each beside
+ * what was committed of it before; then, when it is known what changed, the new files and
+ * the new index.
+ */
+#ifndef MLS_SHARD_PLAN_H
+#define MLS_SHARD_PLAN_H
+
+#include "index.h"
+#include "safetensors_header.h"
+#include "shard_write.h"
+#include "status.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* A shard of the new index, beside it: the same number in both. */
+typedef struct mls_planned {
+    const mls_shard_item *item;
+    const mls_index_shard *before; /* the same shard as committed; NULL: there is none */
+    bool same;                     /* its bytes did not change */
+    bool kept;                     /* ... and it stays where it is */
+    const size_t *shape;           /* of the part */
+    int rank;
+    mls_text key; /* its name in a file */
+} mls_planned;
+
+/* A file to write. */
+typedef struct mls_planned_file {
+    mls_header header; /* its tensors' numbers are those of the shards */
+    mls_header_tensor *tensors;
+    size_t file; /* in the new index's files */
+} mls_planned_file;
+
+typedef struct mls_shard_plan {
+    const mls_shard_job *job;
+    mls_index index;      /* shares names, shapes and axes with the items */
+    mls_planned *planned; /* as many as the index has shards */
+    size_t *dims;         /* shapes of parts */
+    signed char *axes;    /* of states that do not have their parameter's own */
+    char *keys;
+    mls_planned_file *files;
+    size_t file_count;
+} mls_shard_plan;
+
+/* Check the items and bring them into order.  Gives: release with mls_shard_plan_fini.
+ * MLS_E_VALUE, MLS_E_SHAPE, MLS_E_SIZE, MLS_E_MEMORY; then nothing is to be released. */
+mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
+                             mls_status *st);
+
+/* Find out what did not change (planned.same), by versions, else by reading the files.
+ * MLS_E_VALUE: a version that goes back.  MLS_E_MEMORY, MLS_E_STOPPED. */
+mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st);
+
+/* Give everything that must be written its place, and all shards their versions.  What is
+ * left open in the new index are checksums of new files and shards.
+ * MLS_E_VALUE, MLS_E_SIZE, MLS_E_MEMORY. */
+mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st);
+
+void mls_shard_plan_fini(mls_shard_plan *plan); /* accepts a zeroed one; zeroes it */
+
+#endif

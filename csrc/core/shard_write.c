@@ -1,0 +1,650 @@
+/* shard_write: planned files, written by several threads.
+ *
+ * A task is a part of a large shard, or a whole file of small ones.  Bytes go through an
+ * aligned buffer where they are checksummed while they are copied, and from there to the
+ * disk past the system's cache, where the file system allows it: twice as fast as through
+ * the cache and a sync, and training keeps its cache.  The task that completes a file
+ * writes its header, which makes it one, and gives it its name.
+ *
+ * Making all of it durable is one call where there are many files (every one of them
+ * would cost a commit of the file system's journal), else one for each file.
+ */
+#if !defined(_WIN32)
+
+#    include "shard_write.h"
+
+#    include "fsio.h"
+#    include "mem.h"
+#    include "pack.h"
+#    include "shard_plan.h"
+
+#    include <errno.h>
+#    include <fcntl.h>
+#    include <pthread.h>
+#    include <stdio.h>
+#    include <stdlib.h>
+#    include <string.h>
+#    include <unistd.h>
+
+#    if defined(__linux__)
+#        include <sys/utsname.h>
+#        include <sys/vfs.h>
+#    endif
+
+enum {
+    BUFFER_BYTES = 2 << 20,
+    ALIGNMENT = 4096,       /* of memory, places and lengths of direct writes */
+    TASK_BYTES = 8 << 20,   /* of a large shard, of whole blocks */
+    DIRECT_LEAST = 1 << 20, /* smaller files are left to the cache */
+    PLAIN_STEP = 256 << 10, /* through the cache: stays in the processor's meanwhile */
+    FEW_FILES = 4           /* are synced one by one */
+};
+
+/* A file in the making. */
+typedef struct output {
+    mls_planned_file *planned;
+    const char *path;
+    char temporary[MLS_PATH_BYTES + 8];
+    int fd;       /* -1: not open */
+    bool direct;  /* past the system's cache */
+    bool created; /* the temporary exists */
+    bool named;   /* the file exists */
+    size_t tasks; /* that are still to be done */
+} output;
+
+/* A part of the work: `count` tensors of a file from `first` on; of a single one bytes
+ * `start` .. `start + bytes`. */
+typedef struct task {
+    size_t file, first, count;
+    size_t start, bytes;
+} task;
+
+typedef struct writer {
+    const mls_shard_job *job;
+    mls_shard_plan plan;
+    output *outputs;
+    task *tasks;
+    size_t task_count;
+    bool sync_once;       /* the whole file system at the end */
+    pthread_mutex_t lock; /* round everything below, and `output`s but for their bytes */
+    void *buffers[MLS_POOL_MAX_THREADS]; /* that nobody uses now */
+    size_t buffer_count;
+    size_t failed; /* the first task that failed, SIZE_MAX: none */
+    mls_status why;
+} writer;
+
+/* ---- buffers ---- */
+
+/* An aligned block; the address of the whole one lies in front of it. */
+static void *new_buffer(void)
+{
+    unsigned char *whole = mls_alloc(BUFFER_BYTES + ALIGNMENT + sizeof(void *), 1);
+    if (whole == NULL) {
+        return NULL;
+    }
+    const uintptr_t after = (uintptr_t)whole + sizeof(void *);
+    const size_t skip = (ALIGNMENT - after % ALIGNMENT) % ALIGNMENT;
+    unsigned char *aligned = whole + sizeof(void *) + skip;
+    memcpy(aligned - sizeof(void *), &whole, sizeof(void *));
+    return aligned;
+}
+
+static void free_buffer(void *buffer)
+{
+    void *whole;
+    memcpy(&whole, (unsigned char *)buffer - sizeof(void *), sizeof(void *));
+    mls_free(whole);
+}
+
+static void *take_buffer(writer *w)
+{
+    pthread_mutex_lock(&w->lock);
+    void *buffer = w->buffer_count > 0 ? w->buffers[--w->buffer_count] : NULL;
+    pthread_mutex_unlock(&w->lock);
+    return buffer != NULL ? buffer : new_buffer();
+}
+
+static void give_buffer(writer *w, void *buffer)
+{
+    pthread_mutex_lock(&w->lock);
+    const bool room = w->buffer_count < MLS_POOL_MAX_THREADS;
+    if (room) {
+        w->buffers[w->buffer_count++] = buffer;
+    }
+    pthread_mutex_unlock(&w->lock);
+    if (!room) {
+        free_buffer(buffer);
+    }
+}
+
+/* ---- one file's bytes ---- */
+
+/* Bytes on their way to a file, from `offset` on. */
+typedef struct sink {
+    writer *w;
+    output *out;
+    mls_status *st;
+    unsigned char *buffer;
+    size_t used;
+    uint64_t offset;
+} sink;
+
+/* Tell whoever waits; false where he wants to stop. */
+static mls_code report(const sink *s, size_t bytes)
+{
+    const mls_progress *progress = s->w->job->progress;
+    return progress == NULL || progress->report(progress->context, bytes)
+               ? MLS_OK
+               : mls_fail(s->st, MLS_E_STOPPED, "stopped");
+}
+
+/* Write `bytes` from an aligned buffer.  A file system that takes direct writes for open
+ * and refuses them later is asked without. */
+static mls_code write_aligned(sink *s, size_t bytes)
+{
+    size_t length = bytes;
+    if (s->out->direct && bytes % ALIGNMENT != 0) {
+        /* the end of the file: what is too much is cut off when it is whole */
+        length += ALIGNMENT - bytes % ALIGNMENT;
+        memset(s->buffer + bytes, 0, length - bytes);
+    }
+    mls_code code = mls_file_write_at(s->out->fd, s->buffer, length, s->offset, s->st);
+#    if defined(O_DIRECT)
+    if (code != MLS_OK && s->out->direct && s->st->os_error == EINVAL) {
+        const int flags = fcntl(s->out->fd, F_GETFL);
+        (void)fcntl(s->out->fd, F_SETFL, flags & ~O_DIRECT);
+        code = mls_file_write_at(s->out->fd, s->buffer, length, s->offset, s->st);
+    }
+#    endif
+    return code;
+}
+
+/* Send on what was gathered. */
+static mls_code flush(sink *s)
+{
+    mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
+    if (code == MLS_OK) {
+        code = report(s, s->used);
+        s->offset += s->used;
+        s->used = 0;
+    }
+    return code;
+}
+
+/* Through the cache nothing needs to be aligned: large runs go from where they lie. */
+static mls_code put_plain(sink *s, const unsigned char *from, size_t bytes, uint32_t *crc)
+{
+    mls_code code = flush(s);
+    for (size_t done = 0; code == MLS_OK && done < bytes;) {
+        const size_t left = bytes - done;
+        const size_t step = left < PLAIN_STEP ? left : PLAIN_STEP;
+        *crc = s->w->job->crc->update(*crc, from + done, step);
+        code = mls_file_write_at(s->out->fd, from + done, step, s->offset, s->st);
+        s->offset += step;
+        done += step;
+        if (code == MLS_OK) {
+            code = report(s, step);
+        }
+    }
+    return code;
+}
+
+/* Put a piece of one block, which fits the buffer, into it. */
+static void put_buffered(sink *s, const mls_shard_item *item, size_t start, size_t bytes,
+                         uint32_t *crc)
+{
+    unsigned char *to = s->buffer + s->used;
+    const size_t size = mls_dtype_of(item->dtype)->item_bytes;
+    if (item->data != NULL) {
+        *crc = s->w->job->crc->copy(*crc, to, item->data + item->first * size + start,
+                                    bytes);
+    } else {
+        mls_pack(s->w->job->kernels, item->strided, item->first + start / size,
+                 bytes / size, to);
+        *crc = s->w->job->crc->update(*crc, to, bytes);
+    }
+    s->used += bytes;
+}
+
+/* Bytes `start` .. `end` of one tensor, `start` being that of a block. */
+static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
+                           size_t end)
+{
+    const mls_shard_item *item = s->w->plan.planned[tensor->number].item;
+    const size_t size = mls_dtype_of(item->dtype)->item_bytes;
+    mls_code code = MLS_OK;
+    while (code == MLS_OK && start < end) {
+        uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
+        const size_t block = MLS_SAFETENSORS_BLOCK - start % MLS_SAFETENSORS_BLOCK;
+        size_t step = end - start < block ? end - start : block;
+        if (!s->out->direct && item->data != NULL && step >= PLAIN_STEP) {
+            code = put_plain(s, item->data + item->first * size + start, step, crc);
+            start += step;
+            continue;
+        }
+        if (s->used == BUFFER_BYTES) {
+            code = flush(s);
+        }
+        const size_t room = BUFFER_BYTES - s->used;
+        step = step < room ? step : room;
+        if (code == MLS_OK) {
+            put_buffered(s, item, start, step, crc);
+            start += step;
+        }
+    }
+    return code;
+}
+
+/* ---- files ---- */
+
+/* Reserve the room, so that a full disk is noticed before anything is written, and that
+ * several threads may write behind the present end.  Elsewhere the file just grows. */
+static mls_code reserve(const output *out, mls_status *st)
+{
+#    if defined(__linux__)
+    const uint64_t bytes = out->planned->header.file_bytes;
+    int result;
+    do {
+        result = bytes < DIRECT_LEAST ? 0 : fallocate(out->fd, 0, 0, (off_t)bytes);
+    } while (result != 0 && errno == EINTR);
+    if (result != 0 && errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) {
+        return mls_fail_os(st, errno, "no room for a file of %llu bytes",
+                           (unsigned long long)bytes);
+    }
+#    else
+    (void)out, (void)st;
+#    endif
+    return MLS_OK;
+}
+
+/* Create the temporary.  The generation makes its name one that nobody has. */
+static mls_code open_output(writer *w, output *out, mls_status *st)
+{
+    snprintf(out->temporary, sizeof out->temporary, "%s.tmp", out->path);
+    do {
+        out->fd = openat(w->job->folder, out->temporary,
+                         O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
+    } while (out->fd < 0 && errno == EINTR);
+    if (out->fd < 0) {
+        return mls_fail_os(st, errno, "cannot create a file");
+    }
+    out->created = true;
+    const mls_code code = reserve(out, st);
+#    if defined(O_DIRECT)
+    if (code == MLS_OK && out->planned->header.file_bytes >= DIRECT_LEAST) {
+        const int flags = fcntl(out->fd, F_GETFL);
+        out->direct = flags >= 0 && fcntl(out->fd, F_SETFL, flags | O_DIRECT) == 0;
+    }
+#    endif
+    return code;
+}
+
+/* The first task of a file opens it; others wait. */
+static mls_code need_output(writer *w, output *out, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    pthread_mutex_lock(&w->lock);
+    if (out->fd < 0) {
+        code = open_output(w, out, st);
+    }
+    pthread_mutex_unlock(&w->lock);
+    return code;
+}
+
+/* The header, which is what makes it a file, in steps of the buffer. */
+static mls_code write_header(sink *s)
+{
+    mls_header *header = &s->out->planned->header;
+    const size_t length = header->text.length;
+    mls_index_file *record = &s->w->plan.index.files[s->out->planned->file];
+    record->header_crc = mls_header_finish(header, s->w->job->crc);
+    s->used = 0;
+    for (s->offset = 0; s->offset < length; s->offset += BUFFER_BYTES) {
+        const size_t left = length - (size_t)s->offset;
+        const size_t step = left < BUFFER_BYTES ? left : BUFFER_BYTES;
+        memcpy(s->buffer, header->text.data + s->offset, step);
+        const mls_code code = write_aligned(s, step);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    return MLS_OK;
+}
+
+/* Its last bytes, its length, its way to the disk, its name. */
+static mls_code finish_output(sink *s)
+{
+    output *out = s->out;
+    mls_code code = write_header(s);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (out->direct && ftruncate(out->fd, (off_t)out->planned->header.file_bytes) != 0) {
+        return mls_fail_os(s->st, errno, "cannot set the length of a file");
+    }
+    const int reason = s->w->sync_once ? 0 : mls_file_sync(out->fd);
+    if (reason != 0) {
+        return mls_fail_os(s->st, reason, "cannot bring a file to the disk");
+    }
+    const int failed = close(out->fd) != 0 && errno != EINTR ? errno : 0;
+    out->fd = -1;
+    if (failed != 0) {
+        return mls_fail_os(s->st, failed, "cannot close a file");
+    }
+    if (renameat(s->w->job->folder, out->temporary, s->w->job->folder, out->path) != 0) {
+        return mls_fail_os(s->st, errno, "cannot give a file its name");
+    }
+    out->named = true;
+    return MLS_OK;
+}
+
+/* ---- tasks ---- */
+
+static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
+{
+    output *out = &w->outputs[t->file];
+    const mls_header_tensor *tensors = out->planned->tensors + t->first;
+    sink s = {.w = w, .out = out, .st = st, .buffer = buffer};
+    mls_code code = need_output(w, out, st);
+    s.offset = tensors[0].offset + t->start;
+    for (size_t i = 0; code == MLS_OK && i < t->count; i++) {
+        const size_t end = t->count == 1 ? t->start + t->bytes : tensors[i].bytes;
+        code = put_tensor(&s, &tensors[i], t->start, end);
+    }
+    if (code == MLS_OK) {
+        code = flush(&s);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    pthread_mutex_lock(&w->lock);
+    const bool last = --out->tasks == 0;
+    pthread_mutex_unlock(&w->lock);
+    return last ? finish_output(&s) : MLS_OK;
+}
+
+/* Of several failures the first is told. */
+static void note_failure(writer *w, size_t index, const mls_status *st)
+{
+    pthread_mutex_lock(&w->lock);
+    if (index < w->failed) {
+        w->failed = index;
+        w->why = *st;
+    }
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* After a failure nothing more is begun. */
+static void write_task(void *context, size_t index)
+{
+    writer *w = context;
+    const task *t = &w->tasks[index];
+    mls_status st;
+    pthread_mutex_lock(&w->lock);
+    const bool failed = w->failed != SIZE_MAX;
+    pthread_mutex_unlock(&w->lock);
+    if (failed) {
+        return;
+    }
+    unsigned char *buffer = take_buffer(w);
+    const mls_code code =
+        buffer == NULL ? mls_fail(&st, MLS_E_MEMORY, "no memory for a buffer of 2 MiB")
+                       : do_task(w, t, buffer, &st);
+    if (buffer != NULL) {
+        give_buffer(w, buffer);
+    }
+    if (code != MLS_OK) {
+        const mls_text key = w->outputs[t->file].planned->tensors[t->first].name;
+        mls_status_name(&st, key.data, key.length);
+        note_failure(w, index, &st);
+    }
+}
+
+/* Tasks of one file: a single large shard is cut at blocks, all else is one task. */
+static size_t cut_file(const mls_planned_file *file, size_t number, task *out)
+{
+    const size_t bytes = file->tensors[0].bytes;
+    if (file->header.count > 1 || bytes <= TASK_BYTES) {
+        out[0] = (task){.file = number, .count = file->header.count, .bytes = bytes};
+        return 1;
+    }
+    size_t count = 0;
+    for (size_t start = 0; start < bytes; start += TASK_BYTES) {
+        const size_t left = bytes - start;
+        out[count++] = (task){.file = number,
+                              .count = 1,
+                              .start = start,
+                              .bytes = left < TASK_BYTES ? left : TASK_BYTES};
+    }
+    return count;
+}
+
+static mls_code make_tasks(writer *w, mls_status *st)
+{
+    size_t most = w->plan.file_count;
+    for (size_t i = 0; i < w->plan.file_count; i++) {
+        most += w->plan.files[i].tensors[0].bytes / TASK_BYTES; /* far below SIZE_MAX */
+    }
+    w->outputs = mls_alloc(w->plan.file_count, sizeof *w->outputs);
+    w->tasks = mls_alloc(most, sizeof *w->tasks);
+    if (w->outputs == NULL || w->tasks == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to write %zu files",
+                        w->plan.file_count);
+    }
+    for (size_t i = 0; i < w->plan.file_count; i++) {
+        mls_planned_file *file = &w->plan.files[i];
+        w->outputs[i] = (output){
+            .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
+        w->outputs[i].tasks = cut_file(file, i, w->tasks + w->task_count);
+        w->task_count += w->outputs[i].tasks;
+    }
+    return MLS_OK;
+}
+
+/* ---- durable ---- */
+
+/* Whether one call brings all of a file system to the disk and says so when it fails: the
+ * usual local ones, from Linux 5.8 on. */
+static bool can_sync_once(int folder)
+{
+#    if defined(__linux__)
+    static const unsigned long known[] = {0xEF53,     0x58465342, 0x9123683E,
+                                          0xF2F52010, 0x01021994, 0x858458F6};
+    struct statfs info;
+    struct utsname system;
+    int major = 0, minor = 0;
+    if (fstatfs(folder, &info) != 0 || uname(&system) != 0 ||
+        sscanf(system.release, "%d.%d", &major, &minor) != 2 ||
+        major * 100 + minor < 508) {
+        return false;
+    }
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        if ((unsigned long)info.f_type == known[i]) {
+            return true;
+        }
+    }
+#    else
+    (void)folder;
+#    endif
+    return false;
+}
+
+/* The names in one of the pool's folders. */
+static mls_code sync_folder(int pool, const char *path, mls_status *st)
+{
+    const int fd = openat(pool, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) {
+        return mls_fail_os(st, errno, "cannot open the folder %s", path);
+    }
+    const int reason = mls_folder_sync(fd);
+    (void)close(fd);
+    return reason == 0
+               ? MLS_OK
+               : mls_fail_os(st, reason, "cannot bring the folder %s to the disk", path);
+}
+
+/* Everything that has a name now. */
+static mls_code make_durable(const writer *w, mls_status *st)
+{
+#    if defined(__linux__)
+    if (w->sync_once) {
+        int result;
+        do {
+            result = syncfs(w->job->folder);
+        } while (result != 0 && errno == EINTR);
+        return result == 0 ? MLS_OK
+                           : mls_fail_os(st, errno, "cannot bring the files to the disk");
+    }
+#    endif
+    for (int s = 0; s < MLS_SECTION_COUNT; s++) {
+        const mls_code code =
+            sync_folder(w->job->folder, mls_section_name((mls_section)s), st);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    return sync_folder(w->job->folder, "index", st);
+}
+
+/* ---- the index ---- */
+
+/* The checksum of a whole shard from those of its blocks. */
+static uint32_t combined(const mls_index_shard *shard)
+{
+    uint32_t crc = 0;
+    for (size_t start = 0, i = 0; start < shard->bytes; start += MLS_SAFETENSORS_BLOCK) {
+        const size_t left = shard->bytes - start;
+        crc =
+            mls_crc_combine(crc, shard->crcs[i++],
+                            left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK);
+    }
+    return crc;
+}
+
+/* Write a small file: temporary, name; durable only where every file is by itself. */
+static mls_code write_small(const writer *w, const char *path, const mls_buffer *text,
+                            mls_status *st)
+{
+    char temporary[MLS_INDEX_PATH_BYTES + 8];
+    snprintf(temporary, sizeof temporary, "%s.tmp", path);
+    const int fd = openat(w->job->folder, temporary,
+                          O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
+    if (fd < 0) {
+        return mls_fail_os(st, errno, "cannot create the index");
+    }
+    mls_code code = mls_file_write_at(fd, text->data, text->length, 0, st);
+    const int reason = code == MLS_OK && !w->sync_once ? mls_file_sync(fd) : 0;
+    if (reason != 0) {
+        code = mls_fail_os(st, reason, "cannot bring the index to the disk");
+    }
+    if (close(fd) != 0 && errno != EINTR && code == MLS_OK) {
+        code = mls_fail_os(st, errno, "cannot close the index");
+    }
+    if (code == MLS_OK &&
+        renameat(w->job->folder, temporary, w->job->folder, path) != 0) {
+        code = mls_fail_os(st, errno, "cannot give the index its name");
+    }
+    if (code != MLS_OK) {
+        (void)unlinkat(w->job->folder, temporary, 0);
+    }
+    return code;
+}
+
+static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
+{
+    mls_index *index = &w->plan.index;
+    mls_buffer text = {0};
+    for (size_t i = 0; i < index->shard_count; i++) {
+        mls_index_shard *shard = &index->shards[i];
+        out->data_bytes += shard->bytes;
+        if (!w->plan.planned[i].kept) {
+            shard->crc = combined(shard);
+            out->new_shards++;
+            out->new_bytes += shard->bytes;
+        }
+    }
+    out->shard_count = index->shard_count;
+    out->new_files = w->plan.file_count;
+    snprintf(out->path, sizeof out->path, "index/%s.%llu.json", index->generation,
+             (unsigned long long)index->rank);
+    mls_code code = mls_index_build(index, w->job->crc, &text, &out->crc, st);
+    if (code == MLS_OK) {
+        out->bytes = text.length;
+        code = write_small(w, out->path, &text, st);
+    }
+    mls_buffer_fini(&text);
+    return code;
+}
+
+/* ---- the whole ---- */
+
+/* Take back everything that was made. */
+static void discard(const writer *w, const char *index)
+{
+    for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
+        const output *out = &w->outputs[i];
+        if (out->created) {
+            (void)unlinkat(w->job->folder, out->named ? out->path : out->temporary, 0);
+        }
+    }
+    (void)unlinkat(w->job->folder, index, 0);
+}
+
+static void release(writer *w)
+{
+    for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
+        if (w->outputs[i].fd >= 0) {
+            (void)close(w->outputs[i].fd);
+        }
+    }
+    while (w->buffer_count > 0) {
+        free_buffer(w->buffers[--w->buffer_count]);
+    }
+    mls_free(w->outputs);
+    mls_free(w->tasks);
+    mls_shard_plan_fini(&w->plan);
+    pthread_mutex_destroy(&w->lock);
+}
+
+/* From the plan to files that have their names. */
+static mls_code write_files(writer *w, mls_status *st)
+{
+    mls_code code = make_tasks(w, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    w->sync_once = w->plan.file_count > FEW_FILES && can_sync_once(w->job->folder);
+    mls_pool_run(w->job->pool, write_task, w, w->task_count);
+    if (w->failed != SIZE_MAX) {
+        *st = w->why;
+        return st->code;
+    }
+    return MLS_OK;
+}
+
+mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
+                          mls_status *st)
+{
+    mls_shards_written written = {0};
+    writer w = {.job = job, .failed = SIZE_MAX};
+    mls_code code = mls_shard_plan_init(&w.plan, job, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    pthread_mutex_init(&w.lock, NULL);
+    if ((code = mls_shard_plan_compare(&w.plan, st)) == MLS_OK &&
+        (code = mls_shard_plan_place(&w.plan, st)) == MLS_OK &&
+        (code = write_files(&w, st)) == MLS_OK &&
+        (code = write_index(&w, &written, st)) == MLS_OK) {
+        code = make_durable(&w, st);
+    }
+    if (code != MLS_OK) {
+        discard(&w, written.path);
+    } else {
+        *out = written;
+    }
+    release(&w);
+    return code;
+}
+
+#endif
