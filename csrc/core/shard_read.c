@@ -1,0 +1,641 @@
+/* Reading parts of shards: planned as spans, read by tasks.
+ *
+ * A piece is cut into spans at block boundaries, the spans of all pieces are put in the
+ * order in which they lie in the files, and neighbours make up a task until they are
+ * worth handing out.  So a large tensor is read by several threads, and many small ones
+ * in few openings of the files that they share.
+ *
+ * Each byte takes the shortest way that there is.  A run of bytes that is long enough
+ * goes from the system's cache straight to its place; short runs that lie close together
+ * are read as one, gaps included, and spread from there.  What is verified is read block
+ * by block instead, in steps that are still in the processor's cache when the checksum is
+ * taken.
+ */
+#if !defined(_WIN32)
+
+#    include "shard_read.h"
+
+#    include "fsio.h"
+#    include "mem.h"
+#    include "safetensors.h"
+#    include "size.h"
+
+#    include <errno.h>
+#    include <fcntl.h>
+#    include <pthread.h>
+#    include <stdatomic.h>
+#    include <stdlib.h>
+#    include <string.h>
+#    include <sys/stat.h>
+#    include <unistd.h>
+
+enum {
+    SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* enough to be worth handing out */
+    STEP = 256 << 10,                 /* stays in the cache between reading and use */
+    DIRECT = 64 << 10,                /* so long a run is read by itself */
+    GAP = 16 << 10,                   /* reading it takes no longer than a system call */
+    GROUP = 256,                      /* short runs that are read as one */
+    SPAN_COST = 16 << 10,             /* in bytes: what a span costs besides its bytes */
+    SHARED_BYTES = 8 << 20,           /* less is read by the calling thread */
+    SHOWN_NAME = 80,                  /* bytes of a name in a message */
+    SHOWN_FILE = 90                   /* and of a file's path */
+};
+
+/* Bytes `from` .. `end` of a piece's shard.  Whole blocks, but for the ends of what the
+ * piece needs. */
+typedef struct span {
+    const mls_piece *piece;
+    size_t from, end;
+} span;
+
+/* Lent to the task that takes it; allocated at its first use. */
+typedef struct bounce {
+    atomic_bool taken;
+    unsigned char *data; /* STEP bytes, or NULL */
+} bounce;
+
+/* What the tasks share. */
+typedef struct reading {
+    int folder;
+    const mls_crc_kernels *crc;     /* NULL: nothing to compare */
+    const mls_progress *progress;   /* NULL: nobody asks */
+    span *spans;                    /* in the order of the pieces */
+    const span **order;             /* in the order of the files */
+    size_t *tasks;                  /* the first span of each in `order`, and the end */
+    size_t count, room, task_count; /* of spans, of room for them, of tasks */
+    uint64_t cost;                  /* of all spans */
+    atomic_size_t failed;           /* the first span that failed so far, else SIZE_MAX */
+    atomic_bool stopped;
+    pthread_mutex_t lock; /* of `status` */
+    mls_status status;    /* why `failed` failed, or that all was stopped */
+    bounce bounces[MLS_POOL_MAX_THREADS];
+} reading;
+
+/* One task at work: its open file, its buffer. */
+typedef struct worker {
+    reading *shared;
+    const char *file; /* the open one's, or NULL */
+    int fd;
+    uint64_t file_bytes;
+    bounce *bounce; /* NULL until it is needed */
+    uint64_t done;  /* bytes that went to their places */
+} worker;
+
+/* ---- runs of a span, in bytes ---- */
+
+/* `left` bytes of the shard from `at` on that go to `to`; 0 behind the last run. */
+typedef struct run {
+    size_t at, left;
+    unsigned char *to;
+} run;
+
+/* All runs of a span, one after the other. */
+typedef struct run_reader {
+    run now;
+    const span *span;
+    mls_overlap overlap;
+    size_t first; /* element of the shard at which the overlap starts to count */
+} run_reader;
+
+/* Runs are of whole elements, spans need not be: what the neighbouring span brings is cut
+ * off. */
+static void next_run(run_reader *r)
+{
+    const span *s = r->span;
+    const size_t item = s->piece->shard->item_bytes;
+    mls_run next;
+    r->now.left = 0;
+    while (r->now.left == 0 && mls_overlap_next(&r->overlap, &next)) {
+        const size_t at = (r->first + next.a) * item, end = at + next.count * item;
+        const size_t from = at < s->from ? s->from : at;
+        const size_t until = end < s->end ? end : s->end;
+        if (from < until) {
+            r->now.at = from;
+            r->now.left = until - from;
+            r->now.to = s->piece->data + next.b * item + (from - at);
+        }
+    }
+}
+
+/* The overlap with only those elements of the shard that the span touches: what lies in
+ * front of them is not walked. */
+static void start_runs(run_reader *r, const span *s)
+{
+    const mls_stored_shard *shard = s->piece->shard;
+    const size_t item = shard->item_bytes;
+    mls_part part = shard->part;
+    r->span = s;
+    r->first = s->from / item;
+    part.begin += r->first;
+    part.end = shard->part.begin + s->end / item + (s->end % item != 0 ? 1 : 0);
+    mls_overlap_init(&r->overlap, &part, s->piece->to);
+    next_run(r);
+}
+
+/* `bytes` of the present run are done; the next one follows when all are. */
+static void advance(run_reader *r, size_t bytes)
+{
+    r->now.at += bytes;
+    r->now.to += bytes;
+    r->now.left -= bytes;
+    if (r->now.left == 0) {
+        next_run(r);
+    }
+}
+
+/* ---- files ---- */
+
+/* Put what failed in front of the why: of thousands of files in a folder, this one. */
+static mls_code blame(const mls_stored_shard *shard, mls_status *st)
+{
+    const mls_status why = *st;
+    const int shown =
+        (int)(shard->name.length < SHOWN_NAME ? shard->name.length : SHOWN_NAME);
+    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", shown, shard->name.data,
+             (int)SHOWN_FILE, shard->file, why.text);
+    st->os_error = why.os_error;
+    st->has_offset = why.has_offset;
+    st->offset = why.offset;
+    mls_status_name(st, shard->name.data, shard->name.length);
+    mls_status_expected(st, "%s", why.expected);
+    mls_status_got(st, "%s", why.got);
+    return why.code;
+}
+
+/* The one answer to what is there but holds no bytes to read. */
+static mls_code not_regular(const char *what, mls_status *st)
+{
+    mls_fail(st, MLS_E_FORMAT, "not a regular file but %s", what);
+    mls_status_expected(st, "a regular file");
+    mls_status_got(st, "%s", what);
+    return MLS_E_FORMAT;
+}
+
+/* Why openat said no.  Links are not followed: shards are files of this very folder. */
+static mls_code cannot_open(int reason, mls_status *st)
+{
+    if (reason == ELOOP || reason == EMLINK) {
+        return not_regular("a symbolic link", st);
+    }
+    return reason == ENXIO ? not_regular("a socket", st)
+                           : mls_fail_os(st, reason, "cannot open the file");
+}
+
+/* Close the open file, if there is one. */
+static void close_file(worker *w)
+{
+    if (w->file != NULL) {
+        (void)close(w->fd);
+        w->file = NULL;
+    }
+}
+
+/* Make `name` the open file; nothing to do where it is that already. */
+static mls_code open_file(worker *w, const char *name, mls_status *st)
+{
+    struct stat info;
+    if (w->file != NULL && (w->file == name || strcmp(w->file, name) == 0)) {
+        return MLS_OK;
+    }
+    close_file(w);
+    /* O_NONBLOCK: opening a FIFO that nobody writes to must not wait */
+    const int fd =
+        openat(w->shared->folder, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0) {
+        return cannot_open(errno, st);
+    }
+    if (fstat(fd, &info) != 0) {
+        mls_fail_os(st, errno, "cannot examine the file");
+    } else if (!S_ISREG(info.st_mode) || info.st_size < 0) {
+        not_regular(S_ISDIR(info.st_mode) ? "a folder" : "a FIFO or device", st);
+    } else {
+        w->fd = fd;
+        w->file = name;
+        w->file_bytes = (uint64_t)info.st_size;
+        return MLS_OK;
+    }
+    (void)close(fd);
+    return st->code;
+}
+
+/* A file of another length is not the one that was written: refused before anything of it
+ * is believed. */
+static mls_code open_shard(worker *w, const mls_stored_shard *shard, mls_status *st)
+{
+    const mls_code code = open_file(w, shard->file, st);
+    if (code != MLS_OK || w->file_bytes == shard->file_bytes) {
+        return code;
+    }
+    mls_fail_at(st, w->file_bytes < shard->file_bytes ? w->file_bytes : shard->file_bytes,
+                "it is %llu bytes long, but %llu were written: it was cut off or "
+                "replaced",
+                (unsigned long long)w->file_bytes, (unsigned long long)shard->file_bytes);
+    mls_status_expected(st, "%llu bytes", (unsigned long long)shard->file_bytes);
+    mls_status_got(st, "%llu bytes", (unsigned long long)w->file_bytes);
+    return MLS_E_FORMAT;
+}
+
+/* The task's buffer.  There are as many as tasks can run at once, so one is free. */
+static mls_code borrow(worker *w, unsigned char **out, mls_status *st)
+{
+    for (size_t i = 0; w->bounce == NULL; i = (i + 1) % MLS_POOL_MAX_THREADS) {
+        if (!atomic_exchange(&w->shared->bounces[i].taken, true)) {
+            w->bounce = &w->shared->bounces[i];
+        }
+    }
+    if (w->bounce->data == NULL) {
+        w->bounce->data = mls_alloc(STEP, 1);
+    }
+    if (w->bounce->data == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d bytes",
+                        (int)STEP);
+    }
+    *out = w->bounce->data;
+    return MLS_OK;
+}
+
+/* ---- unverified: only what is needed ---- */
+
+/* Runs from the present one on that are better read together: short ones with small gaps.
+ * Returns how many; at least one, which may be long. */
+static size_t gather(run_reader *r, run *group)
+{
+    size_t count = 0, end;
+    do {
+        group[count++] = r->now;
+        end = r->now.at + r->now.left;
+        advance(r, r->now.left);
+    } while (group[0].left < DIRECT && count < GROUP && r->now.left > 0 &&
+             r->now.left < DIRECT && r->now.at - end <= GAP &&
+             r->now.at + r->now.left - group[0].at <= STEP);
+    return count;
+}
+
+/* Read the runs of a group with one call, and spread them. */
+static mls_code read_group(worker *w, uint64_t offset, const run *group, size_t count,
+                           mls_status *st)
+{
+    const run *last = &group[count - 1];
+    const size_t bytes = last->at + last->left - group[0].at;
+    unsigned char *to = group[0].to;
+    mls_code code = count == 1 ? MLS_OK : borrow(w, &to, st);
+    if (code == MLS_OK) {
+        code = mls_file_read_at(w->fd, to, bytes, offset + group[0].at, st);
+    }
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        if (count > 1) {
+            memcpy(group[i].to, to + (group[i].at - group[0].at), group[i].left);
+        }
+        w->done += group[i].left;
+    }
+    return code;
+}
+
+/* All runs of a span, without looking at checksums. */
+static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
+{
+    run group[GROUP];
+    mls_code code = MLS_OK;
+    while (code == MLS_OK && r->now.left > 0) {
+        const size_t count = gather(r, group);
+        code = read_group(w, r->span->piece->shard->offset, group, count, st);
+    }
+    return code;
+}
+
+/* ---- verified: whole blocks ---- */
+
+/* Say which block of the shard is not what was written. */
+static mls_code block_changed(const mls_stored_shard *shard, size_t start, size_t length,
+                              uint32_t found, uint32_t expected, mls_status *st)
+{
+    mls_fail(st, MLS_E_CHECKSUM,
+             "its bytes are not those that were written (checksum %08lx, expected %08lx, "
+             "over %zu bytes from %zu on): the file is damaged",
+             (unsigned long)found, (unsigned long)expected, length, start);
+    st->has_offset = true;
+    st->offset = shard->offset + start;
+    mls_status_expected(st, "%08lx", (unsigned long)expected);
+    mls_status_got(st, "%08lx", (unsigned long)found);
+    return MLS_E_CHECKSUM;
+}
+
+/* Bytes `at` .. `at + bytes` of the shard lie in `data`: bring what is wanted of them to
+ * its places. */
+static void scatter(worker *w, run_reader *r, const unsigned char *data, size_t at,
+                    size_t bytes)
+{
+    while (r->now.left > 0 && r->now.at < at + bytes) {
+        const size_t room = at + bytes - r->now.at;
+        const size_t length = r->now.left < room ? r->now.left : room;
+        memcpy(r->now.to, data + (r->now.at - at), length);
+        w->done += length;
+        advance(r, length);
+    }
+}
+
+/* Read `bytes` of a block, add them to its checksum and bring them where they are wanted:
+ * at once where all of them go on in one run. */
+static mls_code read_step(worker *w, run_reader *r, size_t at, size_t bytes,
+                          uint32_t *crc, mls_status *st)
+{
+    const bool straight = r->now.at == at && r->now.left >= bytes;
+    unsigned char *to = r->now.to;
+    mls_code code = straight ? MLS_OK : borrow(w, &to, st);
+    if (code == MLS_OK) {
+        code = mls_file_read_at(w->fd, to, bytes, r->span->piece->shard->offset + at, st);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    *crc = w->shared->crc->update(*crc, to, bytes);
+    if (straight) {
+        w->done += bytes;
+        advance(r, bytes);
+    } else {
+        scatter(w, r, to, at, bytes);
+    }
+    return MLS_OK;
+}
+
+/* All blocks of a span that hold a run's bytes; those between them are passed over. */
+static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
+{
+    const mls_stored_shard *shard = r->span->piece->shard;
+    const size_t bytes = mls_part_count(&shard->part) * shard->item_bytes;
+    while (r->now.left > 0) {
+        const size_t block = r->now.at / MLS_SAFETENSORS_BLOCK;
+        const size_t start = block * MLS_SAFETENSORS_BLOCK;
+        const size_t left = bytes - start;
+        const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+        uint32_t found = 0;
+        for (size_t done = 0; done < length; done += STEP) {
+            const size_t step = length - done < STEP ? length - done : STEP;
+            const mls_code code = read_step(w, r, start + done, step, &found, st);
+            if (code != MLS_OK) {
+                return code;
+            }
+        }
+        if (found != shard->crcs[block]) {
+            return block_changed(shard, start, length, found, shard->crcs[block], st);
+        }
+    }
+    return MLS_OK;
+}
+
+/* ---- tasks ----
+ *
+ * The first span that fails, in the order of the pieces, is what the caller hears of,
+ * however many threads there are: spans in front of a failed one are still read.
+ */
+
+/* Keep the failure of a span, unless one in front of it failed or all was stopped. */
+static void record(reading *shared, const span *s, const mls_status *st)
+{
+    const size_t index = (size_t)(s - shared->spans);
+    pthread_mutex_lock(&shared->lock);
+    if (index < atomic_load(&shared->failed) && !atomic_load(&shared->stopped)) {
+        shared->status = *st;
+        atomic_store(&shared->failed, index);
+    }
+    pthread_mutex_unlock(&shared->lock);
+}
+
+/* The caller's wish goes before any failure: whoever asked knows why. */
+static void record_stop(reading *shared, const span *s)
+{
+    pthread_mutex_lock(&shared->lock);
+    if (!atomic_load(&shared->stopped)) {
+        mls_fail(&shared->status, MLS_E_STOPPED, "stopped as the caller asked");
+        (void)blame(s->piece->shard, &shared->status);
+        atomic_store(&shared->failed, (size_t)(s - shared->spans));
+        atomic_store(&shared->stopped, true);
+    }
+    pthread_mutex_unlock(&shared->lock);
+}
+
+/* One span of a task. */
+static void read_span(worker *w, const span *s)
+{
+    mls_status st;
+    run_reader r;
+    start_runs(&r, s);
+    if (r.now.left == 0) {
+        return; /* what the shard has between its first and its last run may be a gap */
+    }
+    mls_code code = open_shard(w, s->piece->shard, &st);
+    if (code == MLS_OK) {
+        code =
+            w->shared->crc == NULL ? read_plain(w, &r, &st) : read_verified(w, &r, &st);
+    }
+    if (code != MLS_OK) {
+        (void)blame(s->piece->shard, &st);
+        record(w->shared, s, &st);
+    }
+}
+
+/* Spans behind one that failed are not read any more. */
+static void read_task(void *context, size_t index)
+{
+    reading *shared = context;
+    const size_t end = shared->tasks[index + 1];
+    worker w = {.shared = shared, .fd = -1};
+    for (size_t i = shared->tasks[index]; i < end; i++) {
+        const span *s = shared->order[i];
+        if ((size_t)(s - shared->spans) <
+                atomic_load_explicit(&shared->failed, memory_order_relaxed) &&
+            !atomic_load_explicit(&shared->stopped, memory_order_relaxed)) {
+            read_span(&w, s);
+        }
+    }
+    close_file(&w);
+    if (w.bounce != NULL) {
+        atomic_store(&w.bounce->taken, false);
+    }
+    const mls_progress *progress = shared->progress;
+    if (progress != NULL && w.done > 0 && !progress->report(progress->context, w.done)) {
+        record_stop(shared, shared->order[end - 1]);
+    }
+}
+
+/* ---- the plan ---- */
+
+/* A span more, at the end of those that there are. */
+static mls_code add_span(reading *shared, span s, mls_status *st)
+{
+    if (shared->count == shared->room) {
+        const size_t room = shared->room < 64 ? 64 : 2 * shared->room;
+        span *grown = mls_realloc(shared->spans, room, sizeof *grown);
+        if (grown == NULL) {
+            return mls_fail(st, MLS_E_MEMORY, "no memory for a plan of %zu parts", room);
+        }
+        shared->spans = grown;
+        shared->room = room;
+    }
+    shared->spans[shared->count++] = s;
+    shared->cost += SPAN_COST + (s.end - s.from);
+    return MLS_OK;
+}
+
+/* Bytes of a shard; false where they cannot be counted or lie beyond its file. */
+static bool shard_bytes(const mls_stored_shard *shard, size_t *out)
+{
+    uint64_t end;
+    return mls_size_mul(mls_part_count(&shard->part), shard->item_bytes, out) &&
+           mls_u64_add(shard->offset, *out, &end) && end <= shard->file_bytes &&
+           end <= INT64_MAX; /* what the system takes as an offset */
+}
+
+/* Cut what a piece needs into spans, at multiples of SPAN from the shard's first byte, so
+ * that no block is in two of them. */
+static mls_code plan_piece(reading *shared, const mls_piece *piece, mls_status *st)
+{
+    const mls_stored_shard *shard = piece->shard;
+    mls_overlap overlap;
+    mls_run first;
+    size_t bytes;
+    if (!shard_bytes(shard, &bytes)) {
+        mls_fail_at(st, shard->offset, "its records place bytes of it beyond the file");
+        mls_status_expected(st, "at most %llu bytes",
+                            (unsigned long long)shard->file_bytes);
+        return blame(shard, st);
+    }
+    mls_overlap_init(&overlap, &shard->part, piece->to);
+    if (bytes == 0 || !mls_overlap_next(&overlap, &first)) {
+        return MLS_OK;
+    }
+    const size_t end = (overlap.a_end - overlap.a_begin) * shard->item_bytes;
+    size_t from = first.a * shard->item_bytes;
+    while (from < end) {
+        const size_t left = end - from, room = SPAN - from % SPAN;
+        const size_t length = left < room ? left : room;
+        const span next = {.piece = piece, .from = from, .end = from + length};
+        const mls_code code = add_span(shared, next, st);
+        if (code != MLS_OK) {
+            return blame(shard, st);
+        }
+        from += length;
+    }
+    return MLS_OK;
+}
+
+/* By file, then by place; the address breaks ties, so that the order is the same with
+ * every qsort. */
+static int compare_places(const void *a, const void *b)
+{
+    const span *x = *(const span *const *)a;
+    const span *y = *(const span *const *)b;
+    const mls_stored_shard *p = x->piece->shard, *q = y->piece->shard;
+    const int names = p->file == q->file ? 0 : strcmp(p->file, q->file);
+    if (names != 0) {
+        return names;
+    }
+    /* inside the files, so neither sum wraps */
+    const uint64_t at = p->offset + x->from, other = q->offset + y->from;
+    if (at != other) {
+        return at < other ? -1 : 1;
+    }
+    return x < y ? -1 : x > y;
+}
+
+/* Put the spans in the order of the files.  They mostly are, and then need no sorting. */
+static void sort_spans(reading *shared)
+{
+    bool sorted = true;
+    for (size_t i = 0; i < shared->count; i++) {
+        shared->order[i] = &shared->spans[i];
+        sorted = sorted &&
+                 (i == 0 || compare_places(&shared->order[i - 1], &shared->order[i]) < 0);
+    }
+    if (!sorted) {
+        qsort(shared->order, shared->count, sizeof *shared->order, compare_places);
+    }
+}
+
+/* Group neighbours until they cost as much as a whole span. */
+static void cut_tasks(reading *shared)
+{
+    size_t cost = 0;
+    for (size_t i = 0; i < shared->count; i++) {
+        const span *s = shared->order[i];
+        const size_t more = SPAN_COST + (s->end - s->from);
+        if (i == 0 || cost + more > SPAN + SPAN_COST) {
+            shared->tasks[shared->task_count++] = i;
+            cost = 0;
+        }
+        cost += more;
+    }
+    shared->tasks[shared->task_count] = shared->count;
+}
+
+/* Plan the pieces, as far as one that cannot be read: those in front of it are read all
+ * the same, since they may fail as well.  `*planned` is the number of good ones. */
+static mls_code plan(reading *shared, const mls_piece *pieces, size_t count,
+                     size_t *planned, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    *planned = 0;
+    while (*planned < count) {
+        code = plan_piece(shared, &pieces[*planned], st);
+        if (code != MLS_OK) {
+            break;
+        }
+        ++*planned;
+    }
+    if (code == MLS_E_MEMORY) {
+        return code;
+    }
+    shared->order = mls_alloc(shared->count, sizeof *shared->order);
+    shared->tasks = mls_alloc(shared->count + 1, sizeof *shared->tasks);
+    if (shared->order == NULL || shared->tasks == NULL) {
+        *planned = 0;
+        return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", shared->count);
+    }
+    sort_spans(shared);
+    cut_tasks(shared);
+    return code;
+}
+
+/* Release what the tasks shared. */
+static void reading_fini(reading *shared)
+{
+    for (size_t i = 0; i < MLS_POOL_MAX_THREADS; i++) {
+        mls_free(shared->bounces[i].data);
+    }
+    mls_free(shared->spans);
+    mls_free(shared->order);
+    mls_free(shared->tasks);
+    pthread_mutex_destroy(&shared->lock);
+}
+
+mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
+                         const mls_crc_kernels *crc, mls_pool *pool,
+                         const mls_progress *progress, size_t *failed, mls_status *st)
+{
+    size_t planned;
+    reading shared = {.folder = folder, .crc = crc, .progress = progress};
+    pthread_mutex_init(&shared.lock, NULL);
+    for (size_t i = 0; i < MLS_POOL_MAX_THREADS; i++) {
+        atomic_init(&shared.bounces[i].taken, false);
+    }
+    atomic_init(&shared.failed, SIZE_MAX);
+    atomic_init(&shared.stopped, false);
+    mls_code code = plan(&shared, pieces, count, &planned, st);
+    if (code != MLS_E_MEMORY) {
+        mls_pool_run(shared.cost >= SHARED_BYTES ? pool : NULL, read_task, &shared,
+                     shared.task_count);
+    }
+    const size_t first = atomic_load(&shared.failed);
+    if (first != SIZE_MAX) {
+        planned = (size_t)(shared.spans[first].piece - pieces);
+        *st = shared.status;
+        code = st->code;
+    }
+    if (code != MLS_OK) {
+        *failed = planned;
+    }
+    reading_fini(&shared);
+    return code;
+}
+
+#endif
