@@ -74,6 +74,28 @@ mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *lengt
     return examine_opened(opened, errno, fd, length, st);
 }
 
+/* What is found when the file is opened later counts; this only spares work, and memory
+ * for what cannot be in the file. */
+mls_code mls_file_expect(int folder, const char *path, uint64_t bytes, mls_status *st)
+{
+    struct stat info;
+    if (fstatat(folder, path, &info, AT_SYMLINK_NOFOLLOW) != 0) {
+        return mls_fail_os(st, errno, "cannot examine the file");
+    }
+    if (!S_ISREG(info.st_mode)) {
+        mls_fail(st, MLS_E_FORMAT, "not a regular file");
+        mls_status_expected(st, "a regular file");
+    } else if ((uint64_t)info.st_size != bytes) {
+        mls_fail(st, MLS_E_FORMAT, "the file is %llu bytes long, and not %llu",
+                 (unsigned long long)info.st_size, (unsigned long long)bytes);
+        mls_status_expected(st, "%llu", (unsigned long long)bytes);
+        mls_status_got(st, "%llu", (unsigned long long)info.st_size);
+    } else {
+        return MLS_OK;
+    }
+    return MLS_E_FORMAT;
+}
+
 /* pread leaves the descriptor's own position alone, so threads may share one. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st)

@@ -26,6 +26,10 @@ mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *
 mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *length,
                           mls_status *st);
 
+/* Look whether `path` under an open folder is a regular file of `bytes` bytes.
+ * MLS_E_IO (ENOENT: there is none); MLS_E_FORMAT: it is something else. */
+mls_code mls_file_expect(int folder, const char *path, uint64_t bytes, mls_status *st);
+
 /* Read exactly `bytes` bytes at `offset`, through interruptions and short reads.
  * MLS_E_IO; MLS_E_FORMAT: the file ends before that. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,

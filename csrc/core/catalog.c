@@ -1,0 +1,219 @@
+/* catalog: shards of all indexes sorted by tensor and part. */
+#include "catalog.h"
+
+#include "mem.h"
+#include "size.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* For qsort: by id, part and rank, so that of equal parts the first rank's comes first.
+ */
+static int compare_shards(const void *a, const void *b)
+{
+    const mls_catalog_shard *x = a, *y = b;
+    const int parts = mls_index_compare(x->shard, y->shard);
+    return parts != 0                        ? parts
+           : x->index->rank < y->index->rank ? -1
+                                             : x->index->rank > y->index->rank;
+}
+
+/* Whether two shards say the same of their tensor. */
+static bool same_tensor(const mls_index_shard *a, const mls_index_shard *b)
+{
+    bool same =
+        a->dtype == b->dtype && a->rank == b->rank && a->layout.count == b->layout.count;
+    for (int i = 0; same && i < a->rank; i++) {
+        same = a->shape[i] == b->shape[i];
+    }
+    for (int i = 0; same && i < a->layout.count; i++) {
+        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
+               a->layout.steps[i].parts == b->layout.steps[i].parts;
+    }
+    return same;
+}
+
+/* Put the next shard to its tensor, or to a new one. */
+static mls_code add(mls_catalog *c, const mls_catalog_shard *next, mls_status *st)
+{
+    mls_catalog_tensor *tensor =
+        c->tensor_count == 0 ? NULL : &c->tensors[c->tensor_count - 1];
+    if (tensor == NULL ||
+        mls_tensor_id_compare(&tensor->facts->id, &next->shard->id) != 0) {
+        tensor = &c->tensors[c->tensor_count++];
+        *tensor = (mls_catalog_tensor){.facts = next->shard, .from = c->shard_count};
+    } else if (!same_tensor(tensor->facts, next->shard)) {
+        const mls_text name = next->shard->id.name;
+        mls_fail(st, MLS_E_FORMAT,
+                 "the ranks do not agree on a tensor's dtype, shape or layout");
+        mls_status_name(st, name.data, name.length);
+        return MLS_E_FORMAT;
+    }
+    if (tensor->count == 0 ||
+        c->shards[c->shard_count - 1].shard->part != next->shard->part) {
+        c->shards[c->shard_count++] = *next;
+        tensor->count++;
+    }
+    return MLS_OK;
+}
+
+mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, size_t count,
+                          mls_status *st)
+{
+    mls_catalog c = {0};
+    mls_code code = MLS_OK;
+    size_t all = 0;
+    for (size_t i = 0; i < count; i++) {
+        all += indexes[i]->shard_count; /* all of them lie in memory */
+    }
+    mls_catalog_shard *sorted = mls_alloc(all, sizeof *sorted);
+    c.shards = mls_alloc(all, sizeof *c.shards);
+    c.tensors = mls_alloc(all, sizeof *c.tensors);
+    if (sorted == NULL || c.shards == NULL || c.tensors == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for a catalog of %zu shards", all);
+        goto done;
+    }
+    all = 0;
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = 0; j < indexes[i]->shard_count; j++) {
+            sorted[all++] = (mls_catalog_shard){indexes[i], &indexes[i]->shards[j]};
+        }
+    }
+    if (count > 1) {
+        qsort(sorted, all, sizeof *sorted, compare_shards);
+    }
+    for (size_t i = 0; code == MLS_OK && i < all; i++) {
+        code = add(&c, &sorted[i], st);
+    }
+done:
+    mls_free(sorted);
+    if (code != MLS_OK) {
+        mls_catalog_fini(&c);
+        return code;
+    }
+    *out = c;
+    return MLS_OK;
+}
+
+void mls_catalog_fini(mls_catalog *catalog)
+{
+    mls_free(catalog->tensors);
+    mls_free(catalog->shards);
+    *catalog = (mls_catalog){0};
+}
+
+size_t mls_catalog_find(const mls_catalog *catalog, const mls_tensor_id *id)
+{
+    size_t low = 0, high = catalog->tensor_count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        const int order = mls_tensor_id_compare(&catalog->tensors[middle].facts->id, id);
+        if (order == 0) {
+            return middle;
+        }
+        if (order < 0) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return SIZE_MAX;
+}
+
+/* Whether two parts have an element in common. */
+static bool meet(const mls_part *a, const mls_part *b)
+{
+    mls_overlap overlap;
+    mls_run run;
+    mls_overlap_init(&overlap, a, b);
+    return mls_overlap_next(&overlap, &run);
+}
+
+/* How many elements two parts have in common. */
+static size_t common(const mls_part *a, const mls_part *b)
+{
+    size_t count = 0;
+    mls_overlap overlap;
+    mls_run run;
+    mls_overlap_init(&overlap, a, b);
+    while (mls_overlap_next(&overlap, &run)) {
+        count += run.count;
+    }
+    return count;
+}
+
+/* Parts that nobody stored do not matter where nothing of them is wanted.  What is stored
+ * is counted, rather than what is missing looked for: a file may claim any number of
+ * parts. */
+static mls_code check_missing(const mls_catalog *catalog,
+                              const mls_catalog_tensor *tensor, const mls_part *to,
+                              mls_status *st)
+{
+    size_t parts = 1, there = 0;
+    mls_status ignored; /* a good index has good layouts */
+    (void)mls_layout_parts(&tensor->facts->layout, &parts, &ignored);
+    if (tensor->count == parts) {
+        return MLS_OK;
+    }
+    for (size_t i = 0; i < tensor->count; i++) {
+        const mls_part part = mls_index_part(catalog->shards[tensor->from + i].shard);
+        there += common(&part, to);
+    }
+    if (there == mls_part_count(to)) {
+        return MLS_OK;
+    }
+    const mls_text name = tensor->facts->id.name;
+    mls_fail(st, MLS_E_FORMAT,
+             "a tensor is not all there: %zu of its %zu parts were stored, and with them "
+             "%zu of %zu elements that are wanted",
+             tensor->count, parts, there, mls_part_count(to));
+    mls_status_name(st, name.data, name.length);
+    return MLS_E_FORMAT;
+}
+
+mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor *tensor,
+                            const mls_part *to, unsigned char *data,
+                            mls_stored_shard *stored, mls_piece *pieces, size_t *count,
+                            mls_status *st)
+{
+    const mls_code code = check_missing(catalog, tensor, to, st);
+    *count = 0;
+    for (size_t i = 0; code == MLS_OK && i < tensor->count; i++) {
+        const mls_catalog_shard *from = &catalog->shards[tensor->from + i];
+        const mls_index_file *file = &from->index->files[from->shard->file];
+        const mls_part part = mls_index_part(from->shard);
+        if (meet(&part, to)) {
+            stored[*count] = (mls_stored_shard){
+                .file = file->path,
+                .file_bytes = file->bytes,
+                .offset = from->shard->offset,
+                .item_bytes = mls_dtype_of(from->shard->dtype)->item_bytes,
+                .part = part,
+                .crcs = from->shard->crcs,
+                .name = from->shard->id.name};
+            pieces[*count] =
+                (mls_piece){.shard = &stored[*count], .to = to, .data = data};
+            (*count)++;
+        }
+    }
+    return code;
+}
+
+const mls_catalog_shard *mls_catalog_run(const mls_catalog *catalog,
+                                         const mls_catalog_tensor *tensor,
+                                         const mls_part *to, uint64_t *offset)
+{
+    for (size_t i = 0; i < tensor->count; i++) {
+        const mls_catalog_shard *from = &catalog->shards[tensor->from + i];
+        const mls_part part = mls_index_part(from->shard);
+        mls_overlap overlap;
+        mls_run run;
+        mls_overlap_init(&overlap, &part, to);
+        if (mls_overlap_next(&overlap, &run)) {
+            *offset = from->shard->offset +
+                      run.a * mls_dtype_of(from->shard->dtype)->item_bytes;
+            return run.count == mls_part_count(to) ? from : NULL;
+        }
+    }
+    return NULL;
+}
