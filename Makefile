@@ -29,7 +29,7 @@ PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
 .PHONY: help demo test core core-test lint format sanitize sanitize-slice tsan coverage \
-	fuzz fuzz-slice bench docs cross wheel wheel-test install dev clean
+	faults faults-slice fuzz fuzz-slice bench docs cross wheel wheel-test install dev clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -63,6 +63,12 @@ tsan: ## Run the C tests that use threads under ThreadSanitizer.
 
 coverage: dev ## Report what the tests reach in the C sources: build/coverage/index.html.
 	@tools/coverage.sh $(RUN)
+
+faults: $(STAMP)-test install ## Fail every call of a save, kill it, cut the power, in turn.
+	@tools/faults.sh $(RUN) all
+
+faults-slice: $(STAMP)-test install ## Run the part of `faults` that fits a change's check.
+	@tools/faults.sh $(RUN) slice
 
 fuzz: ## Fuzz each parser for FUZZ_SECONDS (60).
 	@tools/fuzz.sh "$(FUZZ_SECONDS)"

@@ -1,0 +1,119 @@
+"""The process under test: prepares one scenario, then forks a child for each request.
+
+    LD_PRELOAD=shim.so python fault_server.py save_file
+
+A request is one line of JSON on standard input: the folder, which state to save, and the
+shim's settings for each rank.  The child arms the shim, saves, tells how it went through a
+pipe of its own, and ends without cleaning up; what it told, and how it ended, is one line
+on standard output.  Imports are paid once, so a fault costs milliseconds.
+"""
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from pathlib import Path
+
+import scenarios
+
+SHIM = ctypes.CDLL(None)
+HANG = "hang"
+
+
+def calls():
+    """Names of the calls that the shim counts, from its header."""
+    text = (Path(__file__).parent / "shim.h").read_text(encoding="utf-8")
+    return [line.split("(")[1].split(",")[0] for line in text.split("\n") if "    X(" in line]
+
+
+CALLS = [*calls(), "change"]
+
+
+def describe(error):
+    """What an exception was, for judging it in another process."""
+    return {
+        "raised": [cls.__name__ for cls in type(error).__mro__],
+        "errno": getattr(error, "errno", None),
+        "text": str(error),
+    }
+
+
+def save_under_fault(scenario, request, rank, pipe):
+    """Arm, save, tell.  Runs in a child, and never returns."""
+    try:
+        scenario.enter(rank, scenario.ranks, request["meeting"])
+        for name, value in request["settings"][rank].items():
+            os.environ[name] = value
+        counts = SHIM.mls_shim_count
+        counts.restype = ctypes.c_long
+        SHIM.mls_shim_arm()
+        try:
+            scenario.save(Path(request["root"]), request["which"])
+            SHIM.mls_shim_note(b"returned")
+            told = {"returned": True}
+        except BaseException as error:
+            told = describe(error)
+        SHIM.mls_shim_disarm()
+        told["counts"] = {name: counts(name.encode()) for name in CALLS}
+        told["hits"] = SHIM.mls_shim_hits()
+    except BaseException as error:
+        told = {"broken": repr(error)}
+    os.write(pipe, json.dumps(told).encode())
+    os._exit(0)
+
+
+def read_all(pipes, deadline):
+    """What came through each pipe until it was closed, or until the deadline."""
+    texts = [b""] * len(pipes)
+    with selectors.DefaultSelector() as waiting:
+        for index, pipe in enumerate(pipes):
+            waiting.register(pipe, selectors.EVENT_READ, index)
+        while waiting.get_map() and time.monotonic() < deadline:
+            for key, _ in waiting.select(deadline - time.monotonic()):
+                piece = os.read(key.fd, 1 << 16)
+                texts[key.data] += piece
+                if not piece:
+                    waiting.unregister(key.fd)
+    return texts
+
+
+def run(scenario, request):
+    """Fork a child for each rank; how each ended: a code as subprocess has it, or a hang."""
+    pids, pipes = [], []
+    for rank in range(scenario.ranks):
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            save_under_fault(scenario, request, rank, theirs)
+        os.close(theirs)
+        pids.append(pid)
+        pipes.append(ours)
+    deadline = time.monotonic() + request["seconds"]
+    texts = read_all(pipes, deadline)
+    ends = []
+    for pid, pipe, text in zip(pids, pipes, texts, strict=True):
+        os.close(pipe)
+        done, status = os.waitpid(pid, 0 if text or time.monotonic() < deadline else os.WNOHANG)
+        if done == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        exit_code = HANG if done == 0 else os.waitstatus_to_exitcode(status)
+        ends.append({"exit": exit_code, "told": json.loads(text) if text else {}})
+    return ends
+
+
+def main():
+    known = {**scenarios.ALL, scenarios.CARELESS.name: scenarios.CARELESS}
+    scenario = known[sys.argv[1]]
+    scenario.prepare()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(scenario, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Run scenarios under faults and judge what they leave.
+
+How much is tried is set by MLSTATE_FAULTS: "few" (the default, for the ordinary test run),
+"slice" (about a minute in all) or "all" (every call of every kind).
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import scenarios
+
+HERE = Path(__file__).resolve().parent
+AMOUNT = os.environ.get("MLSTATE_FAULTS", "few")
+WARNINGS = (
+    "-Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla -Wundef -Werror"
+)
+KILLED = -signal.SIGKILL
+
+
+def few(few, some, every=None):
+    """As many as MLSTATE_FAULTS asks for; None stands for all."""
+    return {"few": few, "slice": some, "all": every}[AMOUNT]
+
+
+def spread(count, most):
+    """Numbers from 1 to `count`, at most `most` of them, first and last among them."""
+    if most is None or count <= most:
+        return list(range(1, count + 1))
+    if most == 1:
+        return [1]
+    return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def unsupported():
+    """Why nothing can be preloaded here, or None."""
+    if sys.platform != "linux" or sys.maxsize < 2**32:
+        return "the shim is for 64-bit Linux"
+    if "musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or ""):
+        return "the shim is for glibc"
+    if os.environ.get("MLSTATE_UNDER_SANITIZER"):
+        return "sanitizers preload a library of their own"
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        return "no C compiler"
+    return None
+
+
+def build(folder, name, *sources):
+    """Compile sources of this folder into `folder`/`name`.so."""
+    library = folder / f"{name}.so"
+    command = [
+        os.environ.get("CC", "cc"), "-std=c11", "-O1", "-g", "-fPIC", "-shared",
+        "-fvisibility=hidden", "-D_GNU_SOURCE", *WARNINGS.split(),
+        *(str(HERE / source) for source in sources), "-o", str(library), "-ldl", "-lpthread",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+def environment(library, **more):
+    """For a child: the same modules, the library in front, no threads of NumPy's own."""
+    return {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "LD_PRELOAD": str(library), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **more,
+    }  # fmt: skip
+
+
+class Server:
+    """A process that prepared one scenario and forks a child for each fault."""
+
+    def __init__(self, library, scenario, errors):
+        self.scenario = scenario
+        self.errors = errors
+        with errors.open("ab") as log:
+            program = str(HERE / "fault_server.py")
+            self.process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", program, scenario.name],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=environment(library),
+            )  # fmt: skip
+        self.expect("ready")
+
+    def expect(self, word):
+        line = self.process.stdout.readline()
+        if word not in line:
+            raise RuntimeError(f"the server ended: {self.errors.read_text()[-2000:]}")
+        return line
+
+    def run(self, root, which, *, fault=None, rank=0, log=None, seconds=60):
+        """Save `which` into `root`, with a fault in one rank; how each rank ended."""
+        common = {"MLS_FAULT_ROOT": str(root), "MLS_FAULT_SYNC": "no", "MLS_FAULT": ""}
+        common["MLS_FAULT_LOG"] = str(log or "")
+        settings = [dict(common) for _ in range(self.scenario.ranks)]
+        settings[rank]["MLS_FAULT"] = fault or ""
+        meeting = root.parent / f"meeting-{root.name}"
+        request = {"root": str(root), "which": which, "settings": settings, "seconds": seconds,
+                   "meeting": str(meeting)}  # fmt: skip
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        ends = json.loads(self.expect("exit"))
+        meeting.unlink(missing_ok=True)
+        broken = [end["told"]["broken"] for end in ends if "broken" in end["told"]]
+        assert not broken, broken
+        return ends
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+class Bench:
+    """A scenario's server, and copies of a folder where A is saved."""
+
+    def __init__(self, library, scenario, folder):
+        self.scenario = scenario
+        scenario.prepare()
+        self.folder = folder
+        self.server = Server(library, scenario, folder / "errors.txt")
+        self.template = folder / "template"
+        self.template.mkdir()
+        (end,) = {json.dumps(e["told"].get("returned")) for e in self.clean(self.template, "A")}
+        assert end == "true"
+        self.used = 0
+
+    def clean(self, root, which):
+        return self.server.run(root, which)
+
+    def fresh(self):
+        """A folder of its own with A in it."""
+        self.used += 1
+        root = self.folder / f"case-{self.used}"
+        shutil.copytree(self.template, root, symlinks=True)
+        return root
+
+    def counts(self):
+        """How often a save of B over A makes each call: for each rank a dict."""
+        root = self.fresh()
+        ends = self.server.run(root, "B")
+        assert all(end["told"].get("returned") for end in ends), ends
+        shutil.rmtree(root)
+        return [end["told"]["counts"] for end in ends]
+
+    def try_fault(self, fault, rank=0):
+        """Save B over A with one fault; complaints about what happened, each a line."""
+        root = self.fresh()
+        ends = self.server.run(root, "B", fault=fault, rank=rank)
+        call, _, how = fault.split(":")
+        complaints = judge_ends(self.scenario, ends, call, how, rank)
+        complaints += self.judge_folder(root, ends, call, how)
+        shutil.rmtree(root, ignore_errors=True)
+        where = f"{self.scenario.name} {fault}" + (f" in rank {rank}" if len(ends) > 1 else "")
+        return [f"{where}: {text}" for text in complaints]
+
+    def judge_folder(self, root, ends, call, how):
+        complaints = []
+        returned = any(end["told"].get("returned") for end in ends)
+        killed = any(end["exit"] == KILLED for end in ends)
+        complaints += judge_content(self.scenario, root, "B" if returned else "AB")
+        # Whoever cannot remove files leaves some; the next save is judged below.
+        if not killed and call not in ("unlink", "rmdir", "change"):
+            complaints += [f"left {n}" for n in self.scenario.strangers(root, False)]
+        return complaints + self.judge_next(root, killed or call in ("unlink", "rmdir", "change"))
+
+    def judge_next(self, root, may_have_left):
+        """A clean save into the folder works, and leaves what it should and nothing else."""
+        ends = self.clean(root, "C")
+        complaints = [f"next save: {e}" for e in ends if not e["told"].get("returned")]
+        complaints += [f"after the next save: {c}" for c in judge_content(self.scenario, root, "C")]
+        left = self.scenario.strangers(root, may_have_left)
+        return complaints + [f"after the next save there is still {name}" for name in left]
+
+    def close(self):
+        self.server.close()
+
+
+def judge_ends(scenario, ends, call, how, rank):
+    """Complaints about how the processes ended."""
+    complaints = []
+    for number, end in enumerate(ends):
+        told = end["told"]
+        if end["exit"] == KILLED and number == rank and how.startswith("kill"):
+            continue
+        if end["exit"] != 0:
+            complaints.append(f"rank {number} ended with {end['exit']}")
+        elif "raised" in told:
+            complaints += judge_exception(told, number == rank, call, how)
+    told = ends[rank]["told"]
+    if how.startswith("kill"):
+        if ends[rank]["exit"] != KILLED and told.get("hits"):
+            complaints.append("was not killed")
+    elif how == "short":
+        if not told.get("returned"):
+            complaints.append(f"gave up after a short write: {told}")
+    elif told.get("returned") and told["hits"] and how != "EINTR" and call not in scenario.harmless:
+        complaints.append("said nothing")
+    return complaints
+
+
+def judge_exception(told, is_own, call, how):
+    """An exception must be the right one: the system's own number, in a StoreError."""
+    raised = told["raised"]
+    if not is_own:
+        good = {"CollectiveError", "StoreError"}.intersection(raised)
+        return [] if good else [f"another rank raised {raised[0]}: {told['text']}"]
+    if "StoreError" not in raised or "OSError" not in raised:
+        return [f"raised {raised[0]}: {told['text']}"]
+    number = how.removeprefix("after-")
+    import errno
+
+    expected = getattr(errno, number, None)
+    if told["errno"] != expected:
+        return [f"raised with errno {told['errno']} instead of {expected}: {told['text']}"]
+    return []
+
+
+def judge_content(scenario, root, allowed):
+    """Complaints unless the folder holds one of the `allowed` states, whole."""
+    try:
+        which, arrays = scenario.load(root)
+    except Exception as error:
+        return [f"cannot load: {type(error).__name__}: {error}"]
+    if which not in scenario.states:
+        return [f"loads as {which!r}"]
+    wrong = scenarios.differences(arrays, scenario.states[which])
+    if wrong:
+        return [f"loads as {which} with other content: {wrong}"]
+    if which not in allowed:
+        return [f"loads {which}, not {' or '.join(allowed)}"]
+    return []

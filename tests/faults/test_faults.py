@@ -1,0 +1,80 @@
+"""B is saved over A, and one call fails, or the process is killed in it.
+
+Afterwards a reader finds A or B whole; B, if the save returned.  Errors are exceptions.
+The next save works and leaves no litter.
+"""
+
+import harness
+import pytest
+
+# What each call is made to fail with.  The first is tried in the ordinary test run.
+ERRORS = {
+    "open": ["EIO", "EMFILE", "EACCES", "EINTR"],
+    "create": ["ENOSPC", "EIO", "EMFILE", "EROFS", "EINTR"],
+    "close": ["EIO", "ENOSPC", "EDQUOT", "EINTR"],
+    "close_read": ["EIO"],
+    "read": ["EIO", "EINTR", "short"],
+    "pread": ["EIO", "EINTR", "short"],
+    "write": ["ENOSPC", "EIO", "EINTR", "short"],
+    "pwrite": ["ENOSPC", "EIO", "EDQUOT", "EINTR", "short", "after-EIO"],
+    "copy": ["ENOSPC", "EIO", "EINTR", "short"],
+    "truncate": ["EIO", "ENOSPC", "EINTR"],
+    "allocate": ["ENOSPC", "EIO", "EINTR"],
+    "fsync": ["EIO", "ENOSPC", "EINTR"],
+    "fsync_folder": ["EIO", "ENOSPC", "EINTR"],
+    "fdatasync": ["EIO", "ENOSPC", "EINTR"],
+    "syncfs": ["EIO", "ENOSPC"],
+    "sync_file_range": ["EIO", "ENOSPC", "ENOSYS"],
+    "rename": ["EIO", "EACCES", "ENOSPC", "after-EIO"],
+    "unlink": ["EIO", "EACCES"],
+    "mkdir": ["ENOSPC", "EIO"],
+    "rmdir": ["EIO"],
+    "link": ["ENOSPC", "EIO"],
+    "symlink": ["ENOSPC", "EIO"],
+    "mode": ["EIO", "EROFS"],
+    "mmap": ["ENOMEM", "EACCES"],
+    "stat": ["EIO", "EACCES", "ENOMEM"],
+    "list": ["EIO", "ENOMEM"],
+    "flock": ["EIO", "ENOLCK", "EINTR"],
+}
+
+
+def complain(complaints):
+    if complaints:
+        pytest.fail(f"{len(complaints)} complaints:\n" + "\n".join(complaints[:40]), pytrace=False)
+
+
+def points(bench, call, most):
+    """(rank, n) of the calls to try, spread over the whole save."""
+    return [
+        (rank, n)
+        for rank, counts in enumerate(bench.counts())
+        for n in harness.spread(counts[call], most)
+    ]
+
+
+@pytest.mark.parametrize("call", ERRORS)
+def test_each_call_fails_once(bench, call):
+    complaints = []
+    for rank, n in points(bench, call, harness.few(2, 6)):
+        for how in ERRORS[call][: harness.few(1, None)]:
+            complaints += bench.try_fault(f"{call}:{n}:{how}", rank)
+    complain(complaints)
+
+
+@pytest.mark.parametrize("how", ["kill-before", "kill-after", "kill-half"])
+def test_killed_at_each_change(bench, how):
+    complaints = []
+    for rank, n in points(bench, "change", harness.few(6, 30)):
+        complaints += bench.try_fault(f"change:{n}:{how}", rank)
+    complain(complaints)
+
+
+@pytest.mark.parametrize(
+    "fault", ["pwrite:{}+:ENOSPC", "write:{}+:ENOSPC", "create:{}+:ENOSPC", "change:{}+:EIO"]
+)
+def test_from_some_call_on_nothing_works(bench, fault):
+    complaints = []
+    for rank, n in points(bench, fault.partition(":")[0], harness.few(3, 10)):
+        complaints += bench.try_fault(fault.format(n), rank)
+    complain(complaints)
