@@ -65,7 +65,9 @@ typedef struct mls_safetensors {
     size_t count;
     mls_text_pair *metadata; /* without our own entries */
     size_t metadata_count;
-    bool has_crc; /* `crc` of the tensors may be relied on: one of our files, verified */
+    bool has_crc; /* `blocks` of the tensors may be relied on: one of our files, verified
+                   */
+    uint32_t header_crc; /* as written in it; only with `has_crc` */
     mls_json *json;
     size_t *dims;
 } mls_safetensors;

@@ -297,6 +297,7 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
         mls_status_got(r->st, "%08lx", (unsigned long)found);
         return MLS_E_CHECKSUM;
     }
+    r->file.header_crc = expected;
     return MLS_OK;
 }
 

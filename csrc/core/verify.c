@@ -1,0 +1,454 @@
+/* verify: files one beside the other, large shards in parts.
+ *
+ * A task either looks at a file's header, or reads a part of a shard.  Parts of a file
+ * that is missing or has another length are passed over: that was said once, of the file.
+ */
+#include "verify.h"
+
+#include "fsio.h"
+#include "mem.h"
+#include "safetensors.h"
+#include "size.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if !defined(_WIN32)
+#    include <unistd.h>
+#endif
+
+const char *mls_problem_name(mls_problem_kind kind)
+{
+    static const char *const names[MLS_PROBLEM_COUNT] = {
+        [MLS_PROBLEM_MISSING] = "missing", [MLS_PROBLEM_UNREADABLE] = "unreadable",
+        [MLS_PROBLEM_LENGTH] = "length",   [MLS_PROBLEM_FOREIGN] = "foreign",
+        [MLS_PROBLEM_HEADER] = "header",   [MLS_PROBLEM_ALTERED] = "altered"};
+    return names[kind];
+}
+
+void mls_problems_fini(mls_problems *problems)
+{
+    mls_free(problems->list);
+    *problems = (mls_problems){0};
+}
+
+#if !defined(_WIN32)
+
+enum {
+    STEP = 256 << 10, /* stays in the cache between reading and checksum */
+    PART = 8 << 20,   /* of whole blocks, for one task */
+    LENGTH_BYTES = 8, /* in front of a header */
+    FIRST_ROOM = 16   /* of the list */
+};
+
+/* Shards `first` .. `first + count` in the order of files; of a single one the bytes from
+ * `start` on, at most PART.  No shards: the file of shard `first`. */
+typedef struct task {
+    size_t first, count, start;
+} task;
+
+typedef struct verifier {
+    int folder;
+    const mls_index *index;
+    const mls_crc_kernels *crc;
+    const mls_progress *progress;
+    const size_t *order; /* shards by file and offset */
+    const task *tasks;
+    pthread_mutex_t lock; /* round everything below */
+    mls_problems found;
+    size_t room;
+    mls_code code; /* the first failure of our own */
+} verifier;
+
+/* ---- the list ---- */
+
+/* Note that this cannot go on. */
+static void give_up(verifier *v, mls_code code)
+{
+    pthread_mutex_lock(&v->lock);
+    v->code = v->code == MLS_OK ? code : v->code;
+    pthread_mutex_unlock(&v->lock);
+}
+
+static bool gave_up(verifier *v)
+{
+    pthread_mutex_lock(&v->lock);
+    const bool result = v->code != MLS_OK;
+    pthread_mutex_unlock(&v->lock);
+    return result;
+}
+
+/* Add a copy of `problem`; needs the lock. */
+static void append(verifier *v, const mls_problem *problem)
+{
+    mls_problems *found = &v->found;
+    if (found->count == MLS_PROBLEMS_MOST) {
+        return;
+    }
+    if (found->count == v->room) {
+        const size_t room = v->room == 0 ? FIRST_ROOM : 2 * v->room;
+        mls_problem *list = mls_realloc(found->list, room, sizeof *list);
+        if (list == NULL) {
+            v->code = MLS_E_MEMORY;
+            return;
+        }
+        found->list = list;
+        v->room = room;
+    }
+    found->list[found->count++] = *problem;
+}
+
+static void add(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
+                uint64_t offset, uint64_t bytes, const char *text)
+{
+    mls_problem problem = {
+        .kind = kind, .file = file, .shard = shard, .offset = offset, .bytes = bytes};
+    strncpy(problem.text, text, sizeof problem.text - 1);
+    pthread_mutex_lock(&v->lock);
+    append(v, &problem);
+    pthread_mutex_unlock(&v->lock);
+}
+
+/* For qsort: by file and offset. */
+static int compare_problems(const void *a, const void *b)
+{
+    const mls_problem *x = a, *y = b;
+    return x->file != y->file      ? (x->file < y->file ? -1 : 1)
+           : x->offset < y->offset ? -1
+                                   : x->offset > y->offset;
+}
+
+/* Tell whoever waits. */
+static void report(verifier *v, uint64_t bytes)
+{
+    pthread_mutex_lock(&v->lock);
+    v->found.bytes_read += bytes;
+    pthread_mutex_unlock(&v->lock);
+    if (v->progress != NULL && !v->progress->report(v->progress->context, bytes)) {
+        give_up(v, MLS_E_STOPPED);
+    }
+}
+
+/* ---- a file ---- */
+
+/* A file that is not there, or is another one, is a problem of the file.  False then. */
+static bool open_file(verifier *v, size_t file, bool tell, int *fd)
+{
+    const mls_index_file *record = &v->index->files[file];
+    mls_status st;
+    uint64_t length;
+    const mls_code code = mls_file_open_at(v->folder, record->path, fd, &length, &st);
+    if (code == MLS_OK && length == record->bytes) {
+        return true;
+    }
+    if (code == MLS_OK) {
+        (void)close(*fd);
+    }
+    if (tell && code == MLS_OK) {
+        const bool cut = length < record->bytes;
+        add(v, MLS_PROBLEM_LENGTH, file, SIZE_MAX, cut ? length : record->bytes,
+            cut ? record->bytes - length : length - record->bytes,
+            cut ? "the file is cut off" : "the file is longer than it was");
+    } else if (tell) {
+        add(v,
+            st.code == MLS_E_FORMAT ? MLS_PROBLEM_FOREIGN
+            : st.os_error == ENOENT ? MLS_PROBLEM_MISSING
+                                    : MLS_PROBLEM_UNREADABLE,
+            file, SIZE_MAX, 0, record->bytes, st.text);
+    }
+    return false;
+}
+
+/* Shards of `file`, of which `first` is one in `order`, that its header does not have as
+ * recorded. */
+static bool header_agrees(const verifier *v, const mls_safetensors *header, size_t first)
+{
+    const size_t file = v->index->shards[v->order[first]].file;
+    for (size_t i = first; i < v->index->shard_count; i++) {
+        const mls_index_shard *shard = &v->index->shards[v->order[i]];
+        if (shard->file != file) {
+            break;
+        }
+        size_t low = 0, high = header->count; /* tensors lie by offset */
+        while (low < high) {
+            const size_t middle = low + (high - low) / 2;
+            if (header->tensors[middle].offset < shard->offset) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        while (low < header->count && header->tensors[low].offset == shard->offset &&
+               header->tensors[low].bytes != shard->bytes) {
+            low++;
+        }
+        if (low == header->count || header->tensors[low].offset != shard->offset ||
+            header->tensors[low].dtype != shard->dtype) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Read the header of an open file, which ends before `end`.  Gives. */
+static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *length,
+                          mls_status *st)
+{
+    unsigned char start[LENGTH_BYTES];
+    mls_code code = mls_file_read_at(fd, start, sizeof start, 0, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const uint64_t said = mls_load_le64(start);
+    if (said > MLS_SAFETENSORS_MAX_HEADER || said + LENGTH_BYTES > end) {
+        return mls_fail_at(st, 0, "its header's length changed");
+    }
+    unsigned char *head = mls_alloc((size_t)said + LENGTH_BYTES, 1);
+    if (head == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a header");
+    }
+    code = mls_file_read_at(fd, head, (size_t)said + LENGTH_BYTES, 0, st);
+    if (code != MLS_OK) {
+        mls_free(head);
+        return code;
+    }
+    *out = head;
+    *length = (size_t)said + LENGTH_BYTES;
+    return MLS_OK;
+}
+
+/* The header's own checksum tells whether it changed; the recorded one whether it is this
+ * file's. */
+static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
+{
+    const mls_index_shard *shard = &v->index->shards[v->order[first]];
+    const mls_index_file *record = &v->index->files[shard->file];
+    unsigned char *head = NULL;
+    mls_safetensors header = {0};
+    size_t length = 0;
+    mls_code code = read_head(fd, shard->offset, &head, &length, st);
+    if (code == MLS_OK) {
+        code =
+            mls_safetensors_parse(head, length, record->bytes, v->crc, true, &header, st);
+    }
+    if (code == MLS_OK && (!header.has_crc || header.header_crc != record->header_crc ||
+                           !header_agrees(v, &header, first))) {
+        code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
+    }
+    mls_safetensors_fini(&header);
+    mls_free(head);
+    return code;
+}
+
+/* The task of a file: everything about it but its tensors' bytes. */
+static void verify_file(verifier *v, size_t first)
+{
+    const mls_index_shard *shard = &v->index->shards[v->order[first]];
+    mls_status st;
+    int fd;
+    if (!open_file(v, shard->file, true, &fd)) {
+        return;
+    }
+    const mls_code code = check_header(v, fd, first, &st);
+    (void)close(fd);
+    if (code == MLS_E_MEMORY) {
+        give_up(v, code);
+    } else if (code != MLS_OK) {
+        add(v,
+            code == MLS_E_VALUE ? MLS_PROBLEM_FOREIGN
+            : code == MLS_E_IO  ? MLS_PROBLEM_UNREADABLE
+                                : MLS_PROBLEM_HEADER,
+            shard->file, SIZE_MAX, 0, shard->offset, st.text);
+    }
+    report(v, shard->offset);
+}
+
+/* ---- bytes ---- */
+
+/* One block of a shard. */
+static void verify_block(verifier *v, int fd, size_t number, size_t start,
+                         unsigned char *buffer)
+{
+    const mls_index_shard *shard = &v->index->shards[number];
+    const size_t left = shard->bytes - start;
+    const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+    const uint64_t at = shard->offset + start;
+    uint32_t crc = 0;
+    mls_status st;
+    for (size_t done = 0; done < length;) {
+        const size_t step = length - done < STEP ? length - done : STEP;
+        if (mls_file_read_at(fd, buffer, step, at + done, &st) != MLS_OK) {
+            add(v, st.code == MLS_E_IO ? MLS_PROBLEM_UNREADABLE : MLS_PROBLEM_LENGTH,
+                shard->file, number, at + done, length - done, st.text);
+            return;
+        }
+        crc = v->crc->update(crc, buffer, step);
+        done += step;
+    }
+    if (crc != shard->crcs[start / MLS_SAFETENSORS_BLOCK]) {
+        add(v, MLS_PROBLEM_ALTERED, shard->file, number, at, length,
+            "these bytes are not those that were written");
+    }
+    report(v, length);
+}
+
+/* The task of some shards of one file. */
+static void verify_shards(verifier *v, const task *t)
+{
+    const mls_index_shard *first = &v->index->shards[v->order[t->first]];
+    int fd;
+    unsigned char *buffer = mls_alloc(STEP, 1);
+    if (buffer == NULL) {
+        give_up(v, MLS_E_MEMORY);
+        return;
+    }
+    if (open_file(v, first->file, false, &fd)) {
+        for (size_t i = 0; i < t->count && !gave_up(v); i++) {
+            const size_t number = v->order[t->first + i];
+            const size_t bytes = v->index->shards[number].bytes;
+            const size_t end = bytes - t->start > PART ? t->start + PART : bytes;
+            for (size_t at = t->start; at < end && !gave_up(v);
+                 at += MLS_SAFETENSORS_BLOCK) {
+                verify_block(v, fd, number, at, buffer);
+            }
+        }
+        (void)close(fd);
+    }
+    mls_free(buffer);
+}
+
+static void verify_task(void *context, size_t index)
+{
+    verifier *v = context;
+    const task *t = &v->tasks[index];
+    if (gave_up(v)) {
+        return;
+    }
+    if (t->count == 0) {
+        verify_file(v, t->first);
+    } else {
+        verify_shards(v, t);
+    }
+}
+
+/* ---- the whole ---- */
+
+/* A shard and where it lies, for sorting. */
+typedef struct place {
+    size_t file, shard;
+    uint64_t offset;
+} place;
+
+/* For qsort. */
+static int compare_places(const void *a, const void *b)
+{
+    const place *x = a, *y = b;
+    return x->file != y->file       ? (x->file < y->file ? -1 : 1)
+           : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
+                                    : (x->shard < y->shard ? -1 : x->shard > y->shard);
+}
+
+/* Numbers of all shards by file and offset.  Gives. */
+static mls_code sort_shards(const mls_index *index, size_t **out, mls_status *st)
+{
+    place *places = mls_alloc(index->shard_count, sizeof *places);
+    size_t *order = mls_alloc(index->shard_count, sizeof *order);
+    if (places == NULL || order == NULL) {
+        mls_free(places);
+        mls_free(order);
+        return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
+                        index->shard_count);
+    }
+    for (size_t i = 0; i < index->shard_count; i++) {
+        places[i] = (place){index->shards[i].file, i, index->shards[i].offset};
+    }
+    qsort(places, index->shard_count, sizeof *places, compare_places);
+    for (size_t i = 0; i < index->shard_count; i++) {
+        order[i] = places[i].shard;
+    }
+    mls_free(places);
+    *out = order;
+    return MLS_OK;
+}
+
+/* One task for each file, which comes first, and for every PART or so of its bytes. */
+static size_t make_tasks(const mls_index *index, const size_t *order, task *tasks)
+{
+    size_t count = 0, bytes = 0;
+    bool open = false; /* whether the last task takes more shards */
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const mls_index_shard *shard = &index->shards[order[i]];
+        if (i == 0 || index->shards[order[i - 1]].file != shard->file) {
+            tasks[count++] = (task){.first = i};
+            open = false;
+        }
+        if (shard->bytes > PART) {
+            for (size_t start = 0; start < shard->bytes; start += PART) {
+                tasks[count++] = (task){.first = i, .count = 1, .start = start};
+            }
+            open = false;
+            continue;
+        }
+        if (!open || bytes + shard->bytes > PART) {
+            tasks[count++] = (task){.first = i};
+            bytes = 0;
+            open = true;
+        }
+        tasks[count - 1].count++;
+        bytes += shard->bytes;
+    }
+    return count;
+}
+
+/* At most so many tasks; the files are only claimed, so they are not trusted to be small,
+ * but bounded by what can be counted. */
+static bool count_tasks(const mls_index *index, size_t *out)
+{
+    uint64_t most = 0;
+    for (size_t i = 0; i < index->shard_count; i++) {
+        most += 3 + index->shards[i].bytes / PART;
+    }
+    *out = (size_t)most;
+    return most < SIZE_MAX / sizeof(task);
+}
+
+mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
+                          mls_pool *pool, const mls_progress *progress, mls_problems *out,
+                          mls_status *st)
+{
+    verifier v = {.folder = folder, .index = index, .crc = crc, .progress = progress};
+    size_t *order = NULL, most;
+    task *tasks = NULL;
+    mls_code code = sort_shards(index, &order, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (!count_tasks(index, &most) || (tasks = mls_alloc(most, sizeof *tasks)) == NULL) {
+        mls_free(order);
+        return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
+                        index->shard_count);
+    }
+    v.order = order;
+    v.tasks = tasks;
+    pthread_mutex_init(&v.lock, NULL);
+    mls_pool_run(pool, verify_task, &v, make_tasks(index, order, tasks));
+    pthread_mutex_destroy(&v.lock);
+    mls_free(order);
+    mls_free(tasks);
+    if (v.code != MLS_OK) {
+        mls_problems_fini(&v.found);
+        return mls_fail(st, v.code,
+                        v.code == MLS_E_STOPPED ? "stopped"
+                                                : "no memory to "
+                                                  "go on");
+    }
+    if (v.found.count > 0) {
+        qsort(v.found.list, v.found.count, sizeof *v.found.list, compare_problems);
+    }
+    *out = v.found;
+    return MLS_OK;
+}
+
+#endif
