@@ -1,5 +1,7 @@
 """The shim, built once, and a server for each scenario."""
 
+import contextlib
+
 import harness
 import pytest
 import scenarios
@@ -15,13 +17,24 @@ def shim(tmp_path_factory):
     return harness.build(folder, "shim", "shim.c", "calls.c", "record.c")
 
 
+@pytest.fixture(scope="session")
+def make_bench(shim, tmp_path_factory):
+    """A context in which a scenario is run under faults."""
+
+    @contextlib.contextmanager
+    def make(scenario):
+        reason = scenario.missing()
+        if reason:
+            pytest.skip(reason)
+        bench = harness.Bench(shim, scenario, tmp_path_factory.mktemp(scenario.name))
+        yield bench
+        bench.close()
+
+    return make
+
+
 @pytest.fixture(scope="module", params=list(scenarios.ALL))
-def bench(request, shim, tmp_path_factory):
-    """A scenario to be run under faults."""
-    scenario = scenarios.ALL[request.param]
-    reason = scenario.missing()
-    if reason:
-        pytest.skip(reason)
-    bench = harness.Bench(shim, scenario, tmp_path_factory.mktemp(scenario.name))
-    yield bench
-    bench.close()
+def bench(request, make_bench):
+    """Each good scenario."""
+    with make_bench(scenarios.ALL[request.param]) as bench:
+        yield bench

@@ -60,8 +60,8 @@ class SaveFile:
 
     name = "save_file"
     ranks = 1
-    marks = ()
     grow = 1
+    heavy = False  # fewer points are tried in the ordinary test run
 
     # Calls whose failure need not be told, and why that does no harm.
     harmless: ClassVar = {
@@ -104,6 +104,7 @@ class SaveLargeFile(SaveFile):
 
     name = "save_large_file"
     grow = 9
+    heavy = True
 
 
 class Careless(SaveFile):
@@ -137,5 +138,30 @@ class Careless(SaveFile):
         return str(arrays.pop("__which__")), arrays
 
 
-ALL = {scenario.name: scenario for scenario in (SaveFile(), SaveLargeFile())}
-CARELESS = Careless()
+class Forgetful(Careless):
+    """Replaces a file by renaming, but without one of the two syncs."""
+
+    def __init__(self, forgets):
+        self.name = f"forgets-{forgets}"
+        self.forgets = forgets
+
+    def save(self, root, which):
+        with (root / "temporary").open("wb") as file:
+            np.savez(file, __which__=np.array(which), **self.states[which])
+            file.flush()
+            if self.forgets != "file":
+                os.fsync(file.fileno())
+        (root / "temporary").rename(root / "state")
+        folder = os.open(root, os.O_RDONLY)
+        if self.forgets != "folder":
+            os.fsync(folder)
+        os.close(folder)
+
+
+def by_name(*scenarios):
+    """Scenarios by their names."""
+    return {scenario.name: scenario for scenario in scenarios}
+
+
+ALL = by_name(SaveFile(), SaveLargeFile())
+BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))

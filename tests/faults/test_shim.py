@@ -174,10 +174,9 @@ def test_no_change_to_a_file_goes_past_the_shim(bench, shim, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def careless(shim, tmp_path_factory):
-    bench = harness.Bench(shim, scenarios.CARELESS, tmp_path_factory.mktemp("careless"))
-    yield bench
-    bench.close()
+def careless(make_bench):
+    with make_bench(scenarios.BAD["careless"]) as bench:
+        yield bench
 
 
 @pytest.mark.parametrize(

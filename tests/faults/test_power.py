@@ -1,0 +1,100 @@
+"""The power fails at any point of a save: a reader finds the old state or the new one whole,
+and the new one if the save had returned."""
+
+import os
+import random
+import shutil
+
+import harness
+import pytest
+import replay
+import scenarios
+
+SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
+
+
+def record(bench, which="B"):
+    """Save over A, recorded: the folder as it was, as a disk, and what was done."""
+    root = bench.fresh()
+    disk = replay.Disk(root)
+    log = bench.folder / f"log-{bench.used}"
+    ends = bench.server.run(root, which, log=log)
+    assert all(end["told"].get("returned") for end in ends), ends
+    entries = replay.parse(log.read_bytes())
+    assert sum(entry.kind == "N" for entry in entries) == bench.scenario.ranks
+    return root, disk, entries
+
+
+def test_the_recording_leads_to_what_is_there(bench):
+    root, disk, entries = record(bench)
+    for entry in entries:
+        disk.apply(entry)
+    built = bench.folder / f"built-{bench.used}"
+    built.mkdir()
+    replay.materialise(replay.tree(disk, random.Random(0), "all", "all"), built)
+    compare = lambda folder: {  # noqa: E731
+        p.relative_to(folder).as_posix(): p.is_dir() or p.read_bytes() for p in folder.rglob("*")
+    }
+    assert compare(built) == compare(root)
+
+
+def judge_states(bench, disk, rng, samples, seen, returned):
+    """Complaints about the states that a failure now could leave."""
+    complaints = []
+    for state in replay.states(disk, rng, samples):
+        key = (replay.digest(state), returned)
+        if key in seen:
+            continue
+        seen.add(key)
+        root = bench.folder / f"power-{len(seen)}"
+        root.mkdir()
+        replay.materialise(state, root)
+        found = harness.judge_content(bench.scenario, root, "B" if returned else "AB")
+        if len(seen) % harness.few(10, 5, 2) == 0:
+            found += bench.judge_next(root, True)
+        if found and os.environ.get("MLSTATE_FAULTS_KEEP"):
+            found.append(f"see {root}")
+        else:
+            shutil.rmtree(root)
+        complaints += found
+    return complaints
+
+
+def fail_everywhere(bench):
+    """Complaints about the states after each entry, and how many states there were."""
+    _, disk, entries = record(bench)
+    rng = random.Random(SEED)
+    most = harness.few(2 if bench.scenario.heavy else 20, 60)
+    chosen = set(harness.spread(len(entries), most))
+    complaints, seen, returned = [], set(), False
+    for number, entry in enumerate(entries, 1):
+        disk.apply(entry)
+        returned = returned or (entry.kind, entry.name) == ("N", "returned")
+        if number in chosen or entry.kind in "RDSN":
+            samples = harness.few(1, 4, 20)
+            for text in judge_states(bench, disk, rng, samples, seen, returned):
+                complaints.append(f"after entry {number} ({entry}): {text}")
+    return complaints, len(seen)
+
+
+def test_power_fails_at_each_point(bench):
+    complaints, count = fail_everywhere(bench)
+    print(f"{bench.scenario.name}: {count} states")
+    if complaints:
+        shown = "\n".join(complaints[:30])
+        pytest.fail(f"{len(complaints)} complaints, seed {SEED}:\n{shown}", pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("forgets", "complaint"), [("file", "cannot load"), ("folder", "loads A, not B")]
+)
+def test_a_writer_that_forgets_a_sync_is_found_out(make_bench, forgets, complaint):
+    with make_bench(scenarios.BAD[f"forgets-{forgets}"]) as bench:
+        complaints, _ = fail_everywhere(bench)
+    assert any(complaint in text for text in complaints), complaints
+
+
+def test_a_writer_that_forgets_nothing_is_believed(make_bench):
+    with make_bench(scenarios.BAD["forgets-nothing"]) as bench:
+        complaints, _ = fail_everywhere(bench)
+    assert not complaints
