@@ -1,4 +1,4 @@
-"""torch tensors: as KV caches, as state dicts, in files of torch's own.
+"""torch tensors: as KV caches, as state dicts, in files of torch's own; groups of processes.
 
 Importing this lets ``torch.load`` read state dicts that ``torch.save`` stored, with
 ``weights_only``. `mlstate` imports it by itself where torch was imported first, and whenever
@@ -6,6 +6,7 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
+from ._group import TorchGroup
 from ._kv import move
 from ._memory import note_written, write_into_tensor
 from ._optimizer import optimizer_dict, optimizer_state
@@ -13,6 +14,7 @@ from ._pickle import reduce_state, register, restore_state
 from ._state import arrays_of, tensors_of
 
 __all__ = [
+    "TorchGroup",
     "arrays_of",
     "move",
     "note_written",

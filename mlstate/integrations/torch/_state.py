@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # ---- tensors to arrays ----
 
 
-def _why_not_plain(tensor: torch.Tensor) -> str:
+def why_not_plain(tensor: torch.Tensor) -> str:
     """Say what a tensor is besides its memory, and what to do; empty if nothing."""
     import torch
 
@@ -86,7 +86,7 @@ def _array_of(name: str, value: Any) -> Any:
             f"{name!r} is a {type(value).__name__}, not a tensor: take it out of the state "
             "first, and store it on its own"
         )
-    reason = _why_not_plain(value)
+    reason = why_not_plain(value)
     if reason:
         raise TypeError(f"{name!r} is {reason}")
     detached = value.detach()
@@ -207,7 +207,7 @@ def _integers(array: NDArray) -> NDArray:
     return array.view(VIEWED[array.dtype.name]) if array.dtype.isbuiltin == 2 else array
 
 
-def _tensor_over(array: NDArray) -> torch.Tensor:
+def tensor_over(array: NDArray) -> torch.Tensor:
     """Return a tensor over an array that torch can share."""
     import torch
 
@@ -259,9 +259,9 @@ def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, tor
         ):
             made = _tensors_over_one(start, end, members)
         elif pack and len(members) == 1 and end - start > members[0].nbytes:
-            made = [_tensor_over(members[0].copy())]
+            made = [tensor_over(members[0].copy())]
         else:
-            made = [_tensor_over(array) for array in members]
+            made = [tensor_over(array) for array in members]
         tensors.update(zip(names, made, strict=True))
     return {name: tensors[first[id(array)]] for name, array in arrays.items()}
 
