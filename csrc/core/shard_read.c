@@ -33,7 +33,7 @@ enum {
     SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* enough to be worth handing out */
     STEP = 256 << 10,                 /* stays in the cache between reading and use */
     DIRECT = 64 << 10,                /* so long a run is read by itself */
-    GAP = 16 << 10,                   /* reading it takes no longer than a system call */
+    GAP = 4 << 10,                    /* reading it takes no longer than a system call */
     GROUP = 256,                      /* short runs that are read as one */
     SPAN_COST = 16 << 10,             /* in bytes: what a span costs besides its bytes */
     SHARED_BYTES = 8 << 20,           /* less is read by the calling thread */

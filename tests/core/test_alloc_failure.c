@@ -11,6 +11,7 @@
 #include "rename.h"
 #include "runner.h"
 #include "safetensors.h"
+#include "shard_read.h"
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -200,6 +201,35 @@ static void opening_survives_every_failure(void)
     unlink(path);
 }
 
+/* Two bytes of a shard of three, so that the block goes through a buffer. */
+static mls_code read_shard(mls_status *st)
+{
+    const uint32_t sum = mls_crc_scalar.update(0, "old", 3);
+    const mls_stored_shard shard = {.file = path,
+                                    .file_bytes = 3,
+                                    .item_bytes = 1,
+                                    .part = {.rank = 1, .length = {3}, .end = 3},
+                                    .crcs = &sum,
+                                    .name = text("x")};
+    const mls_part wanted = {.rank = 1, .start = {1}, .length = {2}, .end = 2};
+    unsigned char got[2] = {0};
+    const mls_piece piece = {.shard = &shard, .to = &wanted, .data = got};
+    size_t failed = 77;
+    const mls_code code =
+        mls_shards_read(-1, &piece, 1, &mls_crc_scalar, NULL, NULL, &failed, st);
+    CHECK(failed == (code == MLS_OK ? 77U : 0U));
+    CHECK(code != MLS_OK || memcmp(got, "ld", 2) == 0);
+    return code;
+}
+
+static void reading_a_shard_survives_every_failure(void)
+{
+    write_old();
+    CHECK(path[0] == '/'); /* so that the folder does not matter */
+    CHECK(fail_each(read_shard) == 4);
+    unlink(path);
+}
+
 /* ---- loading ---- */
 
 static mls_code plan_loading(mls_status *st)
@@ -294,6 +324,7 @@ static const test_case tests[] = {
     TEST(reading_a_file_survives_every_failure),
     TEST(writing_survives_every_failure_and_keeps_the_old_file),
     TEST(opening_survives_every_failure),
+    TEST(reading_a_shard_survives_every_failure),
     TEST(planning_to_load_survives_every_failure),
     TEST(a_tree_of_names_survives_every_failure),
     TEST(outlining_names_survives_every_failure),
