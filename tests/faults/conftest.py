@@ -18,6 +18,15 @@ def shim(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def alloc_shim(tmp_path_factory):
+    """The preloaded library that fails allocations."""
+    reason = harness.unsupported()
+    if reason:
+        pytest.skip(reason)
+    return harness.build(tmp_path_factory.mktemp("alloc"), "alloc", "alloc.c")
+
+
+@pytest.fixture(scope="session")
 def make_bench(shim, tmp_path_factory):
     """A context in which a scenario is run under faults."""
 

@@ -2,10 +2,10 @@
 
     LD_PRELOAD=shim.so python fault_server.py save_file
 
-A request is one line of JSON on standard input: the folder, which state to save, and the
-shim's settings for each rank.  The child arms the shim, saves, tells how it went through a
-pipe of its own, and ends without cleaning up; what it told, and how it ended, is one line
-on standard output.  Imports are paid once, so a fault costs milliseconds.
+A request is one line of JSON on standard input: the folder, which state to save or that one
+is to be loaded, and the shim's settings for each rank.  The child arms the shim, does it,
+tells how it went through a pipe of its own, and ends without cleaning up; what it told, and
+how it ended, is one line on standard output.  Imports are paid once, so a fault costs milliseconds.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ def calls():
     return [line.split("(")[1].split(",")[0] for line in text.split("\n") if "    X(" in line]
 
 
-CALLS = [*calls(), "change"]
+CALLS = [*calls(), "change", "memory", "thread"]
 
 
 def describe(error):
@@ -41,21 +41,51 @@ def describe(error):
     }
 
 
-def save_under_fault(scenario, request, rank, pipe):
-    """Arm, save, tell.  Runs in a child, and never returns."""
+def act(scenario, request):
+    """Save or load, as asked; what there is to tell of it."""
+    root = Path(request["root"])
+    if request["which"]:
+        scenario.save(root, request["which"])
+        SHIM.mls_shim_note(b"returned")
+        return {"returned": True}
+    which, arrays = scenario.load(root)
+    SHIM.mls_shim_disarm()
+    wrong = scenarios.differences(arrays, scenario.states[which])
+    return {"returned": True, "loaded": which, "wrong": wrong}
+
+
+def run_out(settings):
+    """Let one of Python's own allocations fail, where the settings ask for it."""
+    call, _, number = settings.get("MLS_FAULT", "").partition(":")
+    if call != "python":
+        return None
+    import _testcapi
+
+    os.environ["MLS_FAULT"] = ""
+    n = int(number.partition(":")[0])
+    return lambda: _testcapi.set_nomemory(n, n + 1)
+
+
+def act_under_fault(scenario, request, rank, pipe):
+    """Arm, act, tell.  Runs in a child, and never returns."""
     try:
         scenario.enter(rank, scenario.ranks, request["meeting"])
         for name, value in request["settings"][rank].items():
             os.environ[name] = value
         counts = SHIM.mls_shim_count
         counts.restype = ctypes.c_long
+        start = run_out(request["settings"][rank])
         SHIM.mls_shim_arm()
         try:
-            scenario.save(Path(request["root"]), request["which"])
-            SHIM.mls_shim_note(b"returned")
-            told = {"returned": True}
+            if start:
+                start()
+            told = act(scenario, request)
         except BaseException as error:
+            if start:
+                sys.modules["_testcapi"].remove_mem_hooks()
             told = describe(error)
+        if start:
+            sys.modules["_testcapi"].remove_mem_hooks()
         SHIM.mls_shim_disarm()
         told["counts"] = {name: counts(name.encode()) for name in CALLS}
         told["hits"] = SHIM.mls_shim_hits()
@@ -88,7 +118,7 @@ def run(scenario, request):
         pid = os.fork()
         if pid == 0:
             os.close(ours)
-            save_under_fault(scenario, request, rank, theirs)
+            act_under_fault(scenario, request, rank, theirs)
         os.close(theirs)
         pids.append(pid)
         pipes.append(ours)

@@ -4,6 +4,7 @@ How much is tried is set by MLSTATE_FAULTS: "few" (the default, for the ordinary
 "slice" (about a minute in all) or "all" (every call of every kind).
 """
 
+import errno
 import json
 import os
 import shutil
@@ -92,10 +93,11 @@ class Server:
             raise RuntimeError(f"the server ended: {self.errors.read_text()[-2000:]}")
         return line
 
-    def run(self, root, which, *, fault=None, rank=0, log=None, seconds=60):
-        """Save `which` into `root`, with a fault in one rank; how each rank ended."""
+    def run(self, root, which, *, fault=None, rank=0, log=None, seconds=60, **settings):
+        """Save `which` into `root`, or load from it if that is None, with a fault in one rank;
+        how each rank ended."""
         common = {"MLS_FAULT_ROOT": str(root), "MLS_FAULT_SYNC": "no", "MLS_FAULT": ""}
-        common["MLS_FAULT_LOG"] = str(log or "")
+        common |= {"MLS_FAULT_LOG": str(log or ""), **settings}
         settings = [dict(common) for _ in range(self.scenario.ranks)]
         settings[rank]["MLS_FAULT"] = fault or ""
         meeting = root.parent / f"meeting-{root.name}"
@@ -118,8 +120,9 @@ class Server:
 class Bench:
     """A scenario's server, and copies of a folder where A is saved."""
 
-    def __init__(self, library, scenario, folder):
+    def __init__(self, library, scenario, folder, **settings):
         self.scenario = scenario
+        self.settings = settings
         scenario.prepare()
         self.folder = folder
         self.server = Server(library, scenario, folder / "errors.txt")
@@ -130,7 +133,7 @@ class Bench:
         self.used = 0
 
     def clean(self, root, which):
-        return self.server.run(root, which)
+        return self.server.run(root, which, **self.settings)
 
     def fresh(self):
         """A folder of its own with A in it."""
@@ -139,10 +142,10 @@ class Bench:
         shutil.copytree(self.template, root, symlinks=True)
         return root
 
-    def counts(self):
-        """How often a save of B over A makes each call: for each rank a dict."""
+    def counts(self, which="B"):
+        """How often a save of B over A, or a load (None), makes each call: a dict a rank."""
         root = self.fresh()
-        ends = self.server.run(root, "B")
+        ends = self.server.run(root, which, **self.settings)
         assert all(end["told"].get("returned") for end in ends), ends
         shutil.rmtree(root)
         return [end["told"]["counts"] for end in ends]
@@ -150,13 +153,26 @@ class Bench:
     def try_fault(self, fault, rank=0):
         """Save B over A with one fault; complaints about what happened, each a line."""
         root = self.fresh()
-        ends = self.server.run(root, "B", fault=fault, rank=rank)
+        ends = self.server.run(root, "B", fault=fault, rank=rank, **self.settings)
         call, _, how = fault.split(":")
         complaints = judge_ends(self.scenario, ends, call, how, rank)
         complaints += self.judge_folder(root, ends, call, how)
         shutil.rmtree(root, ignore_errors=True)
         where = f"{self.scenario.name} {fault}" + (f" in rank {rank}" if len(ends) > 1 else "")
         return [f"{where}: {text}" for text in complaints]
+
+    def try_loading(self, fault):
+        """Load A with one fault; complaints."""
+        root = self.fresh()
+        ends = self.server.run(root, None, fault=fault, **self.settings)
+        call, _, how = fault.split(":")
+        told = ends[0]["told"]
+        complaints = judge_ends(self.scenario, ends, call, how, 0)
+        if told.get("returned") and (told["loaded"] != "A" or told["wrong"]):
+            complaints.append(f"loaded {told['loaded']} with wrong {told['wrong']}")
+        complaints += judge_content(self.scenario, root, "A")
+        shutil.rmtree(root, ignore_errors=True)
+        return [f"{self.scenario.name} loading, {fault}: {text}" for text in complaints]
 
     def judge_folder(self, root, ends, call, how):
         complaints = []
@@ -181,7 +197,12 @@ class Bench:
 
 
 def judge_ends(scenario, ends, call, how, rank):
-    """Complaints about how the processes ended."""
+    """Complaints about how the processes ended.
+
+    A save that returns has promised what only unfailing calls can keep, so it may not go
+    on over an error.  A load is judged by its arrays, and so is whoever got no memory.
+    """
+    may_go_on = call in ("memory", "python", *scenario.harmless) or "loaded" in ends[rank]["told"]
     complaints = []
     for number, end in enumerate(ends):
         told = end["told"]
@@ -195,10 +216,10 @@ def judge_ends(scenario, ends, call, how, rank):
     if how.startswith("kill"):
         if ends[rank]["exit"] != KILLED and told.get("hits"):
             complaints.append("was not killed")
-    elif how == "short":
+    elif how == "short" or call == "thread":
         if not told.get("returned"):
-            complaints.append(f"gave up after a short write: {told}")
-    elif told.get("returned") and told["hits"] and how != "EINTR" and call not in scenario.harmless:
+            complaints.append(f"gave up: {told}")
+    elif told.get("returned") and told["hits"] and how != "EINTR" and not may_go_on:
         complaints.append("said nothing")
     return complaints
 
@@ -206,14 +227,14 @@ def judge_ends(scenario, ends, call, how, rank):
 def judge_exception(told, is_own, call, how):
     """An exception must be the right one: the system's own number, in a StoreError."""
     raised = told["raised"]
+    if call in ("memory", "python") and is_own:
+        return [] if "MemoryError" in raised else [f"raised {raised[0]}: {told['text']}"]
     if not is_own:
         good = {"CollectiveError", "StoreError"}.intersection(raised)
         return [] if good else [f"another rank raised {raised[0]}: {told['text']}"]
     if "StoreError" not in raised or "OSError" not in raised:
         return [f"raised {raised[0]}: {told['text']}"]
     number = how.removeprefix("after-")
-    import errno
-
     expected = getattr(errno, number, None)
     if told["errno"] != expected:
         return [f"raised with errno {told['errno']} instead of {expected}: {told['text']}"]

@@ -84,11 +84,11 @@ class SaveFile:
 
     def save(self, root, which):
         """Save a state into the folder."""
-        mlstate.save_file(self.states[which], root / "state", {"which": which})
+        mlstate.save_file(self.states[which], f"{root}/state", {"which": which})
 
     def load(self, root):
         """What a reader finds: which state the metadata name, and the arrays."""
-        path = root / "state"
+        path = f"{root}/state"  # os.fspath of a Path hides it when memory runs out
         return mlstate.checkpoint.load_metadata(path)["which"], mlstate.load_file(path)
 
     def strangers(self, root, was_killed):

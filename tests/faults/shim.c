@@ -74,6 +74,7 @@ static int error_of(const char *name)
     return 0;
 }
 
+/* NO_CALL for a name that is none. */
 static int call_of(const char *name, size_t length)
 {
     if (length == strlen("change") && strncmp(name, "change", length) == 0) {
@@ -85,7 +86,6 @@ static int call_of(const char *name, size_t length)
             return i;
         }
     }
-    refuse("unknown CALL", name);
     return NO_CALL;
 }
 
@@ -129,6 +129,9 @@ static void understand_fault(const char *fault)
     }
     understand_how(how + 1);
     shim.call = call_of(fault, (size_t)(number - fault));
+    if (shim.call == NO_CALL) {
+        refuse("unknown CALL in MLS_FAULT", fault);
+    }
 }
 
 /* Start.  Called by the process under test, when its preparations are done. */
@@ -164,7 +167,7 @@ EXPORT void mls_shim_disarm(void)
 EXPORT long mls_shim_count(const char *name)
 {
     const int call = call_of(name, strlen(name));
-    return call == EVERY_CHANGE ? shim.changes : shim.counts[call];
+    return call == NO_CALL ? -1 : call == EVERY_CHANGE ? shim.changes : shim.counts[call];
 }
 
 /* How often the fault happened. */

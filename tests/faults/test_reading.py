@@ -1,0 +1,21 @@
+"""Calls fail while a checkpoint is loaded: the arrays come whole, or an exception does."""
+
+import harness
+import pytest
+from test_faults import ERRORS, complain
+
+READING = ["open", "close_read", "read", "pread", "mmap", "stat", "list"]
+
+
+@pytest.mark.parametrize("call", READING)
+def test_each_call_fails_once(bench, call):
+    complaints = []
+    (counts, *_) = bench.counts(None)
+    for n in harness.spread(counts[call], harness.few(3, 20)):
+        for how in ERRORS[call][: harness.few(1, None)]:
+            complaints += bench.try_loading(f"{call}:{n}:{how}")
+    complain(complaints)
+
+
+def test_loading_changes_nothing(bench):
+    assert all(counts["change"] == 0 for counts in bench.counts(None))
