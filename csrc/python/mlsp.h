@@ -18,6 +18,7 @@
 #include "compat.h"
 #include "copy.h"
 #include "dtype.h"
+#include "fsio.h"
 #include "pool.h"
 #include "status.h"
 #include "tensor.h"
@@ -47,6 +48,7 @@ typedef struct mlsp_state {
     PyTypeObject *kv_buffer_type;
     PyTypeObject *kv_lease_type;
     PyTypeObject *statedict_type;
+    PyTypeObject *catalog_type;
     PyObject *shape_name, *dtype_name; /* interned: types look these up in their caches */
     const mls_kernels *kernels;        /* constant table, chosen at import */
     mls_pool *pool;                    /* owned; NULL until start_core */
@@ -206,6 +208,16 @@ bool mlsp_entry_is_plain(PyObject *key, PyObject *value);
  * reference to the key as an exact str, NULL with TypeError or ValueError set. */
 PyObject *mlsp_check_entry(PyObject *key, PyObject *value);
 
+/* ---- py_file.c ---- */
+
+/* New reference to a capsule that owns `mapping`, the base of arrays over it: no buffer,
+ * so that NumPy never lets them be made writeable.  NULL with an exception set, and the
+ * mapping ended. */
+PyObject *mlsp_mapping_capsule(mls_mapping *mapping);
+
+/* The first byte of what such a capsule owns. */
+const unsigned char *mlsp_mapping_data(PyObject *capsule);
+
 /* ---- py_statedict.c, py_state.c, items.c ---- */
 
 /* New reference to make(dict), which describes the names that a dict has now.  A state
@@ -226,9 +238,13 @@ extern PyMethodDef mlsp_mlpackage_methods[];
 extern PyMethodDef mlsp_load_methods[];
 extern PyMethodDef mlsp_names_methods[];
 extern PyMethodDef mlsp_state_methods[];
+extern PyMethodDef mlsp_shards_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */
 int mlsp_kv_buffer_add(PyObject *module);
+
+/* Add the heap type of py_catalog.c.  -1 with an exception set. */
+int mlsp_catalog_add(PyObject *module);
 
 /* Add the heap type of py_statedict.c.  -1 with an exception set. */
 int mlsp_statedict_add(PyObject *module);

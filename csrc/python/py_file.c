@@ -274,33 +274,49 @@ static void mapping_end(PyObject *capsule)
     mls_free(mapping);
 }
 
-/* The file as read-only arrays over one mapping, which lives as long as any of them.  A
- * capsule is no buffer, so NumPy never lets them be made writeable. */
+PyObject *mlsp_mapping_capsule(mls_mapping *mapping)
+{
+    mls_mapping *owned = mls_alloc(1, sizeof *owned);
+    PyObject *capsule = NULL;
+    if (owned == NULL) {
+        PyErr_NoMemory();
+    } else {
+        *owned = *mapping;
+        capsule = PyCapsule_New(owned, capsule_name, mapping_end);
+    }
+    if (capsule == NULL) {
+        mls_mapping_fini(mapping);
+        mls_free(owned);
+    }
+    return capsule;
+}
+
+const unsigned char *mlsp_mapping_data(PyObject *capsule)
+{
+    const mls_mapping *mapping = PyCapsule_GetPointer(capsule, capsule_name);
+    return mapping->data;
+}
+
+/* The file as read-only arrays over one mapping, which lives as long as any of them. */
 static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
     mls_status st;
+    mls_mapping mapping;
     /* up to the end of the last tensor, which is the end of the file that was checked */
     uint64_t bytes = 0;
     for (size_t i = 0; i < file->count; i++) {
         const uint64_t end = file->tensors[i].offset + file->tensors[i].bytes;
         bytes = end > bytes ? end : bytes;
     }
-    mls_mapping *mapping = mls_alloc(1, sizeof *mapping);
-    if (mapping == NULL) {
-        return PyErr_NoMemory();
-    }
-    if (mls_mapping_init(mapping, fd, bytes, &st) != MLS_OK) {
-        mls_free(mapping);
+    if (mls_mapping_init(&mapping, fd, bytes, &st) != MLS_OK) {
         return raise_of(module, &st, path);
     }
-    PyObject *capsule = PyCapsule_New(mapping, capsule_name, mapping_end);
+    PyObject *capsule = mlsp_mapping_capsule(&mapping);
     if (capsule == NULL) {
-        mls_mapping_fini(mapping);
-        mls_free(mapping);
         return NULL;
     }
-    PyObject *arrays = arrays_of(file, mapping->data, capsule);
+    PyObject *arrays = arrays_of(file, mlsp_mapping_data(capsule), capsule);
     Py_DECREF(capsule);
     return arrays;
 }
