@@ -438,6 +438,25 @@ EXPORT int ftruncate(int fd, off_t bytes)
     return ftruncate64(fd, bytes);
 }
 
+/* By its path, which is opened for it: the recorder knows files by descriptor. */
+EXPORT int truncate64(const char *path, off64_t bytes)
+{
+    const long fd = syscall(SYS_openat, AT_FDCWD, path, O_WRONLY | O_CLOEXEC, 0);
+    if (fd < 0) {
+        return -1;
+    }
+    const int result = ftruncate64((int)fd, bytes);
+    const int reason = errno;
+    syscall(SYS_close, fd);
+    errno = reason;
+    return result;
+}
+
+EXPORT int truncate(const char *path, off_t bytes)
+{
+    return truncate64(path, bytes);
+}
+
 /* Room set aside: recorded where it makes the file longer. */
 EXPORT int fallocate64(int fd, int mode, off64_t offset, off64_t bytes)
 {
@@ -738,6 +757,35 @@ EXPORT int flock(int fd, int operation)
     const mls_step step = mls_enter(MLS_flock, mls_is_ours(fd));
     return (int)mls_leave(&step,
                           mls_refused(&step) ? -1 : syscall(SYS_flock, fd, operation));
+}
+
+/* Flags of descriptors, and locks of another kind.  Commands that hand out descriptors or
+ * only ask are left alone. */
+static int shim_fcntl(int fd, int command, void *argument)
+{
+    const bool acts = command == F_SETFL || command == F_SETLK || command == F_SETLKW ||
+                      command == F_OFD_SETLK || command == F_OFD_SETLKW;
+    const mls_step step = mls_enter(MLS_fcntl, acts && mls_is_ours(fd));
+    return (int)mls_leave(
+        &step, mls_refused(&step) ? -1 : syscall(SYS_fcntl, fd, command, argument));
+}
+
+EXPORT int fcntl(int fd, int command, ...)
+{
+    va_list list;
+    va_start(list, command);
+    void *argument = va_arg(list, void *);
+    va_end(list);
+    return shim_fcntl(fd, command, argument);
+}
+
+EXPORT int fcntl64(int fd, int command, ...)
+{
+    va_list list;
+    va_start(list, command);
+    void *argument = va_arg(list, void *);
+    va_end(list);
+    return shim_fcntl(fd, command, argument);
 }
 
 /* The library's own function of that name.  memcpy, since ISO C has no cast from an

@@ -135,30 +135,34 @@ class Bench:
     def clean(self, root, which):
         return self.server.run(root, which, **self.settings)
 
-    def fresh(self):
-        """A folder of its own with A in it."""
+    def fresh(self, start="A"):
+        """A folder of its own with A in it, or nothing ("-")."""
         self.used += 1
         root = self.folder / f"case-{self.used}"
-        shutil.copytree(self.template, root, symlinks=True)
+        if start == "-":
+            root.mkdir()
+        else:
+            shutil.copytree(self.template, root, symlinks=True)
         return root
 
-    def counts(self, which="B"):
+    def counts(self, which="B", start="A"):
         """How often a save of B over A, or a load (None), makes each call: a dict a rank."""
-        root = self.fresh()
+        root = self.fresh(start)
         ends = self.server.run(root, which, **self.settings)
         assert all(end["told"].get("returned") for end in ends), ends
         shutil.rmtree(root)
         return [end["told"]["counts"] for end in ends]
 
-    def try_fault(self, fault, rank=0):
+    def try_fault(self, fault, rank=0, start="A"):
         """Save B over A with one fault; complaints about what happened, each a line."""
-        root = self.fresh()
+        root = self.fresh(start)
         ends = self.server.run(root, "B", fault=fault, rank=rank, **self.settings)
         call, _, how = fault.split(":")
         complaints = judge_ends(self.scenario, ends, call, how, rank)
-        complaints += self.judge_folder(root, ends, call, how)
+        complaints += self.judge_folder(root, ends, call, start)
         shutil.rmtree(root, ignore_errors=True)
         where = f"{self.scenario.name} {fault}" + (f" in rank {rank}" if len(ends) > 1 else "")
+        where += " over nothing" if start == "-" else ""
         return [f"{where}: {text}" for text in complaints]
 
     def try_loading(self, fault):
@@ -174,11 +178,12 @@ class Bench:
         shutil.rmtree(root, ignore_errors=True)
         return [f"{self.scenario.name} loading, {fault}: {text}" for text in complaints]
 
-    def judge_folder(self, root, ends, call, how):
+    def judge_folder(self, root, ends, call, start):
+        """Complaints about what is found, and about the next save."""
         complaints = []
         returned = any(end["told"].get("returned") for end in ends)
         killed = any(end["exit"] == KILLED for end in ends)
-        complaints += judge_content(self.scenario, root, "B" if returned else "AB")
+        complaints += judge_content(self.scenario, root, "B" if returned else start + "B")
         # Whoever cannot remove files leaves some; the next save is judged below.
         if not killed and call not in ("unlink", "rmdir", "change"):
             complaints += [f"left {n}" for n in self.scenario.strangers(root, False)]
@@ -242,9 +247,11 @@ def judge_exception(told, is_own, call, how):
 
 
 def judge_content(scenario, root, allowed):
-    """Complaints unless the folder holds one of the `allowed` states, whole."""
+    """Complaints unless the folder holds one of the `allowed` states ("-": none), whole."""
     try:
         which, arrays = scenario.load(root)
+    except FileNotFoundError as error:
+        return [] if "-" in allowed else [f"cannot load: {error}"]
     except Exception as error:
         return [f"cannot load: {type(error).__name__}: {error}"]
     if which not in scenario.states:
@@ -254,4 +261,4 @@ def judge_content(scenario, root, allowed):
         return [f"loads as {which} with other content: {wrong}"]
     if which not in allowed:
         return [f"loads {which}, not {' or '.join(allowed)}"]
-    return []
+    return scenario.other_complaints(root)

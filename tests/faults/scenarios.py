@@ -91,6 +91,10 @@ class SaveFile:
         path = f"{root}/state"  # os.fspath of a Path hides it when memory runs out
         return mlstate.checkpoint.load_metadata(path)["which"], mlstate.load_file(path)
 
+    def other_complaints(self, root):
+        """What else is wrong with a folder that loads."""
+        return []
+
     def strangers(self, root, was_killed):
         """Files that should not be there once a save has ended."""
         found = [p.relative_to(root).as_posix() for p in sorted(root.rglob("*"))]

@@ -57,8 +57,8 @@
     X(mmap, false)                                                                       \
     X(stat, false)                                                                       \
     X(list, false)                                                                       \
-    X(flock, false)
-
+    X(flock, false)                                                                      \
+    X(fcntl, false)
 #define MLS_CALL_NAME(name, changes) MLS_##name,
 typedef enum mls_call { MLS_CALLS(MLS_CALL_NAME) MLS_CALL_COUNT } mls_call;
 #undef MLS_CALL_NAME

@@ -36,6 +36,7 @@ ERRORS = {
     "stat": ["EIO", "EACCES", "ENOMEM"],
     "list": ["EIO", "ENOMEM"],
     "flock": ["EIO", "ENOLCK", "EINTR"],
+    "fcntl": ["EINVAL", "EIO", "EINTR"],
 }
 
 
@@ -44,11 +45,11 @@ def complain(complaints):
         pytest.fail(f"{len(complaints)} complaints:\n" + "\n".join(complaints[:40]), pytrace=False)
 
 
-def points(bench, call, most):
+def points(bench, call, most, start="A"):
     """(rank, n) of the calls to try, spread over the whole save."""
     return [
         (rank, n)
-        for rank, counts in enumerate(bench.counts())
+        for rank, counts in enumerate(bench.counts(start=start))
         for n in harness.spread(counts[call], most)
     ]
 
@@ -62,11 +63,13 @@ def test_each_call_fails_once(bench, call):
     complain(complaints)
 
 
+@pytest.mark.parametrize("start", ["A", "-"], ids=["over A", "over nothing"])
 @pytest.mark.parametrize("how", ["kill-before", "kill-after", "kill-half"])
-def test_killed_at_each_change(bench, how):
+def test_killed_at_each_change(bench, how, start):
     complaints = []
-    for rank, n in points(bench, "change", harness.few(6, 30)):
-        complaints += bench.try_fault(f"change:{n}:{how}", rank)
+    most = harness.few(6 if start == "A" else 2, 20 if start == "A" else 5)
+    for rank, n in points(bench, "change", most, start):
+        complaints += bench.try_fault(f"change:{n}:{how}", rank, start)
     complain(complaints)
 
 

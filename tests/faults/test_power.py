@@ -13,12 +13,12 @@ import scenarios
 SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
 
 
-def record(bench, which="B"):
-    """Save over A, recorded: the folder as it was, as a disk, and what was done."""
-    root = bench.fresh()
+def record(bench, start="A"):
+    """Save B over A, recorded: the folder, the disk as it was, and what was done."""
+    root = bench.fresh(start)
     disk = replay.Disk(root)
     log = bench.folder / f"log-{bench.used}"
-    ends = bench.server.run(root, which, log=log)
+    ends = bench.server.run(root, "B", log=log)
     assert all(end["told"].get("returned") for end in ends), ends
     entries = replay.parse(log.read_bytes())
     assert sum(entry.kind == "N" for entry in entries) == bench.scenario.ranks
@@ -38,18 +38,18 @@ def test_the_recording_leads_to_what_is_there(bench):
     assert compare(built) == compare(root)
 
 
-def judge_states(bench, disk, rng, samples, seen, returned):
+def judge_states(bench, disk, rng, samples, seen, allowed):
     """Complaints about the states that a failure now could leave."""
     complaints = []
     for state in replay.states(disk, rng, samples):
-        key = (replay.digest(state), returned)
+        key = (replay.digest(state), allowed)
         if key in seen:
             continue
         seen.add(key)
         root = bench.folder / f"power-{len(seen)}"
         root.mkdir()
         replay.materialise(state, root)
-        found = harness.judge_content(bench.scenario, root, "B" if returned else "AB")
+        found = harness.judge_content(bench.scenario, root, allowed)
         if len(seen) % harness.few(10, 5, 2) == 0:
             found += bench.judge_next(root, True)
         if found and os.environ.get("MLSTATE_FAULTS_KEEP"):
@@ -60,25 +60,27 @@ def judge_states(bench, disk, rng, samples, seen, returned):
     return complaints
 
 
-def fail_everywhere(bench):
+def fail_everywhere(bench, start="A"):
     """Complaints about the states after each entry, and how many states there were."""
-    _, disk, entries = record(bench)
+    _, disk, entries = record(bench, start)
     rng = random.Random(SEED)
     most = harness.few(2 if bench.scenario.heavy else 20, 60)
     chosen = set(harness.spread(len(entries), most))
-    complaints, seen, returned = [], set(), False
+    complaints, seen, allowed = [], set(), start + "B"
     for number, entry in enumerate(entries, 1):
         disk.apply(entry)
-        returned = returned or (entry.kind, entry.name) == ("N", "returned")
+        if (entry.kind, entry.name) == ("N", "returned"):
+            allowed = "B"
         if number in chosen or entry.kind in "RDSN":
             samples = harness.few(1, 4, 20)
-            for text in judge_states(bench, disk, rng, samples, seen, returned):
+            for text in judge_states(bench, disk, rng, samples, seen, allowed):
                 complaints.append(f"after entry {number} ({entry}): {text}")
     return complaints, len(seen)
 
 
-def test_power_fails_at_each_point(bench):
-    complaints, count = fail_everywhere(bench)
+@pytest.mark.parametrize("start", ["A", "-"], ids=["over A", "over nothing"])
+def test_power_fails_at_each_point(bench, start):
+    complaints, count = fail_everywhere(bench, start)
     print(f"{bench.scenario.name}: {count} states")
     if complaints:
         shown = "\n".join(complaints[:30])
