@@ -7,6 +7,7 @@ every tensor, and in which tensors they have: so a mix of two is none of them.
 import contextlib
 import errno
 import io
+import json
 import os
 import re
 from typing import ClassVar
@@ -111,6 +112,188 @@ class SaveLargeFile(SaveFile):
     heavy = True
 
 
+# ---- folders ----
+
+
+def strings_of(value):
+    """All texts in what JSON gave."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_of(inner)
+
+
+def named_by(folder, root):
+    """Paths in the checkpoint `folder` that the manifest `root` and its indexes name."""
+    texts = set(strings_of(json.loads((folder / root).read_bytes())))
+    for name in [text for text in texts if re.fullmatch(r"index/[\w.]+\.json", text)]:
+        texts.update(strings_of(json.loads((folder / name).read_bytes())))
+    return texts
+
+
+class SaveCheckpoint(SaveFile):
+    """A checkpoint folder, saved again with model and optimizer."""
+
+    name = "checkpoint"
+    folder = "ckpt"
+    harmless: ClassVar = {
+        **SaveFile.harmless,
+        "rmdir": "as unlink",
+        "fcntl": "asks to go past the system's cache, which is not needed",
+    }
+    pack_below_bytes = 100_000  # some tensors share files, some have their own
+
+    def missing(self):
+        if not hasattr(mlstate, "save"):
+            return "mlstate.save is not there yet"
+        return None
+
+    def prepare(self):
+        """The optimizer has moments of each parameter."""
+        self.states, self.parts = {}, {}
+        for which in "ABC":
+            model = tensors(which)
+            moments = {
+                f"{name}.{moment}": np.roll(array, shift)
+                for name, array in model.items()
+                for moment, shift in (("m", 1), ("v", 2))
+            }
+            self.parts[which] = model, moments
+            self.states[which] = together(model, moments)
+
+    def state(self, which):
+        """What is saved: model and optimizer."""
+        model, moments = self.parts[which]
+        optimizer = mlstate.OptimizerStateDict(moments, optimizer_type="adam", step=ord(which))
+        return mlstate.ModelStateDict(model), optimizer
+
+    def save(self, root, which):
+        model, optimizer = self.state(which)
+        mlstate.save(
+            f"{root}/{self.folder}", model=model, optimizer=optimizer, metadata={"which": which},
+            pack_below_bytes=self.pack_below_bytes,
+        )  # fmt: skip
+
+    def load(self, root):
+        found = mlstate.load(f"{root}/{self.folder}")
+        which = found.metadata["which"]
+        assert found.optimizer.step == ord(which), "the optimizer's step is another state's"
+        return which, together(found.model, found.optimizer)
+
+    def other_complaints(self, root):
+        """The folder must also verify."""
+        problems = mlstate.checkpoint.verify(f"{root}/{self.folder}").problems
+        return [f"verify: {problem}" for problem in problems if problem.kind != "leftover"]
+
+    def roots(self, folder):
+        """Manifests that are to be there, apart from the newest."""
+        return []
+
+    def strangers(self, root, was_killed):
+        folder = root / self.folder
+        if not folder.exists():
+            return sorted(p.name for p in root.iterdir())
+        known = {"lock", "manifest.json"}
+        with contextlib.suppress(FileNotFoundError):  # killed before the first was there
+            known |= named_by(folder, "manifest.json")
+        for name in self.roots(folder):
+            known |= {name, *named_by(folder, name)}
+        files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
+        others = {p.name for p in root.iterdir()} - {self.folder}
+        return sorted(files - known) + sorted(others)
+
+
+def together(model, optimizer):
+    """One dict of both."""
+    return {
+        **{f"model {name}": np.asarray(array) for name, array in model.items()},
+        **{f"optimizer {name}": np.asarray(array) for name, array in optimizer.items()},
+    }
+
+
+class SaveStep(SaveCheckpoint):
+    """A manager's third step, with which its first is pruned."""
+
+    name = "manager"
+
+    # "A" is step 2, "B" step 3, "C" the next one.
+    def save(self, root, which):
+        with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
+            if which == "A":
+                self.save_step(manager, 1, "C")
+            newest = manager.latest_step() or 0
+            self.save_step(manager, newest + 1, which)
+
+    def save_step(self, manager, step, which):
+        model, optimizer = self.state(which)
+        manager.save(step, model=model, optimizer=optimizer, metadata={"which": which})
+
+    def load(self, root):
+        if not (root / self.folder).exists():
+            raise FileNotFoundError(root / self.folder)
+        with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
+            found = manager.restore_latest()
+        return found.metadata["which"], together(found.model, found.optimizer)
+
+    def roots(self, folder):
+        return [p.relative_to(folder).as_posix() for p in (folder / "roots").glob("*.json")]
+
+
+class SaveByRanks(SaveCheckpoint):
+    """Two processes, each with its own rows of the large tensors."""
+
+    name = "ranks"
+    ranks = 2
+    heavy = True
+
+    def missing(self):
+        try:
+            import torch.distributed as dist
+        except ImportError:
+            return "torch is not installed"
+        return super().missing() or (None if dist.is_gloo_available() else "torch has no gloo")
+
+    def prepare(self):
+        import torch.distributed  # before the fork: it takes seconds  # noqa: F401
+
+        super().prepare()
+
+    def enter(self, rank, world_size, meeting):
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        from mlstate.integrations.torch import TorchGroup
+
+        store = dist.FileStore(meeting, world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=10)
+        )
+        self.group = TorchGroup()
+
+    def save(self, root, which):
+        from mlstate.checkpoint import Layout, Shard
+
+        rows = Layout.rows(self.ranks)
+
+        def share(state):
+            for name, array in list(state.items()):
+                if array.ndim == 2:
+                    mine = rows.take(array, self.group.rank)
+                    state[name] = Shard(mine, rows, self.group.rank, shape=array.shape)
+            return state
+
+        model, optimizer = self.state(which)
+        mlstate.save(
+            f"{root}/{self.folder}", model=share(model), optimizer=share(optimizer),
+            metadata={"which": which}, group=self.group, pack_below_bytes=self.pack_below_bytes,
+        )  # fmt: skip
+
+
+# ---- bad ones: what the harness must find out ----
+
+
 class Careless(SaveFile):
     """What the harness must find out: writes into the file itself, is silent about some
     errors and mistaken about others, and leaves what it cannot remove."""
@@ -167,5 +350,5 @@ def by_name(*scenarios):
     return {scenario.name: scenario for scenario in scenarios}
 
 
-ALL = by_name(SaveFile(), SaveLargeFile())
+ALL = by_name(SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveByRanks())
 BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))

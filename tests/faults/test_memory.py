@@ -11,18 +11,21 @@ from test_faults import complain
 OBJECTS = {"library": "mlstate/_core.", "NumPy": "_multiarray_umath."}
 
 
-@pytest.fixture(scope="module", params=OBJECTS)
-def where(request):
-    return OBJECTS[request.param]
+CASES = [(name, where) for name in scenarios.ALL for where in OBJECTS]
+# Python's own allocations fail wherever they come from: one object and light scenarios do.
+LIGHT = [
+    (name, "library") for name, s in scenarios.ALL.items() if not s.heavy and s.ranks == 1
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=list(scenarios.ALL))
-def bench(request, where, alloc_shim, tmp_path_factory):
-    scenario = scenarios.ALL[request.param]
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def bench(request, alloc_shim, tmp_path_factory):
+    name, where = request.param
+    scenario = scenarios.ALL[name]
     if scenario.missing():
         pytest.skip(scenario.missing())
     folder = tmp_path_factory.mktemp(scenario.name)
-    bench = harness.Bench(alloc_shim, scenario, folder, MLS_ALLOC_OBJECT=where)
+    bench = harness.Bench(alloc_shim, scenario, folder, MLS_ALLOC_OBJECT=OBJECTS[where])
     with contextlib.closing(bench):
         yield bench
 
@@ -44,10 +47,9 @@ def test_loading_without(bench, call, how):
     complain(complaints)
 
 
+@pytest.mark.parametrize("bench", LIGHT, ids="-".join, indirect=True)
 @pytest.mark.parametrize("action", ["saving", "loading"])
-def test_python_has_no_memory(bench, where, action):
-    if where != OBJECTS["library"] or bench.scenario.heavy or bench.scenario.ranks > 1:
-        pytest.skip("once is enough: it fails Python's own allocations")
+def test_python_has_no_memory(bench, action):
     pytest.importorskip("_testcapi", reason="CPython's own hooks are not installed")
     attempt = bench.try_fault if action == "saving" else bench.try_loading
     complaints = []
