@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Of a group, what is no hyperparameter.
 _NAMES = frozenset({"params", "param_names"})
 # In a group, which states were Python numbers: files hold them as arrays.
-_NUMBERS = "python_numbers"
+NUMBERS = "python_numbers"
 # States that are smaller than the parameter on purpose, as Adafactor's.
 _FACTOR = re.compile(r"row|col")
 
@@ -102,11 +102,11 @@ def _plain(value: Any) -> Any:
     return NotImplemented
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, bool | int | float | complex)
 
 
-def _as_array(number: complex) -> NDArray:
+def as_array(number: complex) -> NDArray:
     """Return a number as an array without dimensions: of int64, float64, bool, complex128."""
     return np.asarray(number, np.int64 if type(number) is int else None)
 
@@ -130,7 +130,7 @@ def _states(named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) ->
                     f"{name!r} has a state named {state!r}, which cannot be told from "
                     "a part of the parameter's name"
                 )
-            if not _is_number(value) and not isinstance(value, torch.Tensor):
+            if not is_number(value) and not isinstance(value, torch.Tensor):
                 raise TypeError(
                     f"{name + '.' + state!r} is a {type(value).__name__}: the state of "
                     f"{type(optimizer).__name__} is more than tensors and numbers by parameter"
@@ -148,7 +148,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     return next((name for name in names if name in known), "other")
 
 
-def _groups_from(
+def groups_from(
     optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor], states: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the groups as plain values, parameters by name."""
@@ -163,12 +163,12 @@ def _groups_from(
         numbers = {
             state
             for parameter, _, state in (
-                key.rpartition(".") for key, value in states.items() if _is_number(value)
+                key.rpartition(".") for key, value in states.items() if is_number(value)
             )
             if parameter in members
         }
         if numbers:
-            plain[_NUMBERS] = sorted(numbers)
+            plain[NUMBERS] = sorted(numbers)
         groups.append(plain)
     return groups
 
@@ -197,8 +197,8 @@ def optimizer_state(
     named = _named(optimizer, names)
     states = _states(named, optimizer)
     steps = [int(value) for key, value in states.items() if key.endswith(".step")]
-    groups = _groups_from(optimizer, named, states)
-    arrays = {key: _as_array(v) if _is_number(v) else v for key, v in states.items()}
+    groups = groups_from(optimizer, named, states)
+    arrays = {key: as_array(v) if is_number(v) else v for key, v in states.items()}
     return arrays_of(arrays), {
         "optimizer_type": _kind_of(optimizer),
         "step": max(steps, default=0),
@@ -301,7 +301,7 @@ def _groups_to(
         values = {key: value for key, value in group.items() if key not in _NAMES}
         if fits:
             for key, value in saved[number].items():
-                if key not in _NAMES and key != _NUMBERS:
+                if key not in _NAMES and key != NUMBERS:
                     values[key] = _like(group.get(key), value)
         elif osd.learning_rate and group.get("lr") == optimizer.param_groups[0].get("lr"):
             values["lr"] = _like(group.get("lr"), osd.learning_rate)
@@ -348,7 +348,7 @@ def optimizer_dict(
     numbers = {
         f"{name}.{state}"
         for group in osd.param_groups
-        for state in group.get(_NUMBERS, ())
+        for state in group.get(NUMBERS, ())
         for name in group.get("params", ())
     }
     tensors = tensors_of(taken if copy else _changeable(taken), copy=copy)
@@ -357,7 +357,7 @@ def optimizer_dict(
     for key, tensor in tensors.items():
         name, _, state = key.rpartition(".")
         held = optimizer.state.get(named[name], {}).get(state)
-        number = key in numbers if held is None else _is_number(held)
+        number = key in numbers if held is None else is_number(held)
         value = tensor.item() if number and tensor.numel() == 1 else tensor
         states.setdefault(order[name], {})[state] = value
     return {"state": states, "param_groups": _groups_to(osd, optimizer, named)}
