@@ -132,13 +132,23 @@ static bool opens_for_writing(int flags)
     return (flags & O_ACCMODE) != O_RDONLY || (flags & (O_CREAT | O_TRUNC)) != 0;
 }
 
+static mls_call call_to_open(int at, const char *path, int flags)
+{
+    struct stat info;
+    if (opens_for_writing(flags)) {
+        return MLS_create;
+    }
+    const bool exists = syscall(SYS_newfstatat, at, path, &info, 0) == 0;
+    return exists && S_ISDIR(info.st_mode) ? MLS_open_folder : MLS_open;
+}
+
 static int shim_open(int at, const char *path, int flags, mode_t mode)
 {
     mls_place place;
     const bool ours = mls_locate(at, path, &place);
     const bool nameless = (flags & O_TMPFILE) == O_TMPFILE;
     const mls_step step =
-        mls_enter(opens_for_writing(flags) ? MLS_create : MLS_open, ours);
+        mls_enter(ours ? call_to_open(at, path, flags) : MLS_open, ours);
     long fd = -1;
     if (!mls_refused(&step)) {
         const bool existed = step.holds && inode_at(at, path) != 0;

@@ -184,8 +184,10 @@ class Bench:
         returned = any(end["told"].get("returned") for end in ends)
         killed = any(end["exit"] == KILLED for end in ends)
         complaints += judge_content(self.scenario, root, "B" if returned else start + "B")
-        # Whoever cannot remove files leaves some; the next save is judged below.
-        if not killed and call not in ("unlink", "rmdir", "change"):
+        # Whoever cannot remove files leaves some, and so does an error once B is committed;
+        # the next save is judged below.
+        committed = self.scenario.folder and judge_content(self.scenario, root, start)
+        if not (killed or committed or call in ("unlink", "rmdir", "change")):
             complaints += [f"left {n}" for n in self.scenario.strangers(root, False)]
         return complaints + self.judge_next(root, killed or call in ("unlink", "rmdir", "change"))
 

@@ -29,9 +29,11 @@
 
 /* X(name, whether it changes files).  Each stands for all forms of the call: `rename`
  * for renameat and renameat2, `pwrite` for pwritev.  `create` opens for writing, `open`
- * for reading; `close` ends what was opened for writing, `close_read` the rest. */
+ * for reading, `open_folder` a folder; `close` ends what was opened for writing,
+ * `close_read` the rest. */
 #define MLS_CALLS(X)                                                                     \
     X(open, false)                                                                       \
+    X(open_folder, false)                                                                \
     X(create, true)                                                                      \
     X(close, true)                                                                       \
     X(close_read, false)                                                                 \

@@ -10,6 +10,7 @@ import pytest
 # What each call is made to fail with.  The first is tried in the ordinary test run.
 ERRORS = {
     "open": ["EIO", "EMFILE", "EACCES", "EINTR"],
+    "open_folder": ["EIO", "EMFILE", "EACCES"],
     "create": ["ENOSPC", "EIO", "EMFILE", "EROFS", "EINTR"],
     "close": ["EIO", "ENOSPC", "EDQUOT", "EINTR"],
     "close_read": ["EIO"],

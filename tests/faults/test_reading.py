@@ -4,7 +4,7 @@ import harness
 import pytest
 from test_faults import ERRORS, complain
 
-READING = ["open", "close_read", "read", "pread", "mmap", "stat", "list"]
+READING = ["open", "open_folder", "close_read", "read", "pread", "mmap", "stat", "list"]
 
 
 @pytest.mark.parametrize("call", READING)
