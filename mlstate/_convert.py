@@ -272,7 +272,7 @@ def _parted(path: Path, state: Mapping[str, Any], record: Mapping[str, Any]) -> 
         if not dot or name not in arrays:
             raise _misdescribed(path, f"array {key!r} belongs to no part")
         arrays[name][rest] = value
-    made = [restore(arrays[name], texts[name], path) for name in _PREFIXES]
+    made = [restore(arrays[name], texts[name], str(path)) for name in _PREFIXES]
     if not isinstance(made[1], OptimizerStateDict):
         raise _misdescribed(path, "the optimizer is none")
     return made[0], made[1]
@@ -371,7 +371,7 @@ def _read_npz(path: Path) -> Parts:
     metadata = record.get("metadata", {})
     if not isinstance(metadata, dict):
         raise _misdescribed(path, "metadata are no object")
-    state = restore(arrays, record.get("kind"), path)
+    state = restore(arrays, record.get("kind"), str(path))
     return *_parted(path, state, record), metadata
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zipfile
 from typing import IO, TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from ._atomic import replacing
 from .errors import FormatError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
 
     from ._types import NDArray, NumpyDType
@@ -120,7 +120,7 @@ def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str
 def _damaged(path: Any, name: str | None, reason: object) -> FormatError:
     where = "" if name is None else f"array {name!r}: "
     error = FormatError(f"{path}: {where}{reason or 'the file ends too early'}")
-    error.path, error.name = path, name
+    error.path, error.name = os.fspath(path), name
     return error
 
 

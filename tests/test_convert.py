@@ -272,7 +272,7 @@ def test_a_damaged_npz_is_refused(tmp_path, kind):
     text = damaged_npz(path, kind)
     with pytest.raises(FormatError, match=text) as caught:
         read_any(path)
-    assert caught.value.path == path
+    assert caught.value.path == str(path)
 
 
 def test_a_bomb_is_refused_unread(tmp_path):

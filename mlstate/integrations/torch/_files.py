@@ -7,6 +7,7 @@ of tensors and plain values, so that torch reads it without mlstate.
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections import Counter
@@ -193,10 +194,10 @@ def _part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
     if isinstance(value, StateDict):
         return value
     if kind == "model":
-        return restore(_state_from(value, path), texts.get(kind), path)
+        return restore(_state_from(value, path), texts.get(kind), str(path))
     made = _optimizer_from(value, path)
     if kind in texts:
-        known = restore({}, texts[kind], path)
+        known = restore({}, texts[kind], str(path))
         if isinstance(known, OptimizerStateDict):
             made.optimizer_type, made.step = known.optimizer_type, known.step
             made.learning_rate = known.learning_rate
@@ -258,15 +259,19 @@ def _as_tuples(value: Any) -> Any:
 
 
 def _compact(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that are alone in memory larger than theirs: files would hold all of it."""
-    users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
-    return {
-        name: tensor.clone()
-        if tensor.untyped_storage().nbytes() > tensor.nbytes
-        and users[tensor.untyped_storage().data_ptr()] == 1
-        else tensor
-        for name, tensor in tensors.items()
-    }
+    """Copy tensors that fill less than their memory: files would hold all of it.
+
+    Tied ones, which fill theirs, stay tied.
+    """
+    filled: Counter[int] = Counter()
+    for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+        filled[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        wasted = storage.nbytes() > filled[storage.data_ptr()]
+        copies.setdefault(id(tensor), tensor.clone() if wasted else tensor)
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -376,6 +381,10 @@ def read_pt(path: Path) -> Parts:
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UnpicklingError as error:
         raise _unfit(path, _refused(str(error))) from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which torch says of an archive that was cut off
+            raise
+        raise _unfit(path, "torch cannot read it: it ends too early") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise _unfit(path, f"torch cannot read it: {_first_line(error)}") from None
     return parts_of(tree, path)
