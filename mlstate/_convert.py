@@ -272,10 +272,16 @@ def _parted(path: Path, state: Mapping[str, Any], record: Mapping[str, Any]) -> 
         if not dot or name not in arrays:
             raise _misdescribed(path, f"array {key!r} belongs to no part")
         arrays[name][rest] = value
-    made = [restore(arrays[name], texts[name], str(path)) for name in _PREFIXES]
+    made = [_restored(path, arrays[name], texts[name]) for name in _PREFIXES]
     if not isinstance(made[1], OptimizerStateDict):
         raise _misdescribed(path, "the optimizer is none")
     return made[0], made[1]
+
+
+def _restored(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
+    if not (text is None or isinstance(text, str)):
+        raise _misdescribed(path, f"{text!r} is no description of a state")
+    return restore(arrays, text, str(path))
 
 
 def _misdescribed(path: Path, what: str) -> FormatError:
@@ -371,7 +377,7 @@ def _read_npz(path: Path) -> Parts:
     metadata = record.get("metadata", {})
     if not isinstance(metadata, dict):
         raise _misdescribed(path, "metadata are no object")
-    state = restore(arrays, record.get("kind"), str(path))
+    state = _restored(path, arrays, record.get("kind"))
     return *_parted(path, state, record), metadata
 
 
@@ -382,7 +388,13 @@ def _read_mlstate(path: Path) -> Parts:
     from . import checkpoint
 
     found = checkpoint.load(path)  # type: ignore[attr-defined, unused-ignore]
-    return found.model, found.optimizer, dict(found.metadata or {})
+    metadata = dict(found.metadata or {})
+    optimizer = found.optimizer
+    if optimizer is None and found.step is not None:
+        metadata.setdefault("step", found.step)
+    if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
+        optimizer = OptimizerStateDict(optimizer, step=found.step or 0)
+    return found.model, optimizer, metadata
 
 
 def _write_mlstate(

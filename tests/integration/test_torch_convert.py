@@ -312,6 +312,7 @@ def groups(params, state):
         (groups([0], {0: {"a": "x"}}), "'param_0.a' is a str"),
         (groups([0], []), "no dict of states"),
         ({"model": {"w": torch.ones(1)}, "mlstate": 3}, "'mlstate' does not describe"),
+        ({"model": {"w": torch.ones(1)}, "mlstate": {"model": 3}}, "'mlstate' does not describe"),
         ({"model": {"w": torch.ones(1)}, "mlstate": {"model": "x"}}, "does not describe a state"),
     ],
 )  # fmt: skip

@@ -241,7 +241,7 @@ def parts_of(tree: Any, path: Path) -> Parts:
     used = {*models[:1], *optimizers[:1]}
     rest = {key: value for key, value in tree.items() if key not in used}
     texts = rest.pop(_RECORD, {})
-    if not isinstance(texts, Mapping):
+    if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
         raise _unfit(path, f"entry {_RECORD!r} does not describe the file")
     if "metadata" in rest and texts:
         rest = dict(rest["metadata"])
