@@ -1,0 +1,488 @@
+"""Checkpoints beside safetensors, torch.save, torch DCP, np.savez and plain reads and writes.
+
+``python benchmarks/bench_checkpoint.py [--quick] [--json] [--only PART] [--repeats N]
+[--folder FOLDER] [--memory-folder FOLDER]``; mlstate must be installed, torch and safetensors
+take part if they are.  PART is a state (A or B), an operation, or both: ``A.save``.  Needs
+some 8 GB on the disk and 16 GB of memory, the system's cache among it; ``--quick`` takes states
+of a few MB and leaves out processes of ranks, to see that all works.
+See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from checkpoint_memory import WHAT, peak_of
+from checkpoint_peers import OURS, Dcp, Mlstate, Ranks, Way, ways
+from checkpoint_states import (
+    RANKS,
+    STATES,
+    Raw,
+    bytes_of,
+    files_below,
+    keep_memory,
+    read_through,
+    takes_direct,
+)
+from harness import Candidate, Report, Row, rows_of, settle
+
+import mlstate
+
+SLOW = 3.0  # seconds; what takes longer has one round less to warm up and two to count
+RAW_FILE = "raw: one file, pwrite + fsync"
+RAW_UNSYNCED = "raw: one file, pwrite"
+RAW_DIRECT = "raw: one file, O_DIRECT + fsync"
+RAW_FILES = "raw: a file each, pwrite + fsync"
+RAW_FILES_DIRECT = "raw: a file each, O_DIRECT + fsync"
+RAW_READ = "raw: one pread, touched memory"
+RAW_ROWS = "raw: a pread each, touched memory"
+RAW_THROUGH = "raw: all files through 1 MiB of memory"
+MEMCPY = "memcpy, touched memory"
+TWO_RANKS = "torch DCP, 2 ranks"
+EIGHT_RANKS = f"torch DCP, first of {RANKS} ranks"
+SYNCED = "{} + fsync"
+DURABLE = f"{OURS}.save (durable, checksums)"
+AGAIN = f"{OURS}.save, nothing changed"
+LOAD, LOAD_VERIFIED = f"{OURS}.load, verify=False", f"{OURS}.load"
+LOAD_INTO = f"{OURS}.load(into=...)"
+PARTIAL, PARTIAL_VERIFIED = f"{OURS}.load of a rank, verify=False", f"{OURS}.load of a rank"
+LAZY, VERIFY = f"{OURS}.load(mmap=True)", f"{OURS}.checkpoint.verify"
+
+
+@dataclass
+class Aim:
+    """A ratio to reach between two lines of a table."""
+
+    name: str
+    bound: float
+    reference: str
+    faster: bool = False  # at least `bound` times faster, else at most `bound` times the duration
+
+    def verdict(self, rows: list[Row]) -> str:
+        """Say what was reached, if both lines are there."""
+        found = {row.name: row.median for row in rows}
+        sign = ">=" if self.faster else "<="
+        wanted = (
+            f"{self.name} {sign} {self.bound:g}x {'faster than ' * self.faster}[{self.reference}]"
+        )
+        if not {self.name, self.reference} <= found.keys():
+            return f"{wanted}: not measured"
+        ratio = found[self.name] / found[self.reference]
+        ratio = 1 / ratio if self.faster else ratio
+        met = ratio >= self.bound if self.faster else ratio <= self.bound
+        return f"{wanted}: {ratio:.2f}, {'met' if met else 'NOT MET'}"
+
+
+@dataclass
+class Run:
+    """Options and what the parts share."""
+
+    report: Report
+    repeats: int
+    quick: bool
+    disk: Path
+    memory: Path | None
+    letter: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+    raw: Any = None
+    ways: dict[str, Way] = field(default_factory=dict)
+    ranks: dict[str, Ranks] = field(default_factory=dict)
+
+    def places(self) -> list[tuple[str, Path]]:
+        """The disk, and memory where there is a file system in it."""
+        found = [("disk", self.disk)]
+        return found if self.memory is None else [*found, ("tmpfs", self.memory)]
+
+    def enter(self, letter: str) -> None:
+        """Make a state and all that saves it."""
+        self.leave()
+        self.letter, self.state = letter, STATES[letter](self.quick)
+        self.raw = Raw(self.state)
+        self.ways = {name: way(self.state) for name, way in ways().items()}
+
+    def leave(self) -> None:
+        """Give everything back."""
+        for ranks in self.ranks.values():
+            ranks.close()
+        self.ranks = {}
+        self.ways, self.raw, self.state = {}, None, {}
+        gc.collect()
+
+    def has_ranks(self) -> bool:
+        """Whether torch DCP takes part with processes of its own."""
+        return Dcp.name in self.ways and not self.quick
+
+    def group(self, name: str) -> Ranks:
+        """Processes that are ranks of torch DCP."""
+        if name not in self.ranks:
+            world = 2 if name == TWO_RANKS else RANKS
+            fake = name == EIGHT_RANKS
+            self.ranks[name] = Ranks(self.letter, self.quick, world, fake=fake)
+        return self.ranks[name]
+
+    def title(self, what: str) -> str:
+        size = bytes_of(self.state.values()) / 1e6
+        return f"{self.letter}: {what}, {len(self.state):,} arrays, {size:,.0f} MB"
+
+    def show(
+        self, what: str, candidates: list[Candidate], aims: list[Aim], note: str = ""
+    ) -> list[Row]:
+        """Time and print, with the rate and the aims."""
+        rows = take_turns(candidates, self.repeats)
+        size = bytes_of(self.state.values())
+        for row in rows:
+            row.extra["GB/s"] = f"{size / row.median * 1e-6:.2f}"
+        self.report.table(self.title(what), rows, note=note)
+        verdicts = [aim.verdict(rows) for aim in aims]
+        for verdict in verdicts:
+            self.report.say(f"  {verdict}")
+        self.report.tables[-1]["aims"] = verdicts
+        return rows
+
+
+def take_turns(candidates: list[Candidate], repeats: int) -> list[Row]:
+    """Time as `harness.measure` does, but slow ones less often."""
+    samples: dict[str, list[float]] = {c.name: [] for c in candidates}
+    order = random.Random(20)
+    slow: set[str] = set()
+    gc.disable()
+    try:
+        for turn in range(1 + repeats):
+            for candidate in order.sample(candidates, len(candidates)):
+                name = candidate.name
+                if name in slow and turn > 1:
+                    continue
+                candidate.before()
+                gc.collect()
+                settle()
+                start = time.perf_counter_ns()
+                candidate.call()
+                elapsed = (time.perf_counter_ns() - start) * 1e-6
+                if turn == 0 and elapsed > 1000 * SLOW:
+                    slow.add(name)
+                if turn > 0 or name in slow:
+                    samples[name].append(elapsed)
+    finally:
+        gc.enable()
+    return rows_of(candidates, samples)
+
+
+def clear(folder: Path) -> None:
+    """Empty a folder; on a disk, wait until nothing is left to be written."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    os.sync()
+
+
+# ---- save ----
+
+
+def raw_saves(raw: Raw, folder: Path, disk: bool) -> list[Candidate]:
+    """What the system needs to write the bytes."""
+    before, target = partial(clear, folder), folder / "x"
+    one = partial(raw.write_one, target)
+    found = [
+        Candidate(MEMCPY, raw.copy),
+        Candidate(RAW_UNSYNCED, partial(one, durable=False), before),
+    ]
+    if disk:
+        found.append(Candidate(RAW_FILE, partial(one, durable=True), before, limit=True))
+        if takes_direct(folder):
+            call = partial(one, durable=True, direct=True)
+            found.append(Candidate(RAW_DIRECT, call, before))
+            call = partial(raw.write_each, target, direct=True)
+            found.append(Candidate(RAW_FILES_DIRECT, call, before))
+        found.append(Candidate(RAW_FILES, partial(raw.write_each, target), before))
+    else:
+        found[-1].limit = True
+    return found
+
+
+def saving(run: Run) -> None:
+    """Save into an empty folder."""
+    for place, folder in run.places():
+        disk = place == "disk"
+        before, target = partial(clear, folder), folder / "x"
+        candidates = raw_saves(run.raw, folder, disk)
+        for name, way in run.ways.items():
+            label = DURABLE if name == OURS else name
+            if way.durable:
+                call = partial(way.save, target)
+                candidates.append(Candidate(label, call, before, baseline=isinstance(way, Dcp)))
+                continue
+            candidates.append(Candidate(label, partial(way.save, target), before))
+            if disk:
+                call = partial(way.save_durably, target)
+                candidates.append(Candidate(SYNCED.format(name), call, before))
+        if run.has_ranks() and (disk or run.letter == "A"):
+            call = partial(run.group(TWO_RANKS).save, target)
+            candidates.append(Candidate(TWO_RANKS, call, before))
+        run.show(f"save, {place}", candidates, save_aims(run.letter) if disk else [])
+        clear(folder)
+
+
+def save_aims(letter: str) -> list[Aim]:
+    if letter == "B":
+        return [Aim(DURABLE, 2.5, RAW_FILE)]
+    return [
+        Aim(DURABLE, 1.2, RAW_FILES),
+        Aim(DURABLE, 1.2, RAW_FILES_DIRECT),
+        Aim(DURABLE, 1.6, RAW_DIRECT),
+        Aim(DURABLE, 3, Dcp.name, faster=True),
+        Aim(DURABLE, 3, TWO_RANKS, faster=True),
+    ]
+
+
+def again(run: Run) -> None:
+    """Save once more what has not changed, and count what is written."""
+    way = run.ways.get(OURS)
+    if way is None:
+        return
+    for place, folder in run.places():
+        clear(folder)
+        target = folder / "x"
+        way.save(target)
+        known = {file: file.stat().st_ino for file in files_below(target)}
+        asked = written()
+        way.save(target)
+        asked = written() - asked
+        shards = sum(
+            file.stat().st_size
+            for file in files_below(target)
+            if file.suffix == ".safetensors" and known.get(file) != file.stat().st_ino
+        )
+        candidates = [
+            Candidate(MEMCPY, run.raw.copy, limit=True),
+            Candidate(AGAIN, partial(way.save, target)),
+        ]
+        run.show(f"save again, {place}", candidates, [])
+        met = "met" if shards == 0 else "NOT MET"
+        said = f"new shard files: {shards:,} bytes, 0 wanted: {met}; all writes: {asked:,} bytes"
+        run.report.say(f"  {said}")
+        run.report.tables[-1]["aims"] = [said]
+        clear(folder)
+
+
+def written() -> int:
+    """Bytes that this process asked the system to write."""
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return int(text.partition("wchar:")[2].split()[0])
+
+
+# ---- load ----
+
+
+def store(run: Run, folder: Path, *, ranks: bool = False) -> dict[str, Path]:
+    """Save in every way and let the system's cache hold all of it."""
+    clear(folder)
+    paths = {RAW_READ: folder / "raw"}
+    run.raw.write_one(paths[RAW_READ], durable=False)
+    for name, way in run.ways.items():
+        paths[name] = folder / name.replace(" ", "-")
+        way.save(paths[name])
+    if ranks and run.has_ranks():
+        paths[TWO_RANKS] = folder / "ranks"
+        run.group(TWO_RANKS).save(paths[TWO_RANKS])
+    os.sync()
+    for path in paths.values():
+        read_through(path)
+    return paths
+
+
+def loading(run: Run) -> None:
+    """Load everything into memory that is the caller's."""
+    for place, folder in run.places():
+        full = place == "disk"
+        if not full:
+            run.ways = {n: w for n, w in run.ways.items() if n in (OURS, "safetensors")}
+        paths = store(run, folder, ranks=full and run.letter == "A")
+        candidates = [
+            Candidate(MEMCPY, run.raw.copy),
+            Candidate(RAW_READ, partial(run.raw.read_one, paths[RAW_READ]), limit=True),
+        ]
+        for name, way in run.ways.items():
+            call = partial(way.load, paths[name])
+            if isinstance(way, Mlstate):
+                candidates += [
+                    Candidate(LOAD, call),
+                    Candidate(LOAD_VERIFIED, partial(way.load_verified, paths[name])),
+                    Candidate(LOAD_INTO, partial(way.load_into, paths[name])),
+                ]
+            else:
+                baseline = name == "safetensors"
+                candidates.append(Candidate(name, call, baseline=baseline))
+        if TWO_RANKS in paths:
+            call = partial(run.group(TWO_RANKS).load, paths[TWO_RANKS])
+            candidates.append(Candidate(TWO_RANKS, call))
+        aims = [Aim(LOAD, 1.15, RAW_READ), Aim(LOAD_VERIFIED, 1.3, LOAD)]
+        run.show(f"load, {place}", candidates, aims, "files in the system's cache, memory reused")
+        clear(folder)
+    run.ways = {name: way(run.state) for name, way in ways().items()}
+
+
+def parts(run: Run) -> None:
+    """Map and touch everything; load the first eighth of the rows; verify."""
+    paths = store(run, run.disk)
+    lazy_loads(run, paths)
+    row_loads(run, paths)
+    verifying(run, paths)
+    clear(run.disk)
+
+
+def lazy_loads(run: Run, paths: dict[str, Path]) -> None:
+    candidates = [
+        Candidate("raw: mmap, touched", partial(run.raw.map_one, paths[RAW_READ]), limit=True)
+    ]
+    for name, way in run.ways.items():
+        if (call := getattr(way, "lazy", None)) is not None:
+            label = LAZY if name == OURS else f"{name}, mapped"
+            candidates.append(Candidate(label, partial(call, paths[name])))
+    run.show("lazy load + touch of each page", candidates, [], "files in the system's cache")
+
+
+def row_loads(run: Run, paths: dict[str, Path]) -> None:
+    candidates = [
+        Candidate(RAW_ROWS, partial(run.raw.read_rows, paths[RAW_READ]), limit=True),
+    ]
+    for name, way in run.ways.items():
+        if isinstance(way, Mlstate):
+            candidates += [
+                Candidate(PARTIAL, partial(way.rows, paths[name])),
+                Candidate(PARTIAL_VERIFIED, partial(way.rows, paths[name], verify=True)),
+            ]
+        elif (call := getattr(way, "rows", None)) is not None:
+            candidates.append(Candidate(f"{name}, slices", partial(call, paths[name])))
+    if run.has_ranks():
+        call = partial(run.group(EIGHT_RANKS).load, paths[Dcp.name])
+        candidates.append(Candidate(EIGHT_RANKS, call, baseline=True))
+    aims = [Aim(PARTIAL, 1.5, RAW_ROWS), Aim(PARTIAL, 10, EIGHT_RANKS, faster=True)]
+    note = "files in the system's cache; GB/s of the whole state"
+    run.show(f"first 1/{RANKS} of the rows of each array", candidates, aims, note)
+
+
+def verifying(run: Run, paths: dict[str, Path]) -> None:
+    which = OURS if OURS in paths else RAW_READ
+    candidates = [
+        Candidate(RAW_THROUGH, partial(read_through, paths[which]), limit=True),
+        Candidate(RAW_READ, partial(run.raw.read_one, paths[RAW_READ])),
+    ]
+    if OURS in paths:
+        candidates.append(Candidate(VERIFY, partial(mlstate.checkpoint.verify, paths[OURS])))
+    aims = [Aim(VERIFY, round(1 / 0.7, 2), RAW_THROUGH), Aim(VERIFY, round(1 / 0.7, 2), RAW_READ)]
+    run.show("verify", candidates, aims, "files in the system's cache")
+
+
+# ---- memory ----
+
+
+def memory(run: Run) -> None:
+    """Measure the peak of memory of one call, each in a process of its own."""
+    size = bytes_of(run.state.values()) / (1 << 20)
+    report, lines = run.report, []
+    report.say(f"\n{run.title('peak of memory')}")
+    report.say("(MiB beyond the state and the result; a process each; mapped files count in 'all')")
+    report.say(f"{'':<{report.WIDTH}}{'own':>9}{'all':>9}{'first ms':>10}")
+    for name in list(run.ways)[: 1 if run.quick else None]:
+        clear(run.disk)
+        for what in WHAT:
+            found = peak_of(what, name, run.letter, run.disk / "x", run.quick)
+            result = size if what == "load" else 0.0
+            own, every = found["own_mib"] - result, found["all_mib"] - result
+            label = f"{name}: {what}"
+            report.say(f"{label:<{report.WIDTH}}{own:>9.1f}{every:>9.1f}{found['ms']:>10.0f}")
+            lines.append({"name": label, "own_mib": own, "all_mib": every, "ms": found["ms"]})
+    aims = [
+        f"{line['name']} <= 16 MiB own: {line['own_mib']:.1f}, "
+        + ("met" if line["own_mib"] <= 16 else "NOT MET")
+        for line in lines
+        if line["name"].startswith(OURS)
+    ]
+    for aim in aims:
+        report.say(f"  {aim}")
+    report.tables.append({"title": run.title("peak of memory"), "rows": lines, "aims": aims})
+    clear(run.disk)
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "save": saving,
+    "again": again,
+    "load": loading,
+    "parts": parts,
+    "memory": memory,
+}
+
+
+def wanted(only: str | None) -> list[tuple[str, list[str]]]:
+    """Return states and their parts."""
+    letter, _, part = (only or "").rpartition(".")
+    if only in STATES:
+        letter, part = only, ""
+    if (letter and letter not in STATES) or (part and part not in PARTS):
+        raise SystemExit(
+            f"--only: expected one of {', '.join(STATES)}, or {', '.join(PARTS)}, "
+            f"or both as in A.save; got {only!r}"
+        )
+    chosen = [part] if part else list(PARTS)
+    return [
+        (one, [p for p in chosen if p != "memory" or one == "A" or letter])
+        for one in STATES
+        if letter in ("", one)
+    ]
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small states, one repeat")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--only", help=f"A, B, {', '.join(PARTS)}, or both, as A.save")
+    parser.add_argument("--repeats", type=int, help="rounds, 3 if not given")
+    parser.add_argument("--folder", type=Path, help="where, on a disk; default: here")
+    parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"), help="on a tmpfs")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = options()
+    keep_memory()
+    warnings.filterwarnings("ignore", module="torch")
+    report = Report("mlstate: checkpoints", given.json)
+    report.say(
+        "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
+    )
+    if not hasattr(mlstate, "save"):
+        report.say("this mlstate has no mlstate.save: its lines are left out")
+    memory_folder = given.memory_folder if given.memory_folder.is_dir() else None
+    repeats = given.repeats or (1 if given.quick else 3)
+    with (
+        tempfile.TemporaryDirectory(dir=given.folder or Path.cwd(), prefix="bench-") as disk,
+        tempfile.TemporaryDirectory(dir=memory_folder, prefix="bench-") as shared,
+    ):
+        shm = None if memory_folder is None else Path(shared)
+        run = Run(report, repeats, given.quick, Path(disk), shm)
+        try:
+            for letter, chosen in wanted(given.only):
+                run.enter(letter)
+                for part in chosen:
+                    PARTS[part](run)
+        finally:
+            run.leave()
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Save or load a state in a new process and say how much more memory that took.
+
+`bench_checkpoint.py` starts ``python checkpoint_memory.py WHAT NAME STATE PATH QUICK`` for
+each measurement and looks at the process from outside while the call goes on: memory of its
+own (anonymous and shared) apart from pages of mapped files, which the system can take back.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from checkpoint_peers import ways
+from checkpoint_states import STATES
+from resident import forget_peak, peak
+
+WHAT = ("save", "load")
+LOOK_SECONDS = 0.001
+
+
+def own_mib(pid: int) -> float:
+    """Memory of a process that belongs to no file, as far as the system tells."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    except OSError:
+        return 0.0
+    fields = (text.partition(f"{name}:")[2].split() for name in ("RssAnon", "RssShmem"))
+    return sum(int(field[0]) for field in fields if field) / 1024
+
+
+def peak_of(what: str, name: str, letter: str, path: Path, quick: bool) -> dict[str, float]:
+    """Measure one call in a process of its own."""
+    command = [sys.executable, __file__, what, name, letter, str(path), str(int(quick))]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"{what} by {name} did not get ready")
+        before = most = own_mib(process.pid)
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        while not select.select([process.stdout], [], [], LOOK_SECONDS)[0]:
+            most = max(most, own_mib(process.pid))
+        found = json.loads(process.stdout.readline())
+    return {"own_mib": most - before, **found}
+
+
+def main() -> None:
+    what, name, letter, path, quick = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    target, warm = Path(path), Path(f"{path}-warm")
+    kind = ways()[name]
+    call = getattr(kind(STATES[letter](True)), what if what == "save" else "load")
+    kind(STATES[letter](True)).save(warm)  # imports and pools of threads come with a first call
+    if what == "load":
+        call(warm)
+    way = kind(STATES[letter](quick == "1") if what == "save" else {})
+    if what == "load" and name.startswith("torch DCP"):
+        way = kind(STATES[letter](quick == "1"))
+    call = way.save if what == "save" else getattr(way, "load_verified", way.load)
+    before = forget_peak()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    start = time.perf_counter_ns()
+    result = call(target)
+    elapsed = (time.perf_counter_ns() - start) * 1e-6
+    most = peak()
+    print(json.dumps({"all_mib": most - before, "ms": elapsed}), flush=True)
+    del result
+
+
+if __name__ == "__main__":
+    main()

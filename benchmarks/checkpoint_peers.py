@@ -1,0 +1,298 @@
+"""Ways to save and load a state, for `bench_checkpoint.py`: mlstate's and the peers'.
+
+Each method does what the documentation of its package tells users to do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import tempfile
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoint_states import RANKS, STATES, Arrays, first_rows, sync, touch
+
+import mlstate
+
+OURS = "mlstate"
+
+
+class Way:
+    """A way to save and load; what a package cannot do is not defined."""
+
+    name = ""
+    durable = False  # whether `save` itself waits for the disk
+
+    def __init__(self, state: Arrays) -> None:
+        self.state = state
+
+    def save(self, path: Path) -> None:
+        raise NotImplementedError
+
+    def save_durably(self, path: Path) -> None:
+        """Save to one file and wait for the disk, which the package does not do."""
+        self.save(path)
+        sync(path)
+
+    def load(self, path: Path) -> object:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give back what is not memory."""
+
+
+class Mlstate(Way):
+    """A pool: a file for each array, small ones in common files."""
+
+    name = OURS
+    durable = True
+
+    def __init__(self, state: Arrays) -> None:
+        super().__init__(state)
+        self.optimizer = mlstate.OptimizerStateDict(
+            state, optimizer_type="adam", step=300, learning_rate=6e-4
+        )
+        self.into: mlstate.OptimizerStateDict | None = None
+
+    def save(self, path: Path) -> None:
+        mlstate.save(path, optimizer=self.optimizer)
+
+    def load(self, path: Path) -> object:
+        return mlstate.load(path, verify=False)
+
+    def load_verified(self, path: Path) -> object:
+        return mlstate.load(path)
+
+    def load_into(self, path: Path) -> None:
+        if self.into is None:
+            self.into = mlstate.OptimizerStateDict(
+                {name: np.ones_like(array) for name, array in self.state.items()}
+            )
+        mlstate.load(path, into={"optimizer": self.into})
+
+    def lazy(self, path: Path) -> None:
+        touch(mlstate.load(path, mmap=True, verify=False).optimizer.values())
+
+    def rows(self, path: Path, *, verify: bool = False) -> object:
+        return mlstate.load(path, rank=0, world_size=RANKS, layout="rows", verify=verify)
+
+    def verify(self, path: Path) -> object:
+        return mlstate.checkpoint.verify(path)
+
+
+class Safetensors(Way):
+    """safetensors.numpy; its lazy load is the one for torch, which maps the file."""
+
+    name = "safetensors"
+
+    def save(self, path: Path) -> None:
+        from safetensors.numpy import save_file
+
+        save_file(self.state, path)
+
+    def load(self, path: Path) -> object:
+        from safetensors.numpy import load_file
+
+        return load_file(path)
+
+    def lazy(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            touch([file.get_tensor(name).numpy() for name in file.keys()])  # noqa: SIM118
+
+    def rows(self, path: Path) -> object:
+        from safetensors import safe_open
+
+        with safe_open(path, "np") as file:
+            return {n: file.get_slice(n)[: first_rows(a.shape)] for n, a in self.state.items()}
+
+
+class Savez(Way):
+    """np.savez; np.load checks zlib's CRC of each array."""
+
+    name = "np.savez"
+
+    def save(self, path: Path) -> None:
+        with path.open("wb") as file:
+            np.savez(file, **self.state)
+
+    def load(self, path: Path) -> object:
+        with np.load(path) as file:
+            return dict(file)
+
+
+class Torch(Way):
+    """torch.save and torch.load."""
+
+    name = "torch.save"
+
+    def __init__(self, state: Arrays) -> None:
+        import torch
+
+        super().__init__(state)
+        self.tensors = {name: torch.from_numpy(array) for name, array in state.items()}
+
+    def save(self, path: Path) -> None:
+        import torch
+
+        torch.save(self.tensors, path)
+
+    def load(self, path: Path) -> object:
+        import torch
+
+        return torch.load(path)
+
+    def lazy(self, path: Path) -> None:
+        import torch
+
+        touch([tensor.numpy() for tensor in torch.load(path, mmap=True).values()])
+
+    def rows(self, path: Path) -> object:
+        import torch
+
+        mapped = torch.load(path, mmap=True)
+        return {n: t[: first_rows(tuple(t.shape))].clone() for n, t in mapped.items()}
+
+
+class Dcp(Torch):
+    """torch.distributed.checkpoint in one process; it loads into tensors that are there."""
+
+    name = "torch DCP, 1 rank"
+    durable = True
+
+    def __init__(self, state: Arrays) -> None:
+        super().__init__(state)
+        self.into: dict[str, Any] = {}
+        self.part: Ranks | None = None
+
+    def save(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+
+    def load(self, path: Path) -> object:
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        if not self.into:
+            self.into = {name: torch.ones_like(t) for name, t in self.tensors.items()}
+        dcp.load(self.into, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        return None
+
+    lazy = None  # type: ignore[assignment]
+    rows = None  # type: ignore[assignment]
+
+
+class Ranks:
+    """Processes that wait for commands: torch DCP with the rows of each tensor on all ranks.
+
+    With ``fake=True`` one process is the first of `world` ranks that do not exist.
+    """
+
+    def __init__(self, letter: str, quick: bool, world: int, *, fake: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.processes, self.pipes = [], []
+        for rank in range(1 if fake else world):
+            here, there = context.Pipe()
+            meeting = None if fake else f"file://{self.folder.name}/ranks"
+            arguments = (there, letter, quick, rank, world, meeting)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.pipes.append(here)
+        self.answers()
+
+    def answers(self) -> None:
+        for rank, pipe in enumerate(self.pipes):
+            answer = pipe.recv()
+            if answer != "done":
+                raise RuntimeError(f"rank {rank} of torch DCP failed: {answer}")
+
+    def save(self, path: Path) -> None:
+        self.ask("save", path)
+
+    def load(self, path: Path) -> None:
+        self.ask("load", path)
+
+    def ask(self, what: str, path: Path) -> None:
+        for pipe in self.pipes:
+            pipe.send((what, str(path)))
+        self.answers()
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.send(("end", ""))
+            process.join(20)
+        self.folder.cleanup()
+
+
+def serve(
+    pipe: Connection, letter: str, quick: bool, rank: int, world: int, meeting: str | None
+) -> None:
+    """Be one rank: do as the pipe says."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if meeting is None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    else:
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    tensors = rows_of_rank(STATES[letter](quick), rank, world)
+    alone = meeting is None
+    pipe.send("done")
+    while (command := pipe.recv())[0] != "end":
+        try:
+            if command[0] == "save":
+                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(command[1]))
+            else:
+                reader = dcp.FileSystemReader(command[1])
+                dcp.load(tensors, storage_reader=reader, no_dist=alone)
+            pipe.send("done")
+        except Exception as error:
+            pipe.send(repr(error))
+    dist.destroy_process_group()
+
+
+def rows_of_rank(state: Arrays, rank: int, world: int) -> dict[str, Any]:
+    """Cut each array into rows as FSDP2 does; leave the others' rows out."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    tensors = {}
+    for name in list(state):
+        whole = torch.from_numpy(state.pop(name))
+        count = -(-len(whole) // world)
+        tensors[name] = DTensor.from_local(
+            whole[rank * count : (rank + 1) * count].clone(),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+    return tensors
+
+
+def ways() -> dict[str, type[Way]]:
+    """All ways that can be gone here, by name."""
+    found: list[type[Way]] = [Mlstate] if hasattr(mlstate, "save") else []
+    if importlib.util.find_spec("safetensors"):
+        found.append(Safetensors)
+    found.append(Savez)
+    if importlib.util.find_spec("torch"):
+        found += [Torch, Dcp]
+    return {way.name: way for way in found}

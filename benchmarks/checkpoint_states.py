@@ -1,0 +1,209 @@
+"""States that `bench_checkpoint.py` saves, and what the system needs for their bytes alone."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+Shape = tuple[int, ...]
+
+PAGE = 4096
+MOST = 1 << 30  # bytes for one call of the system, which stops at 2 GiB
+DIRECT = getattr(os, "O_DIRECT", 0)
+RANKS = 8  # of the load of a part
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt
+
+
+def transformer(width: int, layers: int, words: int, positions: int) -> dict[str, Shape]:
+    """Shapes of the parameters of a model like GPT-2."""
+    shapes: dict[str, Shape] = {"wte.weight": (words, width), "wpe.weight": (positions, width)}
+    for i in range(layers):
+        for norm in ("ln_1", "ln_2"):
+            shapes[f"h.{i}.{norm}.weight"] = shapes[f"h.{i}.{norm}.bias"] = (width,)
+        for name, rows, columns in (
+            ("attn.c_attn", width, 3 * width),
+            ("attn.c_proj", width, width),
+            ("mlp.c_fc", width, 4 * width),
+            ("mlp.c_proj", 4 * width, width),
+        ):
+            shapes[f"h.{i}.{name}.weight"] = (rows, columns)
+            shapes[f"h.{i}.{name}.bias"] = (columns,)
+    shapes["ln_f.weight"] = shapes["ln_f.bias"] = (width,)
+    return shapes
+
+
+def adam(quick: bool) -> Arrays:
+    """Adam's m and v of a model of 124 million parameters in 148 tensors: 996 MB."""
+    shapes = transformer(64, 2, 1000, 64) if quick else transformer(768, 12, 50257, 1024)
+    random = np.random.default_rng(1)
+    return {
+        f"{name}.{part}": random.random(shape, np.float32)
+        for name, shape in shapes.items()
+        for part in ("m", "v")
+    }
+
+
+def small(quick: bool) -> Arrays:
+    """20,000 tensors of 1 to 64 KiB: 668 MB."""
+    random = np.random.default_rng(2)
+    sizes = random.integers(256, 16384, 200 if quick else 20_000, endpoint=True)
+    return {
+        f"block.{i // 2}.weight.{'mv'[i % 2]}": random.random(int(size), np.float32)
+        for i, size in enumerate(sizes)
+    }
+
+
+STATES = {"A": adam, "B": small}
+
+
+def bytes_of(arrays: Iterable[np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+def first_rows(shape: Shape) -> int:
+    """How many rows the first of the ranks has."""
+    return -(-shape[0] // RANKS)
+
+
+def keep_memory() -> None:
+    """Let malloc keep what is freed and take all from it: no call then meets fresh pages."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def touch(arrays: Iterable[np.ndarray]) -> None:
+    """Read something of every page."""
+    for array in arrays:
+        array.reshape(-1).view(np.uint8)[::PAGE].max()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def files_below(path: Path) -> Iterator[Path]:
+    return (file for file in sorted(path.rglob("*")) if file.is_file())
+
+
+def write_all(fd: int, view: memoryview) -> None:
+    """Write with as few calls as the system allows."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done : done + MOST], done)
+
+
+def read_all(fd: int, view: memoryview, offset: int = 0) -> None:
+    """Read with as few calls as the system allows."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done : done + MOST]], offset + done)
+        if count == 0:
+            raise EOFError(f"the file ends {len(view) - done} bytes early")
+        done += count
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether files of a folder can be written past the system's cache."""
+    probe = folder / "probe"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | DIRECT))
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return DIRECT != 0
+
+
+class Raw:
+    """The bytes of a state in one piece of memory, each array at the start of a page.
+
+    Page-aligned, so that the same memory serves O_DIRECT; a second one is the target of
+    reads.  Both are touched beforehand.
+    """
+
+    def __init__(self, state: Arrays) -> None:
+        self.pieces: list[tuple[int, int, int]] = []  # offset, bytes, bytes of the first rows
+        end = 0
+        for array in state.values():
+            part = first_rows(array.shape) * (array.nbytes // array.shape[0])
+            self.pieces.append((end, array.nbytes, part))
+            end += -(-array.nbytes // PAGE) * PAGE
+        self.source = memoryview(mmap.mmap(-1, end))
+        self.target = memoryview(mmap.mmap(-1, end))
+        bytes_ = np.frombuffer(self.source, np.uint8)
+        for (offset, size, _), array in zip(self.pieces, state.values(), strict=True):
+            bytes_[offset : offset + size] = array.reshape(-1).view(np.uint8)
+        np.frombuffer(self.target, np.uint8)[:] = 1
+
+    def copy(self) -> None:
+        """Call memcpy once for everything."""
+        np.copyto(np.frombuffer(self.target, np.uint8), np.frombuffer(self.source, np.uint8))
+
+    def write_one(self, path: Path, *, durable: bool, direct: bool = False) -> None:
+        """Write one file."""
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY | (DIRECT if direct else 0), 0o600)
+        try:
+            write_all(fd, self.source)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def write_each(self, folder: Path, *, direct: bool = False) -> None:
+        """Write a file for each array, each durable, and the names as well."""
+        folder.mkdir()
+        for i, (offset, size, _) in enumerate(self.pieces):
+            fd = os.open(folder / f"{i}", os.O_CREAT | os.O_WRONLY | (DIRECT if direct else 0))
+            try:
+                end = offset + (-(-size // PAGE) * PAGE if direct else size)
+                write_all(fd, self.source[offset:end])
+                if direct:
+                    os.ftruncate(fd, size)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync(folder)
+
+    def read_one(self, path: Path) -> None:
+        """Read one file whole."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            read_all(fd, self.target)
+        finally:
+            os.close(fd)
+
+    def read_rows(self, path: Path) -> None:
+        """Read the first rows of each array from the one file."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            for offset, _, part in self.pieces:
+                read_all(fd, self.target[offset : offset + part], offset)
+        finally:
+            os.close(fd)
+
+    def map_one(self, path: Path) -> None:
+        """Map the one file and touch it."""
+        touch([np.memmap(path, np.uint8, "r")])
+
+
+def read_through(path: Path) -> None:
+    """Read all files below a folder, or one, a MiB at a time into the same memory."""
+    buffer = memoryview(bytearray(1 << 20))
+    for file in files_below(path) if path.is_dir() else [path]:
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
