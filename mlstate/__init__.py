@@ -4,9 +4,9 @@ Arrays are used where they lie, files commit atomically or not at all, and every
 is judged by a clear slow one.
 """
 
-from . import checkpoint, coreml, errors, kv, state
+from . import checkpoint, collectives, coreml, errors, kv, state
 from ._version import __version__
-from .checkpoint import load_file, save_file
+from .checkpoint import load, load_file, save, save_file, verify
 from .errors import (
     CapacityError,
     ChecksumError,
@@ -37,16 +37,20 @@ __all__ = [
     "TensorNotFoundError",
     "__version__",
     "checkpoint",
+    "collectives",
     "compact_kv_state",
     "coreml",
     "errors",
     "get_num_threads",
     "kv",
+    "load",
     "load_file",
+    "save",
     "save_file",
     "set_num_threads",
     "state",
     "transition_kv_state",
+    "verify",
 ]
 
 

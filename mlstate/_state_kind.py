@@ -49,10 +49,20 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
 
     try:
         found = json.loads(text)
-        cls, names = _ATTRIBUTES[found.pop("kind")]
-        if not found.keys() <= set(names):
-            raise KeyError(*(found.keys() - set(names)))
-        state = cls(**found)  # before the arrays, whose names must not reach keywords
+    except (RecursionError, ValueError) as reason:
+        raise _wrong(reason, path) from None
+    return restore_kind(arrays, found, path)
+
+
+def restore_kind(arrays: dict[str, Any], found: Any, path: object) -> StateDict:
+    """Make the state dict of a described kind; ``{"kind": "state"}`` is a plain one."""
+    try:
+        attributes = dict(found)
+        kind = attributes.pop("kind")
+        cls, names = (StateDict, ()) if kind == "state" else _ATTRIBUTES[kind]
+        if not attributes.keys() <= set(names):
+            raise KeyError(*(attributes.keys() - set(names)))
+        state = cls(**attributes)  # before the arrays, whose names must not reach keywords
     except (
         ArithmeticError,
         AttributeError,
@@ -61,8 +71,12 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
         TypeError,
         ValueError,
     ) as reason:
-        error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
-        error.path = path
-        raise error from None
+        raise _wrong(reason, path) from None
     state.update(arrays)
     return state
+
+
+def _wrong(reason: Exception, path: object) -> FormatError:
+    error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
+    error.path = path
+    return error

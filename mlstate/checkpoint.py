@@ -1,222 +1,335 @@
 """State in files.
 
-`save_file` writes a state dict to one safetensors file, atomically and with checksums;
-`load_file` reads it back, or reads the files that other programs wrote in that format.
-`load_metadata` gives the texts that were stored beside the arrays.
+`save` writes the state of a model and its optimizer to a folder: one checked, versioned file
+for each shard of each tensor, small ones together, committed in one step. `load` reads all of
+it or any part, into any layout; `verify` finds every byte that changed. `CheckpointManager`
+keeps the steps of a run. `save_file` and `load_file` are for one plain safetensors file.
 
 Examples
 --------
->>> import tempfile, pathlib, numpy as np, mlstate
->>> path = pathlib.Path(tempfile.mkdtemp()) / "state.safetensors"
->>> mlstate.save_file({"w": np.arange(3.0), "step": np.int64(7)}, path, {"run": "a"})
->>> mlstate.load_file(path)["w"]
-array([0., 1., 2.])
->>> mlstate.checkpoint.load_metadata(path)
-{'run': 'a'}
+>>> import tempfile, numpy as np, mlstate
+>>> folder = tempfile.mkdtemp()
+>>> weights = {"layer.weight": np.ones((4, 2), np.float32)}
+>>> checkpoint = mlstate.save(folder + "/ckpt", model=weights, metadata={"run": "a"})
+>>> mlstate.load(folder + "/ckpt").model["layer.weight"].shape
+(4, 2)
+>>> mlstate.save_file(weights, folder + "/weights.safetensors")
+>>> sorted(mlstate.load_file(folder + "/weights.safetensors"))
+['layer.weight']
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-from . import _core
-from ._state_kind import KEY, describe, restore
+from ._checkpoint import Checkpoint, ShardRecord, TensorRecord
+from ._checkpoint_manager import CheckpointManager
+from ._layout import Layout, Shard
+from ._load import LoadedState, load_checkpoint
+from ._plain_file import load_file, load_metadata, save_file
+from ._reshard import reshard
+from ._save import PACK_BELOW, write_checkpoint
+from ._verify import Problem, VerifyReport, verify_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import os
+    from collections.abc import Callable, Iterable, Mapping
 
-    from ._state_dict import StateDict
+    from .collectives import ProcessGroup
 
-__all__ = ["load_file", "load_metadata", "save_file"]
-
-
-def _checked(name: object, value: object) -> object:
-    """Refuse plain values of Python, with what to do instead; the core views all others."""
-    if type(value) in (bool, int, float, complex, str, bytes, list, tuple):
-        raise TypeError(
-            f"{name!r} is a {type(value).__name__}: state files hold arrays; "
-            "wrap it in numpy.asarray with a dtype, or put it into metadata as text"
-        )
-    return value
-
-
-def save_file(
-    state: Mapping[str, Any],
-    path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """
-    Write arrays to one safetensors file, atomically.
-
-    The file appears whole and on the disk, or the old one stays as it was: bytes go to a
-    temporary file in the same folder, which is synced, renamed over the target, and the
-    folder is synced too. Every program that reads safetensors reads the result.
-
-    Parameters
-    ----------
-    state : mapping of str to array
-        NumPy arrays (any strides, either byte order, read-only), ml_dtypes arrays, torch
-        tensors in main memory (parameters too), or anything else with ``__dlpack__``. What
-        a `ModelStateDict` or `OptimizerStateDict` knows besides is stored too.
-    path : str, bytes or os.PathLike
-        File to write. A symbolic link is followed and stays. An existing file keeps its
-        permission bits, and must be writable; a new one gets 0666 less the umask.
-    metadata : mapping of str to str, optional
-        Texts to store in the header. Keys that start with ``"mlstate."`` are reserved.
-
-    Raises
-    ------
-    TypeError
-        A name or text is not a str, a value is not an array, or the ``param_groups`` of an
-        `OptimizerStateDict` are more than numbers, texts and lists.
-    ValueError
-        A name or text cannot be written as UTF-8 or is reserved, or `path` is neither
-        absent nor a regular file.
-    BufferError
-        A tensor has no memory to export, such as one on torch's ``meta`` device.
-    CompatibilityError
-        A dtype that safetensors has no name for (``complex128``, ``datetime64``, ...).
-    CapacityError
-        Names and metadata take more than the 100 MB that the format allows.
-    StoreError
-        The operating system refused: an `OSError` with its ``errno``.
-
-    Notes
-    -----
-    Contiguous arrays are written from where they lie; others pass through a buffer of
-    1 MiB, so the extra memory is that and about 2 KiB a tensor. Arrays must not be changed
-    while they are being saved; the mapping itself may. The GIL is released. The same state
-    gives the same bytes, in whatever order it is handed over: tensors lie by falling item
-    size and then by name. A process that is killed while it writes may leave a file
-    ``.mlstate-*.tmp`` behind, which can be deleted.
-
-    References
-    ----------
-    Our checksums are CRC32C values in two metadata entries, ``mlstate.header.crc32c`` and
-    ``mlstate.blocks.crc32c``, which other readers ignore.
-
-    Examples
-    --------
-    >>> import tempfile, pathlib, numpy as np
-    >>> from mlstate import load_file, save_file
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "cache.safetensors"
-    >>> save_file({"k": np.ones((2, 4), np.float16), "v": np.zeros((2, 4), np.float16)}, path)
-    >>> sorted(load_file(path))
-    ['k', 'v']
-    """
-    # copies of the mappings, taken in one step: other threads may change the originals
-    tensors = tuple((name, _checked(name, value)) for name, value in dict(state).items())
-    texts = {} if metadata is None else dict(metadata)
-    if KEY in texts:
-        raise ValueError(
-            f'metadata key "{KEY}" is reserved: choose one that does not start with "mlstate."'
-        )
-    kind = describe(state)
-    if kind is not None:
-        texts[KEY] = kind
-    _core.file_save(os.fspath(path), tensors, tuple(texts.items()))
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "Layout",
+    "LoadedState",
+    "Problem",
+    "Shard",
+    "ShardRecord",
+    "TensorRecord",
+    "VerifyReport",
+    "inspect",
+    "load",
+    "load_file",
+    "load_metadata",
+    "reshard",
+    "save",
+    "save_file",
+    "verify",
+]
 
 
-def load_file(
-    path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
+def save(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
     *,
-    mmap: bool = False,
-    verify: bool = True,
-) -> StateDict:
+    metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    progress: Callable[[int], object] | None = None,
+) -> Checkpoint:
     """
-    Read the arrays of a safetensors file.
+    Save the state of a model, of its optimizer, or both.
+
+    When this returns, the new checkpoint is on the disk. Up to then, whatever happens, the one
+    that was in the folder before is there and whole.
 
     Parameters
     ----------
-    path : str, bytes or os.PathLike
-        File to read, of any program that writes safetensors.
-    mmap : bool, default False
-        Return read-only arrays over the mapped file instead of reading it: nothing is
-        copied, pages come in when they are touched, and the mapping lives as long as any
-        of the arrays. Checksums of tensors are not looked at then, since that would read
-        all of them; the header's is.
-    verify : bool, default True
-        Compare the checksums that `save_file` stores, where the file has them. Pass False
-        to get at what is left of a damaged file.
+    path : str or os.PathLike
+        Folder of the checkpoint; made where there is none. A checkpoint that is there is
+        replaced: what did not change is not written again.
+    model : mapping of str to array or Shard, or torch.nn.Module, optional
+        A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or anything with
+        ``get_state_dict()``. Arrays are NumPy's, ml_dtypes', or torch tensors; they are used
+        where they lie. Tensors on a device are copied to main memory first, all of them.
+    optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
+        An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
+        optimizer, whose parameters' names come from the module given as `model`.
+    metadata : mapping, optional
+        What JSON can say: texts, numbers, lists, dicts with str keys.
+    step : int, optional
+        Default: that of an `OptimizerStateDict`.
+    group : ProcessGroup, optional
+        The ranks that save together, all of which call this; see `mlstate.collectives`. Each
+        writes its own shards. An array that is no `Shard` is one that every rank has whole:
+        they take turns in storing these. Default: this process alone.
+    layout : Layout, "rows", "flat" or "whole", optional
+        How arrays that are no `Shard` are cut into shards. Default: not at all.
+    pack_below_bytes : int, default 262144
+        Shards of fewer bytes share files; 0: every shard has a file of its own.
+    progress : callable, optional
+        Called now and then with the number of bytes that were done since the last call. What
+        it raises stops the save.
 
     Returns
     -------
-    StateDict
-        New NumPy arrays, or views of the mapping, in the file's order. bfloat16 and the
-        8-bit floats are dtypes of ml_dtypes. A `ModelStateDict` or `OptimizerStateDict` where
-        one was saved.
+    Checkpoint
+        What is in the folder now; ``written`` says what this call wrote.
 
     Raises
     ------
-    FormatError
-        Not a safetensors file, or a damaged one: cut off, overlaps, gaps, duplicate names,
-        shapes that do not fit, an unknown element type. ``offset`` says where, ``name``
-        which tensor. Nothing larger than the file accounts for is allocated.
-    ChecksumError
-        The bytes changed since `save_file` wrote them. (A `FormatError`.)
+    TypeError, ValueError
+        An argument is none of the above, a part of a tensor is given twice, or a shard's
+        version goes back.
+    CompatibilityError
+        A dtype that files have no name for, or a shape that does not go with its layout.
     StoreError
-        The operating system refused: an `OSError` with its ``errno``; a missing file is a
-        `FileNotFoundError` too.
-    ImportError
-        The file holds bfloat16 or 8-bit floats, and ml_dtypes is not installed
-        (``pip install 'mlstate[dtypes]'``).
+        The system refused: an `OSError` with its ``errno`` (EBUSY: another process is
+        writing this checkpoint).
+    CollectiveError
+        Another rank failed; the text says which, and why.
 
     Notes
     -----
-    Bytes are read straight into the arrays and checksummed while they are in the cache.
-    The GIL is released. With ``mmap=True``, a process that cuts the file short while the
-    arrays are in use ends this one with SIGBUS, as with every mapping; `save_file` never
-    does that, because it replaces files instead of writing into them.
+    Every file appears under a temporary name, and all of them are on the disk before
+    ``manifest.json`` is replaced. A process that is killed leaves files behind that the next
+    save deletes. Arrays must not be changed meanwhile. The GIL is released. Extra memory: about
+    300 bytes a shard, and 2 MiB for each thread.
+
+    Whether a shard changed is decided by its version, where it has one (see `Shard`), else by
+    comparing its bytes with those on the disk.
+
+    On a network file system one host writes at a time: the lock between hosts is not safe.
 
     Examples
     --------
-    >>> import tempfile, pathlib, numpy as np
-    >>> from mlstate import load_file, save_file
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.safetensors"
-    >>> save_file({"w": np.arange(4, dtype=np.int32)}, path)
-    >>> mapped = load_file(path, mmap=True)["w"]
-    >>> mapped, mapped.flags.writeable
-    (array([0, 1, 2, 3], dtype=int32), False)
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> state = {"a": np.zeros(3), "b": np.ones(3)}
+    >>> mlstate.save(path, state).written["new_shards"]
+    2
+    >>> state["a"][0] = 5
+    >>> [t.version for t in mlstate.save(path, state).tensors()]
+    [2, 1]
     """
-    plain = os.fspath(path)
-    arrays, texts = _core.file_load(plain, mmap, verify)
-    return restore(arrays, texts.get(KEY), plain)
+    return write_checkpoint(
+        path,
+        model,
+        optimizer,
+        metadata=metadata,
+        step=step,
+        group=group,
+        layout=layout,
+        pack_below=pack_below_bytes,
+        progress=progress,
+    )
 
 
-def load_metadata(
-    path: str | bytes | os.PathLike[str] | os.PathLike[bytes], *, verify: bool = True
-) -> dict[str, str]:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    names: str | Iterable[str] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    layout: Layout | str | None = None,
+    group: ProcessGroup | None = None,
+    into: Any = None,
+    mmap: bool = False,
+    verify: bool | str = True,
+    missing: str = "skip",
+    progress: Callable[[int], object] | None = None,
+) -> LoadedState:
     """
-    Read the texts that are stored in a safetensors file's header.
+    Load a checkpoint, all of it or any part.
 
     Parameters
     ----------
-    path : str, bytes or os.PathLike
-        File to read. Only its header is.
-    verify : bool, default True
-        As for `load_file`, for the header's checksum.
+    path : str or os.PathLike
+        Its folder.
+    names : str or iterable of str, optional
+        Which tensors: the name of a parameter (with its optimizer states), of a layer (all
+        below it), of one tensor, or a glob (``"layers.*.weight"``).
+    rank, world_size : int, optional
+        Load the part of one rank only. Without `layout`, tensors are cut in the way in which
+        they were saved, for `world_size` ranks; those that were saved whole are loaded whole.
+    layout : Layout, "rows", "flat" or "whole", optional
+        How to cut, whatever they were saved as. Optimizer states are cut along the same axes as
+        their parameter, in so far as they have them.
+    group : ProcessGroup, optional
+        In place of `rank` and `world_size`. The ranks need not wait for each other.
+    into : mapping or object, optional
+        ``{"model": state, "optimizer": state}``, or something with these attributes: arrays
+        that exist, of the right shape and dtype, are filled; no new ones are made. A torch
+        module is filled in place, a torch optimizer by its ``load_state_dict``. Nothing is
+        loaded for one that is absent.
+    mmap : bool, default False
+        Return read-only arrays over the mapped files: nothing is read before it is touched.
+        Tensors whose part lies in several shards are put together in new memory.
+    verify : bool or "first", default True
+        Compare checksums while reading. Of a mapping, and with False, nothing is compared.
+        ``"first"``: read and compare the whole checkpoint before anything else is done.
+    missing : {"skip", "zeros", "error"}, default "skip"
+        What to do about optimizer states that were not saved, such as those of parameters that
+        have none: leave them out (or, with `into`, as they are), make them zeros, or refuse.
+    progress : callable, optional
+        As for `save`.
 
     Returns
     -------
-    dict of str to str
-        What was given to `save_file` as ``metadata``, or what another program stored;
-        our own entries are left out.
+    LoadedState
+        ``model``, ``optimizer``, ``metadata``, ``step``. Each state is of the class that was
+        saved.
 
     Raises
     ------
-    FormatError, ChecksumError, StoreError
-        As `load_file`.
+    StoreError
+        The system refused; a `FileNotFoundError` too where there is no checkpoint.
+    FormatError
+        The manifest, an index or a file is not what it should be, or not all of a tensor was
+        stored.
+    ChecksumError
+        Bytes changed since they were written. (A `FormatError`.)
+    TensorNotFoundError
+        One of `names` means nothing. (A `KeyError`.)
+    CompatibilityError
+        `into` has other names, shapes or dtypes. Nothing was changed.
+    ImportError
+        The checkpoint holds bfloat16 or 8-bit floats, and ml_dtypes is not installed.
+
+    Notes
+    -----
+    Only the byte ranges that are wanted are read; where they are verified, the checksummed
+    blocks of 1 MiB that hold them. Memory is asked for once the files were seen to be there. A
+    checksum that does not match is found while reading: ``into`` then holds anything, unless
+    ``verify="first"``. A file that is cut short while a mapping of it is in use ends the
+    process (SIGBUS), as with every mapping; mlstate never does that to its files.
 
     Examples
     --------
-    >>> import tempfile, pathlib, numpy as np
-    >>> from mlstate.checkpoint import load_metadata, save_file
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.safetensors"
-    >>> save_file({"w": np.zeros(2)}, path, {"epoch": "3"})
-    >>> load_metadata(path)
-    {'epoch': '3'}
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.arange(8.0).reshape(4, 2)})
+    >>> mlstate.load(path, rank=1, world_size=2, layout="rows").model["w"]
+    array([[4., 5.],
+           [6., 7.]])
     """
-    texts = _core.file_metadata(os.fspath(path), verify)
-    texts.pop(KEY, None)
-    return texts
+    return load_checkpoint(
+        path,
+        names=names,
+        rank=rank,
+        world_size=world_size,
+        layout=layout,
+        group=group,
+        into=into,
+        mmap=mmap,
+        verify=verify,
+        missing=missing,
+        progress=progress,
+    )
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    repair: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> VerifyReport:
+    """
+    Read every byte of a checkpoint, and say what is not as it was written.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Its folder.
+    repair : bool, default False
+        Where the checkpoint is damaged, put the newest older one that is good in its place
+        (`CheckpointManager` keeps older ones).
+    progress : callable, optional
+        Called with the number of bytes read since the last call.
+
+    Returns
+    -------
+    VerifyReport
+        True if the checkpoint is good. Problems name the file, the byte range and the tensor.
+
+    Raises
+    ------
+    StoreError
+        There is no such folder, or, with `repair`, it cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> checkpoint = mlstate.save(path, {"w": np.arange(8.0)})
+    >>> with open(path + "/" + checkpoint.shards()[0].path, "r+b") as file:
+    ...     _ = file.seek(4100)
+    ...     _ = file.write(b"!")
+    >>> [(p.kind, p.name, p.offset) for p in mlstate.verify(path).problems]
+    [('altered', 'w', 4096)]
+    """
+    return verify_checkpoint(path, repair=repair, progress=progress)
+
+
+def inspect(path: str | os.PathLike[str]) -> Checkpoint:
+    """
+    Say what is in a checkpoint.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Its folder.
+
+    Returns
+    -------
+    Checkpoint
+        Prints as a table, also in notebooks.
+
+    Raises
+    ------
+    As `Checkpoint`.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.zeros((4, 2), np.float32)}, step=3)
+    >>> mlstate.checkpoint.inspect(path)
+    Checkpoint: 1 tensor, 32 B, 1 files, 1 rank, step 3, ...
+    tensor  state  dtype    shape   shards  bytes  version
+    w              float32  (4, 2)  1       32 B   1
+    """
+    return Checkpoint(path)

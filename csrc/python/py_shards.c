@@ -214,26 +214,53 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
                          (Py_ssize_t)part.end, part.flat ? Py_True : Py_False);
 }
 
-/* layout_project(layout, index, rank) -> (layout, index) of a tensor of that rank */
+/* The axes of a state from a tuple of ints and None; NULL for None.  False with an
+ * exception set. */
+static bool take_axes(const mlsp_state *state, PyObject *object, int64_t rank,
+                      signed char *axes)
+{
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != rank) {
+        PyErr_SetString(PyExc_TypeError,
+                        "axes must be a tuple of one for each dimension");
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < rank; i++) {
+        PyObject *item = PyTuple_GET_ITEM(object, i);
+        int64_t axis = MLS_NO_AXIS;
+        if (item != Py_None && mlsp_take_int64(state, item, "axis", &axis) < 0) {
+            return false;
+        }
+        axes[i] = (signed char)(axis < MLS_LAYOUT_RANK ? axis : MLS_NO_AXIS);
+    }
+    return true;
+}
+
+/* layout_project(layout, index, rank, axes or None) -> (layout, index) of a tensor of
+ * that rank */
 static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
     mls_layout layout, projected;
+    signed char axes[MLS_LAYOUT_RANK];
     int64_t index, rank;
     size_t part, parts;
     mls_status st;
-    if (mlsp_take_count("layout_project", 3, count) < 0 ||
+    if (mlsp_take_count("layout_project", 4, count) < 0 ||
         mlsp_take_layout(state, args[0], &layout) < 0 ||
         mlsp_take_int64(state, args[1], "index", &index) < 0 ||
         mlsp_take_int64(state, args[2], "rank", &rank) < 0) {
         return NULL;
     }
     (void)mls_layout_parts(&layout, &parts, &st);
-    if (index < 0 || (size_t)index >= parts) {
+    if (index < 0 || (size_t)index >= parts || rank < 0 || rank > MLS_LAYOUT_RANK) {
         return PyErr_Format(PyExc_ValueError, "part %lld of %zu does not exist",
                             (long long)index, parts);
     }
-    mls_layout_project(&layout, (size_t)index, (int)rank, NULL, &projected, &part);
+    if (args[3] != Py_None && !take_axes(state, args[3], rank, axes)) {
+        return NULL;
+    }
+    mls_layout_project(&layout, (size_t)index, (int)rank,
+                       args[3] == Py_None ? NULL : axes, &projected, &part);
     PyObject *tuple = mlsp_layout_tuple(&projected);
     return tuple == NULL ? NULL : Py_BuildValue("(Nn)", tuple, (Py_ssize_t)part);
 }
@@ -264,10 +291,11 @@ typedef struct held {
 /* What a save holds on to. */
 typedef struct gathering {
     const mlsp_state *state;
-    PyObject *shard_type; /* borrowed */
-    PyObject *mine;       /* borrowed set of keys, or NULL: all whole arrays are ours */
-    mls_layout layout;    /* that whole arrays are cut by */
-    size_t parts;         /* of it */
+    PyObject *shard_type;              /* borrowed */
+    PyObject *mine[MLS_SECTION_COUNT]; /* borrowed sets of keys; NULL: all whole arrays
+                                          are ours */
+    mls_layout layout;                 /* that whole arrays are cut by */
+    size_t parts;                      /* of it */
     uint64_t rank, world_size;
     mlsp_items sections[MLS_SECTION_COUNT]; /* keep keys and values alive */
     mls_shard_item *items;
@@ -459,8 +487,8 @@ static int add_whole(gathering *g, PyObject *model, const mls_tensor_id *id,
         (void)mls_layout_parts(&layout, &parts,
                                &st); /* no more than those of g->layout */
     }
-    const uint64_t first = g->mine == NULL && g->parts > 1 ? g->rank : 0;
-    const uint64_t step = g->mine == NULL && g->parts > 1 ? g->world_size : 1;
+    const uint64_t first = g->parts > 1 ? g->rank : 0;
+    const uint64_t step = g->parts > 1 ? g->world_size : 1;
     for (uint64_t part = first; part < parts; part += step) {
         if (add_part(g, id, view, &layout, (size_t)part) < 0) {
             return -1;
@@ -588,8 +616,8 @@ static int add_value(gathering *g, PyObject *model, mls_section section,
     if (is_shard != 0) {
         return is_shard < 0 ? -1 : add_shard(g, &id, what, entry->value);
     }
-    if (g->mine != NULL) {
-        const int ours = PySet_Contains(g->mine, entry->key);
+    if (g->mine[section] != NULL) {
+        const int ours = PySet_Contains(g->mine[section], entry->key);
         if (ours <= 0) {
             return ours;
         }
@@ -682,6 +710,8 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
         mlsp_take_text(args[1], "generation", &generation) < 0 ||
         !PyArg_ParseTuple(args[2], "LL", &rank, &world_size) ||
         !PyArg_ParseTuple(args[3], "OO", &dicts[0], &dicts[1]) ||
+        (args[5] != Py_None &&
+         !PyArg_ParseTuple(args[5], "OO", &g.mine[0], &g.mine[1])) ||
         mlsp_take_layout(state, args[6], &g.layout) < 0 ||
         mlsp_take_int64(state, args[8], "pack_below_bytes", &pack_below) < 0) {
         return NULL;
@@ -693,7 +723,6 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
         return NULL;
     }
     g.shard_type = args[4];
-    g.mine = args[5] == Py_None ? NULL : args[5];
     g.rank = (uint64_t)rank;
     g.world_size = (uint64_t)world_size;
     (void)mls_layout_parts(&g.layout, &g.parts, &st);
@@ -830,7 +859,7 @@ PyMethodDef mlsp_shards_methods[] = {
     {"layout_part", MLSP_FASTCALL(layout_part),
      "layout_part(layout, shape, index, /)\n--\n\nBox and range of a part."},
     {"layout_project", MLSP_FASTCALL(layout_project),
-     "layout_project(layout, index, rank, /)\n--\n\nLayout of a tensor of `rank`."},
+     "layout_project(layout, index, rank, axes, /)\n--\n\nLayout of one tensor."},
     {"seal", seal, METH_O, "seal(text, /)\n--\n\nFill in a text's own checksum."},
     {"seal_check", MLSP_FASTCALL(seal_check),
      "seal_check(data, path, /)\n--\n\nRaise unless a text is what was sealed."},

@@ -1,0 +1,286 @@
+"""A checkpoint that exists: what is in it; public through `mlstate.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from . import _folder
+from ._layout import Layout
+from ._load import LoadedState, load_checkpoint
+from ._text import bytes_text, table_html, table_text
+from ._verify import VerifyReport, verify_checkpoint
+
+_ROWS = 20
+_HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
+
+
+class TensorRecord(NamedTuple):
+    """What a checkpoint says of one tensor.
+
+    Attributes
+    ----------
+    section : str
+        ``"params"`` or ``"optim_state"``.
+    key : str
+        Under which a state dict has it.
+    parameter : str
+        The parameter that it is, or is a state of.
+    state : str or None
+        Name of the optimizer's state, such as ``"m"``.
+    dtype : str
+        NumPy's or ml_dtypes' name.
+    shape : tuple of int
+        Of the whole tensor.
+    layout : Layout
+        How it was cut.
+    axes : tuple of int or None, or None
+        For a state whose axes are not simply its parameter's: which of the parameter's each
+        is.
+    shards : int
+        Parts that are stored.
+    nbytes : int
+        Bytes of these.
+    version : int
+        How often it changed, the most of its shards.
+    tier : str or None
+        ``"hot"``, ``"warm"`` or ``"cold"``, where that was stated.
+    """
+
+    section: str
+    key: str
+    parameter: str
+    state: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout
+    axes: tuple[int | None, ...] | None
+    shards: int
+    nbytes: int
+    version: int
+    tier: str | None
+
+
+class ShardRecord(NamedTuple):
+    """What a checkpoint says of one stored shard.
+
+    Attributes
+    ----------
+    section, key : str
+        As in `TensorRecord`.
+    part : int
+        Which part of the tensor.
+    shape : tuple of int
+        Of the part.
+    rank : int
+        That stored it.
+    path : str
+        Its file, in the checkpoint's folder.
+    offset, nbytes : int
+        Where its bytes lie in the file.
+    crc32c : str
+        Of its bytes.
+    version : int
+        How often it changed.
+    """
+
+    section: str
+    key: str
+    part: int
+    shape: tuple[int, ...]
+    rank: int
+    path: str
+    offset: int
+    nbytes: int
+    crc32c: str
+    version: int
+
+
+class Checkpoint:
+    """A checkpoint that exists, as it was when this was made.
+
+    Only the manifest and the indexes are read.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Its folder.
+
+    Raises
+    ------
+    StoreError
+        The system refused; `FileNotFoundError` too where there is none.
+    FormatError, ChecksumError
+        The manifest or an index is not what was written.
+
+    Attributes
+    ----------
+    path : str
+        Absolute.
+    generation : str
+        Of this save: no two have the same.
+    sequence : int
+        How many saves there were in this folder.
+    step : int or None
+        As it was saved.
+    created : str
+        When, in UTC (ISO 8601).
+    writer : str
+        Program and version.
+    world_size : int
+        Ranks that saved.
+    metadata : dict
+        As it was saved.
+    written : dict or None
+        Of a checkpoint that `save` returns: what this rank wrote (``new_shards``,
+        ``new_bytes``, ``new_files``, and ``shards``, ``data_bytes`` of all that it has).
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> checkpoint = mlstate.save(path, {"w": np.zeros((4, 2), np.float32)})
+    >>> checkpoint.tensors()[0].shape, checkpoint.nbytes
+    ((4, 2), 32)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, _root: str = _folder.MANIFEST) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self._root = _root
+        self._manifest = _folder.read_manifest(self.path, _root)
+        self._read_catalog: Any = None
+        self.written: dict[str, Any] | None = None
+
+    @property
+    def _catalog(self) -> Any:
+        if self._read_catalog is None:
+            self._read_catalog = _folder.load_catalog(self.path, self._manifest)
+        return self._read_catalog
+
+    generation = property(lambda self: self._manifest.generation)
+    sequence = property(lambda self: self._manifest.sequence)
+    step = property(lambda self: self._manifest.step)
+    created = property(lambda self: self._manifest.created)
+    writer = property(lambda self: self._manifest.writer)
+    world_size = property(lambda self: self._manifest.world_size)
+    metadata = property(lambda self: self._manifest.metadata)
+
+    @property
+    def model(self) -> dict[str, Any] | None:
+        """Kind and attributes of the model's state; None where none was saved."""
+        return self._manifest.model
+
+    @property
+    def optimizer(self) -> dict[str, Any] | None:
+        """Kind and attributes of the optimizer's state; None where none was saved."""
+        return self._manifest.optimizer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(record.data_bytes for record in self._manifest.indexes)
+
+    def tensors(self) -> list[TensorRecord]:
+        """List the tensors, parameters first, by name.
+
+        Returns
+        -------
+        list of TensorRecord
+            One for each tensor, however many shards it has.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np, mlstate
+        >>> path = tempfile.mkdtemp() + "/ckpt"
+        >>> [t.key for t in mlstate.save(path, {"b": np.ones(1), "a": np.ones(1)}).tensors()]
+        ['a', 'b']
+        """
+        return [
+            TensorRecord(*record[:6], Layout._of(record[6]), *record[7:])
+            for record in self._catalog.tensors()
+        ]
+
+    def shards(self) -> list[ShardRecord]:
+        """List the shards as they are stored, rank by rank.
+
+        Returns
+        -------
+        list of ShardRecord
+            One for each shard.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np, mlstate
+        >>> path = tempfile.mkdtemp() + "/ckpt"
+        >>> [shard] = mlstate.save(path, {"w": np.ones(3)}, pack_below_bytes=0).shards()
+        >>> shard.offset, shard.nbytes, shard.path.startswith("params/w.0-1.")
+        (4096, 24, True)
+        """
+        return [ShardRecord(*record) for record in self._catalog.shards()]
+
+    def files(self) -> dict[str, int]:
+        """Return the shard files, by their paths in the folder, with their sizes in bytes.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np, mlstate
+        >>> path = tempfile.mkdtemp() + "/ckpt"
+        >>> len(mlstate.save(path, {"a": np.ones(3), "b": np.ones(3)}).files())
+        1
+        """
+        return dict(self._catalog.files())
+
+    def load(self, **keywords: Any) -> LoadedState:
+        """Load this checkpoint; the keywords are those of `mlstate.load`.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np, mlstate
+        >>> path = tempfile.mkdtemp() + "/ckpt"
+        >>> mlstate.save(path, {"w": np.ones(2)}).load().model["w"]
+        array([1., 1.])
+        """
+        return load_checkpoint(self.path, root=self._root, **keywords)
+
+    def verify(self, **keywords: Any) -> VerifyReport:
+        """Read all of it and compare; the keywords are those of `mlstate.verify`.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np, mlstate
+        >>> path = tempfile.mkdtemp() + "/ckpt"
+        >>> mlstate.save(path, {"w": np.ones(2)}).verify().problems
+        []
+        """
+        return verify_checkpoint(self.path, root=self._root, **keywords)
+
+    def _title(self) -> str:
+        tensors = len(self._catalog.keys(0)) + len(self._catalog.keys(1))
+        parts = [
+            f"Checkpoint: {tensors:,} tensor{'' if tensors == 1 else 's'}",
+            bytes_text(self.nbytes),
+            f"{len(self.files()):,} files",
+            f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
+        ]
+        parts += [] if self.step is None else [f"step {self.step}"]
+        return ", ".join([*parts, self.created])
+
+    def _rows(self) -> list[list[str]]:
+        return [
+            [
+                t.parameter,
+                t.state or "",
+                t.dtype,
+                str(t.shape),
+                str(t.shards),
+                bytes_text(t.nbytes),
+                str(t.version),
+            ]
+            for t in self.tensors()
+        ]
+
+    def __repr__(self) -> str:
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._title(), _HEADERS, self._rows())

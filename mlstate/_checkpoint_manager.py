@@ -1,0 +1,330 @@
+"""Steps of a run in one folder; public through `mlstate.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from . import _folder
+from ._checkpoint import Checkpoint
+from ._load import LoadedState
+from ._lock import WriterLock
+from ._save import PACK_BELOW, write_checkpoint
+from .errors import FormatError, MLStateError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ._layout import Layout
+    from ._manifest import Manifest
+    from .collectives import ProcessGroup
+
+
+class CheckpointManager:
+    """Checkpoints of a run, by step, in one folder.
+
+    Steps share the files of what did not change between them.
+
+    Parameters
+    ----------
+    directory : str or os.PathLike
+        The folder; made with the first save.
+    keep : int or None, default 3
+        How many of the newest saves are kept; None: all.
+
+    Raises
+    ------
+    ValueError
+        `keep` is below 1.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import CheckpointManager
+    >>> with CheckpointManager(tempfile.mkdtemp() + "/run", keep=2) as manager:
+    ...     for step in (10, 20, 30):
+    ...         _ = manager.save(step, model={"w": np.full(3, step)})
+    ...     manager.steps(), manager.restore_latest().model["w"]
+    ([20, 30], array([30, 30, 30]))
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
+        self.directory = os.path.abspath(os.fspath(directory))
+        self.keep = keep
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Do nothing: every save is whole when it returns.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> CheckpointManager("run").close()
+        """
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
+
+    # -- what there is
+
+    def _roots(self) -> list[tuple[_folder.Root, Manifest]]:
+        """Roots that can be read, the oldest first; of one step, the newest."""
+        found: dict[int | None, tuple[_folder.Root, Manifest]] = {}
+        for root in _folder.list_roots(self.directory):
+            try:
+                manifest = _folder.read_manifest(self.directory, root.path)
+            except MLStateError:
+                continue
+            found.pop(manifest.step, None)
+            found[manifest.step] = (root, manifest)
+        return list(found.values())
+
+    def steps(self) -> list[int]:
+        """Return the steps that are there, in the order in which they were saved.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> CheckpointManager("no such folder").steps()
+        []
+        """
+        return [m.step for _, m in self._roots() if m.step is not None]
+
+    def latest_step(self) -> int | None:
+        """Return the step that was saved last, or None.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> CheckpointManager("no such folder").latest_step() is None
+        True
+        """
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        """Return what was saved at a step.
+
+        Parameters
+        ----------
+        step : int
+            One of `steps`.
+
+        Raises
+        ------
+        StoreError
+            There is no such step; a `FileNotFoundError` too.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager(tempfile.mkdtemp())
+        >>> _ = manager.save(5, model={"w": np.ones(2)})
+        >>> manager.checkpoint(5).step
+        5
+        """
+        for root, manifest in self._roots():
+            if manifest.step == step:
+                return Checkpoint(self.directory, _root=root.path)
+        have = ", ".join(map(str, self.steps())) or "none"
+        raise _folder.store_error(
+            FileNotFoundError(2, f"no step {step} there (steps: {have})"),
+            "cannot restore",
+            self.directory,
+        )
+
+    # -- saving
+
+    def save(
+        self,
+        step: int,
+        model: Any = None,
+        optimizer: Any = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        group: ProcessGroup | None = None,
+        layout: Layout | str | None = None,
+        pack_below_bytes: int = PACK_BELOW,
+        progress: Callable[[int], object] | None = None,
+    ) -> Checkpoint:
+        """Save a step, and give up the oldest ones beyond `keep`.
+
+        Parameters
+        ----------
+        step : int
+            Which; saving a step again replaces it once the new one is committed.
+        model, optimizer, metadata, group, layout, pack_below_bytes, progress
+            As for `mlstate.save`.
+
+        Returns
+        -------
+        Checkpoint
+            The step.
+
+        Raises
+        ------
+        As `mlstate.save`.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager(tempfile.mkdtemp())
+        >>> manager.save(1, model={"w": np.ones(2)}).step
+        1
+        """
+        return write_checkpoint(
+            self.directory,
+            model,
+            optimizer,
+            metadata=metadata,
+            step=step,
+            group=group,
+            layout=layout,
+            pack_below=pack_below_bytes,
+            progress=progress,
+            keep_root=True,
+            retain=self._retain,
+        )
+
+    def _retain(self, folder: str, newest: Manifest) -> None:
+        """Give up roots: of a step that was saved again, and those beyond `keep`."""
+        kept = {root.path for root, _ in self._roots()[-(self.keep or 0) :]}
+        for root in _folder.list_roots(folder):
+            if root.path not in kept and root.generation != newest.generation:
+                _folder.delete_root(folder, root)
+
+    def delete(self, step: int) -> None:
+        """Delete a step, and the files that no other needs.
+
+        Parameters
+        ----------
+        step : int
+            One of `steps`, but not the last one that was saved.
+
+        Raises
+        ------
+        ValueError
+            It is the last one.
+        StoreError
+            There is no such step, or another process is writing.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager(tempfile.mkdtemp())
+        >>> for step in (1, 2):
+        ...     _ = manager.save(step, model={"w": np.full(2, step)})
+        >>> manager.delete(1)
+        >>> manager.steps()
+        [2]
+        """
+        generation = self.checkpoint(step).generation
+        with WriterLock(self.directory):
+            if _folder.read_manifest(self.directory).generation == generation:
+                raise ValueError(f"step {step} is the newest checkpoint: save another one first")
+            for root in _folder.list_roots(self.directory):
+                if root.generation == generation:
+                    _folder.delete_root(self.directory, root)
+            _folder.prune(self.directory)
+
+    # -- restoring
+
+    def restore(self, step: int, **keywords: Any) -> LoadedState:
+        """Load a step.
+
+        Parameters
+        ----------
+        step : int
+            One of `steps`.
+        **keywords
+            Those of `mlstate.load`.
+
+        Returns
+        -------
+        LoadedState
+            The state.
+
+        Raises
+        ------
+        As `checkpoint` and `mlstate.load`.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager(tempfile.mkdtemp())
+        >>> _ = manager.save(1, model={"w": np.ones(2)})
+        >>> manager.restore(1).model["w"]
+        array([1., 1.])
+        """
+        return self.checkpoint(step).load(**keywords)
+
+    def restore_latest(self, **keywords: Any) -> LoadedState:
+        """Load the newest step that is good.
+
+        A step that is damaged is passed over with a warning, as far as that is noticed: by
+        its checksums, unless ``verify=False``.
+
+        Parameters
+        ----------
+        **keywords
+            Those of `mlstate.load`. With a group every rank loads the same step.
+
+        Returns
+        -------
+        LoadedState
+            The state; ``step`` says which.
+
+        Raises
+        ------
+        StoreError
+            There is no step at all; a `FileNotFoundError` too.
+        FormatError, ChecksumError
+            No step is good: what is wrong with the newest one.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager(tempfile.mkdtemp())
+        >>> _ = manager.save(7, model={"w": np.ones(2)})
+        >>> manager.restore_latest().step
+        7
+        """
+        group = keywords.get("group")
+        first: MLStateError | None = None
+        for root in reversed(_folder.list_roots(self.directory)):
+            error: MLStateError | None = None
+            state = None
+            try:
+                state = Checkpoint(self.directory, _root=root.path).load(**keywords)
+            except (FormatError, StoreError) as caught:
+                error = caught
+            if _all_well(group, error is None) and state is not None:
+                return state
+            if error is not None:
+                warnings.warn(f"{root.path} cannot be restored: {error}", stacklevel=2)
+            first = first or error
+        if first is not None:
+            raise first
+        raise _folder.store_error(
+            FileNotFoundError(2, "no checkpoint there"), "cannot restore", self.directory
+        )
+
+
+def _all_well(group: ProcessGroup | None, well: bool) -> bool:
+    """Whether every rank is; a step that one rank cannot read is no step for any."""
+    if group is None or group.world_size == 1:
+        return well
+    return all(answer == b"1" for answer in group.gather_bytes(b"1" if well else b"0"))

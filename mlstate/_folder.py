@@ -1,0 +1,245 @@
+"""The folder of a checkpoint: its roots, its files by name, and what nobody needs any more."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, NamedTuple
+
+from . import _core
+from ._manifest import Manifest, parse
+from .errors import FormatError, StoreError
+
+MANIFEST = "manifest.json"
+SECTIONS = ("params", "optim_state")
+FOLDERS = (*SECTIONS, "index", "roots")
+_ROOT = re.compile(r"(\d{8,19})\.([0-9a-f]{16})\.json\Z", re.ASCII)
+_SHARDS = re.compile(r".+\.[0-9a-f]{16}-\d+\.safetensors(\.tmp)?\Z", re.ASCII)
+_INDEX = re.compile(r"[0-9a-f]{16}\.\d+\.json(\.tmp)?\Z", re.ASCII)
+_TEMPORARY = re.compile(r"\.mlstate-[0-9a-f]{16}\.tmp\Z", re.ASCII)
+
+
+class Root(NamedTuple):
+    """A root that is kept under ``roots/``."""
+
+    sequence: int
+    generation: str
+    path: str  # in the folder
+
+
+def store_error(error: OSError, what: str, path: Any) -> StoreError:
+    """Return the error of the system as one of ours, of the class that goes with its number."""
+    cls: Any = StoreError
+    if isinstance(error, FileNotFoundError):
+        cls = _core.StoreNotFoundError
+    elif isinstance(error, PermissionError):
+        cls = _core.StorePermissionError
+    made = cls(error.errno, f"{what}: {error.strerror}", path)
+    made.path = path
+    return made  # type: ignore[no-any-return]
+
+
+def read_bytes(folder: str, name: str) -> bytes:
+    """Read a small file of the folder, which must be a regular one."""
+    path = os.path.join(folder, name)
+    import stat
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                error = FormatError(f"{path}: not a regular file")
+                error.path = path
+                raise error
+            return file.read()
+    except OSError as error:
+        if getattr(error, "errno", None) == 40 or isinstance(error, IsADirectoryError):
+            wrong = FormatError(f"{path}: not a regular file")
+            wrong.path = path
+            raise wrong from None
+        raise store_error(error, "cannot read the file", path) from None
+
+
+def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
+    """Read a root."""
+    return parse(read_bytes(folder, name), os.path.join(folder, name))
+
+
+def list_names(folder: str, part: str) -> list[str]:
+    """Names in one of the folder's folders; none where there is none."""
+    try:
+        return os.listdir(os.path.join(folder, part))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise store_error(error, "cannot list the folder", os.path.join(folder, part)) from None
+
+
+def list_roots(folder: str) -> list[Root]:
+    """Return the roots under ``roots/``, the oldest first."""
+    matches = filter(None, map(_ROOT.match, list_names(folder, "roots")))
+    return sorted(Root(int(m[1]), m[2], f"roots/{m[0]}") for m in matches)
+
+
+def root_path(manifest: Manifest) -> str:
+    """Where a root is kept."""
+    return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
+
+
+def create(folder: str) -> None:
+    """Make the folder and what belongs in it, durably."""
+    try:
+        missing = []
+        path = os.path.abspath(folder)
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            os.mkdir(path)
+            _core.folder_sync(os.path.dirname(path))
+        made = False
+        for part in FOLDERS:
+            path = os.path.join(folder, part)
+            if not os.path.isdir(path):
+                os.mkdir(path)
+                made = True
+        if made:
+            _core.folder_sync(folder)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise store_error(error, "cannot create the checkpoint's folder", folder) from None
+
+
+def _remove(folder: str, names: list[str]) -> list[str]:
+    """Delete files by their paths in the folder; those that are gone are gone."""
+    removed = []
+    for name in names:
+        try:
+            os.unlink(os.path.join(folder, name))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            path = os.path.join(folder, name)
+            raise store_error(error, "cannot delete the file", path) from None
+        removed.append(name)
+    return removed
+
+
+def discard(folder: str, generation: str, rank: int | None = None) -> list[str]:
+    """Delete what a save left behind that was not committed, of one rank or of all."""
+    shards = f".{generation}-" if rank is None else f".{generation}-{rank}.safetensors"
+    index = f"{generation}." if rank is None else f"{generation}.{rank}.json"
+    names = [
+        f"{part}/{name}"
+        for part in SECTIONS
+        for name in list_names(folder, part)
+        if shards in name and _SHARDS.match(name)
+    ]
+    names += [
+        f"index/{name}"
+        for name in list_names(folder, "index")
+        if name.startswith(index) and _INDEX.match(name)
+    ]
+    return _remove(folder, names)
+
+
+def discard_temporaries(folder: str) -> list[str]:
+    """Delete what a killed writer left of small files; no other writer may be at work."""
+    names = [
+        os.path.join(part, name)
+        for part in ("", "roots")
+        for name in list_names(folder, part)
+        if _TEMPORARY.match(name)
+    ]
+    return _remove(folder, names)
+
+
+def known_files(folder: str) -> set[str]:
+    """Paths of all files that look like files of ours, roots and the like excepted."""
+    found = {
+        f"{part}/{name}"
+        for part in SECTIONS
+        for name in filter(_SHARDS.match, list_names(folder, part))
+    }
+    return found | {f"index/{name}" for name in filter(_INDEX.match, list_names(folder, "index"))}
+
+
+def strange_files(folder: str) -> list[str]:
+    """Paths of files in the folder that no writer of ours made."""
+    strange = [
+        f"{part}/{name}"
+        for part, pattern in (*((s, _SHARDS) for s in SECTIONS), ("index", _INDEX), ("roots", _ROOT))
+        for name in list_names(folder, part)
+        if not pattern.match(name)
+    ]
+    strange += [
+        name
+        for name in list_names(folder, "")
+        if name not in {MANIFEST, "lock", *FOLDERS} and not _TEMPORARY.match(name)
+    ]
+    return sorted(strange)
+
+
+def load_catalog(folder: str, manifest: Manifest) -> Any:
+    """Read all indexes of a root; a FormatError names the one that is not what was written."""
+    texts = []
+    for record in manifest.indexes:
+        data = read_bytes(folder, record.path)
+        crc = f"{_core.crc32c(data):08x}"
+        if len(data) != record.bytes or crc != record.crc32c:
+            path = os.path.join(folder, record.path)
+            error = _core.ChecksumError(
+                f"{path}: not the index that was committed: {len(data)} bytes with checksum "
+                f"{crc}, expected {record.bytes} bytes with {record.crc32c}"
+            )
+            error.path = path
+            error.expected, error.got = record.crc32c, crc
+            raise error
+        texts.append(data)
+    paths = tuple(os.path.join(folder, record.path) for record in manifest.indexes)
+    catalog = _core.Catalog(tuple(texts), paths)
+    for record, head in zip(manifest.indexes, catalog.heads(), strict=True):
+        generation, rank, world_size, shards = head
+        if (generation, world_size, shards) != (
+            manifest.generation,
+            manifest.world_size,
+            record.shards,
+        ) or record.path != f"index/{generation}.{rank}.json":
+            error = FormatError(f"{record.path}: the index of another checkpoint")
+            error.path = os.path.join(folder, record.path)
+            raise error
+    return catalog
+
+
+def needed_files(folder: str) -> set[str]:
+    """Paths of all shard files and indexes that any root needs.
+
+    Raises
+    ------
+    FormatError, StoreError
+        A root or an index cannot be read: then nobody knows what is needed.
+    """
+    needed: set[str] = set()
+    names = [root.path for root in list_roots(folder)]
+    if os.path.lexists(os.path.join(folder, MANIFEST)):
+        names.append(MANIFEST)
+    seen = set()
+    for name in names:
+        manifest = read_manifest(folder, name)
+        if manifest.generation not in seen:
+            seen.add(manifest.generation)
+            needed.update(load_catalog(folder, manifest).files())
+            needed.update(record.path for record in manifest.indexes)
+    return needed
+
+
+def prune(folder: str, *, dry_run: bool = False) -> list[str]:
+    """Delete the shard files and indexes that no root needs; the caller holds the lock."""
+    dead = sorted(known_files(folder) - needed_files(folder))
+    return dead if dry_run else _remove(folder, dead)
+
+
+def delete_root(folder: str, root: Root) -> None:
+    """Give up a kept root; its files go with the next `prune`."""
+    _remove(folder, [root.path])

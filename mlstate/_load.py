@@ -1,0 +1,415 @@
+"""Loading a sharded checkpoint; public through `mlstate.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import _folder
+from ._compatibility import SHOWN, join
+from ._layout import Layout, Steps, steps_of
+from ._state_kind import restore_kind
+from .errors import CompatibilityError, FormatError, StoreError, TensorNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ._manifest import Manifest
+    from ._state_dict import StateDict
+    from .collectives import ProcessGroup
+
+_GLOB = re.compile(r"[*?\[]")
+MISSING = ("skip", "zeros", "error")
+
+
+class LoadedState:
+    """What a checkpoint gave.
+
+    Attributes
+    ----------
+    model : ModelStateDict, StateDict or None
+        The model's arrays; None where none were saved. What was given as ``into["model"]``
+        where there was that.
+    optimizer : OptimizerStateDict, StateDict or None
+        The same for the optimizer.
+    metadata : dict
+        As it was saved.
+    step : int or None
+        As it was saved.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.arange(3.0)}, metadata={"run": "a"})
+    >>> mlstate.load(path).metadata
+    {'run': 'a'}
+    """
+
+    __slots__ = ("metadata", "model", "optimizer", "step")
+
+    def __init__(
+        self, model: Any, optimizer: Any, metadata: dict[str, Any], step: int | None = None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.metadata = metadata
+        self.step = step
+
+    def __repr__(self) -> str:
+        def shown(state: Any) -> str:
+            if state is None:
+                return "None"
+            count = f"{len(state)} tensors" if hasattr(state, "__len__") else "filled"
+            return f"<{type(state).__name__}: {count}>"
+
+        return (
+            f"LoadedState(model={shown(self.model)}, optimizer={shown(self.optimizer)}, "
+            f"metadata={self.metadata!r}, step={self.step})"
+        )
+
+
+# ---- which tensors ----
+
+
+def _pattern(name: str, state: bool) -> str:
+    """A regular expression for a name: it, a layer of that name, or a glob."""
+    suffix = r"(?:\.[^.]*)?" if state else ""
+    exact = re.escape(name) + r"(?:\..*)?"
+    if not _GLOB.search(name):
+        return exact
+    import fnmatch
+
+    glob = re.sub(r"\\[Zz]$", "", fnmatch.translate(name))
+    return f"{exact}|{glob}{suffix}"
+
+
+def select(keys: list[str], names: list[str] | None, section: int) -> tuple[list[str], set[str]]:
+    """Return the keys that `names` mean, and the names that mean any of them."""
+    if names is None:
+        return keys, set()
+    chosen: dict[str, None] = {}
+    used = set()
+    for name in names:
+        matching = re.compile(f"(?s:{_pattern(name, section == 1)})\\Z").match
+        found = list(filter(matching, keys))
+        if found:
+            used.add(name)
+        chosen.update(dict.fromkeys(found))
+    if len(names) == 1:
+        return list(chosen), used
+    return list(filter(chosen.__contains__, keys)), used
+
+
+def _names(names: str | Iterable[str] | None) -> list[str] | None:
+    if names is None:
+        return None
+    listed = [names] if isinstance(names, str) else list(names)
+    for name in listed:
+        if not isinstance(name, str):
+            raise TypeError(f"names must be str, got {type(name).__name__}")
+    return listed
+
+
+# ---- where to ----
+
+
+def _target(into: Any, name: str) -> Any:
+    """The part of `into` that one section goes to."""
+    found = into.get(name) if hasattr(into, "get") else getattr(into, name, None)
+    return found
+
+
+def _check_into(into: Any) -> None:
+    if hasattr(into, "get"):
+        unknown = [key for key in into if key not in ("model", "optimizer")]
+        if unknown:
+            raise TypeError(
+                f"into= takes {{'model': ..., 'optimizer': ...}}, got the key {unknown[0]!r}"
+            )
+    elif not (hasattr(into, "model") and hasattr(into, "optimizer")):
+        raise TypeError(
+            "into= takes {'model': ..., 'optimizer': ...} or something with these attributes, "
+            f"got {type(into).__name__}"
+        )
+
+
+class _Filling:
+    """Arrays of the caller that one section is read into."""
+
+    def __init__(self, target: Any) -> None:
+        torch = sys.modules.get("torch")
+        self.target = target
+        self.tensors: list[Any] = []
+        if torch is not None and isinstance(target, torch.nn.Module):
+            target = target.state_dict()
+        arrays = dict(target)
+        if torch is not None:
+            self.tensors = [v for v in arrays.values() if isinstance(v, torch.Tensor)]
+            if self.tensors:
+                from .integrations.torch import arrays_of
+
+                arrays = arrays_of(arrays)
+        self.arrays = arrays
+
+    def done(self) -> None:
+        if self.tensors:
+            from .integrations.torch import note_written
+
+            note_written(self.tensors)
+
+
+def _refuse(missing: list[str], unexpected: list[str], path: str) -> CompatibilityError:
+    """Say in torch's words which names do not go together."""
+    lines = [f"Error(s) in loading {path}:"]
+    for words, names in (("Missing", missing), ("Unexpected", unexpected)):
+        if names:
+            quoted = join([f'"{name}"' for name in names[:SHOWN]])
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
+    error = CompatibilityError("\n    ".join(lines))
+    error.name = (missing or unexpected)[0]
+    error.path = path
+    return error
+
+
+def _zero(array: Any) -> None:
+    array[...] = 0
+
+
+# ---- loading ----
+
+
+class Loader:
+    """How one load goes; everything about it but the section."""
+
+    def __init__(
+        self,
+        folder: str,
+        manifest: Manifest,
+        catalog: Any,
+        *,
+        steps: Steps | None,
+        index: int,
+        world: int,
+        mmap: bool,
+        verify: bool,
+        missing: str,
+        progress: Callable[[int], object] | None,
+    ) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.catalog = catalog
+        self.cutting = (steps, index, world)
+        self.mmap = mmap
+        self.verify = verify
+        self.missing = missing
+        self.progress = progress
+
+    def fresh(self, section: int, keys: list[str]) -> dict[str, Any]:
+        """New arrays, or views of the files."""
+        return self.catalog.load(  # type: ignore[no-any-return]
+            self.folder,
+            section,
+            keys,
+            self.cutting,
+            self.verify and not self.mmap,
+            self.mmap,
+            self.progress,
+        )
+
+    def fill(self, section: int, keys: list[str], target: Any, named: bool) -> None:
+        """Read into arrays; everything is checked before the first byte is written."""
+        filling = _Filling(target)
+        have = set(keys)
+        wanted = filling.arrays.keys() & have if named else filling.arrays.keys()
+        missing = [name for name in filling.arrays if name in wanted and name not in have]
+        unexpected = [] if named else [name for name in keys if name not in filling.arrays]
+        lenient = section == 1 and self.missing != "error"
+        if unexpected or (missing and not lenient):
+            raise _refuse([] if lenient else missing, unexpected, self.folder)
+        chosen = [name for name in keys if name in filling.arrays]
+        self.catalog.load_into(
+            self.folder,
+            section,
+            chosen,
+            self.cutting,
+            filling.arrays,
+            self.verify,
+            self.progress,
+        )
+        if self.missing == "zeros":
+            for name in missing:
+                _zero(filling.arrays[name])
+        filling.done()
+
+    def add_zeros(self, arrays: dict[str, Any], parameters: Any) -> None:
+        """Give parameters the states that others of their shape have, as zeros."""
+        import numpy as np
+
+        dtypes: dict[str, Any] = {}
+        shapes = {}
+        for section, key, parameter, state, _, shape, _, axes, *_ in self.catalog.tensors():
+            if section == "params":
+                shapes[key] = shape
+            elif state is not None and axes is None and shapes.get(parameter) == shape and shape:
+                if key in arrays:
+                    dtypes.setdefault(state, arrays[key].dtype)
+        for name, parameter in parameters.items():
+            for state, dtype in dtypes.items():
+                if f"{name}.{state}" not in arrays and shapes.get(name):
+                    arrays[f"{name}.{state}"] = np.zeros(parameter.shape, dtype)
+
+
+def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> StateDict | None:
+    return None if kind is None else restore_kind(arrays, kind, path)
+
+
+def _load_optimizer_torch(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> None:
+    """A torch optimizer takes its state by its own means: it may have none yet."""
+    osd: Any = _restore(loader.manifest.optimizer, loader.fresh(1, keys), loader.folder)
+    optimizer.load_state_dict(osd.to_torch(optimizer, module))
+
+
+def _one_load(
+    loader: Loader, names: list[str] | None, into: Any
+) -> LoadedState:
+    manifest, catalog = loader.manifest, loader.catalog
+    chosen = []
+    used: set[str] = set()
+    for section in (0, 1):
+        keys, meant = select(catalog.keys(section), names, section)
+        chosen.append(keys)
+        used |= meant
+    unused = [name for name in names or () if name not in used]
+    if unused:
+        error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint")
+        error.name, error.path = unused[0], loader.folder
+        raise error
+    results: list[Any] = [None, None]
+    kinds = (manifest.model, manifest.optimizer)
+    torch = sys.modules.get("torch")
+    for section, name in enumerate(("model", "optimizer")):
+        target = None if into is None else _target(into, name)
+        if into is not None and target is None:
+            continue
+        if kinds[section] is None:
+            if target is not None:
+                error = CompatibilityError(f"{loader.folder} holds no {name}")
+                error.path = loader.folder
+                raise error
+            continue
+        if target is None:
+            arrays = loader.fresh(section, chosen[section])
+            if section == 1 and loader.missing == "zeros" and results[0] is not None:
+                loader.add_zeros(arrays, results[0])
+            results[section] = _restore(kinds[section], arrays, loader.folder)
+        elif torch is not None and isinstance(target, torch.optim.Optimizer):
+            module = _target(into, "model")
+            module = module if isinstance(module, torch.nn.Module) else None
+            _load_optimizer_torch(loader, chosen[section], target, module)
+            results[section] = target
+        else:
+            loader.fill(section, chosen[section], target, names is not None)
+            results[section] = target
+    return LoadedState(results[0], results[1], manifest.metadata, manifest.step)
+
+
+def _ranks(
+    rank: int | None,
+    world_size: int | None,
+    layout: Layout | str | None,
+    group: ProcessGroup | None,
+) -> tuple[Steps | None, int, int]:
+    """Which part is wanted: steps, index, world (0: all of everything)."""
+    if group is not None:
+        if rank is not None or world_size is not None:
+            raise TypeError("give group= or rank= and world_size=, not both")
+        rank, world_size = group.rank, group.world_size
+    if (rank is None) != (world_size is None) and not isinstance(layout, Layout):
+        raise TypeError("rank= and world_size= go together")
+    if rank is None:
+        if layout is None or layout == "whole":
+            return None, 0, 0
+        raise TypeError("layout= says how to cut: say by rank= which part is wanted")
+    if world_size is None:
+        assert isinstance(layout, Layout)
+        world_size = layout.parts
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size} does not exist")
+    steps = steps_of(layout, world_size)
+    if steps == ():
+        return steps, 0, 0
+    if isinstance(layout, Layout) and layout.parts != world_size:
+        raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
+    return steps, rank, world_size
+
+
+def _verified_first(folder: str, manifest: Manifest, catalog: Any) -> None:
+    """Look at everything before anything is touched."""
+    from ._verify import Problem
+
+    _, problems = catalog.verify(folder, None)
+    if problems:
+        raise Problem(*problems[0]).as_error(folder)
+
+
+_TRIES = 20
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    root: str = _folder.MANIFEST,
+    names: str | Iterable[str] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    layout: Layout | str | None = None,
+    group: ProcessGroup | None = None,
+    into: Any = None,
+    mmap: bool = False,
+    verify: bool | str = True,
+    missing: str = "skip",
+    progress: Callable[[int], object] | None = None,
+) -> LoadedState:
+    """Load one root; see `mlstate.load`."""
+    folder = os.path.abspath(os.fspath(path))
+    steps, index, world = _ranks(rank, world_size, layout, group)
+    listed = _names(names)
+    if verify not in (True, False, "first"):
+        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
+    if missing not in MISSING:
+        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
+    if into is not None:
+        _check_into(into)
+        if mmap:
+            raise ValueError("mmap=True makes views of the files: it cannot fill into=")
+    for attempt in range(_TRIES):
+        manifest = _folder.read_manifest(folder, root)
+        try:
+            catalog = _folder.load_catalog(folder, manifest)
+            loader = Loader(
+                folder,
+                manifest,
+                catalog,
+                steps=steps,
+                index=index,
+                world=world,
+                mmap=mmap,
+                verify=bool(verify),
+                missing=missing,
+                progress=progress,
+            )
+            if verify == "first":
+                _verified_first(folder, manifest, catalog)
+                loader.verify = False
+            return _one_load(loader, listed, into)
+        except (StoreError, FormatError) as error:
+            # a writer may have replaced the checkpoint meanwhile, and deleted the old one
+            if not isinstance(error, FileNotFoundError) or attempt == _TRIES - 1:
+                raise
+            if _folder.read_manifest(folder, root).generation == manifest.generation:
+                raise
+    raise AssertionError("unreachable")

@@ -1,0 +1,192 @@
+"""One writer at a time in a checkpoint's folder.
+
+The lock is an ``flock`` on the file ``lock``, whose text says who holds it and which
+generation he is writing. An ``flock`` outlives its owner where a forked child still has the
+descriptor: an owner that is dead is recognised by host, boot, process id and start time, and
+the file is replaced by a fresh one. Between hosts (NFS) nothing is recognised: one host
+writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+from ._folder import store_error
+from .errors import StoreError
+
+_NAME = "lock"
+_TRIES = 64
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read(200).strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _start_time(pid: int) -> str:
+    """When a process began, in ticks since boot; "" where nobody knows."""
+    text = ""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read(4096).rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError, ValueError):
+        pass
+    return text
+
+
+def _me() -> dict[str, Any]:
+    import socket
+
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": _read("/proc/sys/kernel/random/boot_id"),
+        "pid": pid,
+        "start": _start_time(pid),
+    }
+
+
+def _alive(owner: dict[str, Any]) -> bool:
+    """Whether the owner that a lock's text names may still be at work."""
+    me = _me()
+    if owner.get("host") != me["host"]:
+        return True  # nobody here can tell
+    if owner.get("boot") != me["boot"]:
+        return False
+    pid = owner.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return not owner.get("start") or owner["start"] == _start_time(pid)
+
+
+class WriterLock:
+    """Held by the process that writes; `unfinished` names a generation that a dead one left."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(folder, _NAME)
+        self._descriptor = -1
+        self._pid = os.getpid()
+        self.unfinished: str | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, or raise StoreError (EBUSY) naming who has it."""
+        try:
+            for _ in range(_TRIES):
+                if self._try():
+                    return
+        except StoreError:
+            raise
+        except OSError as error:
+            raise store_error(error, "cannot lock the checkpoint", self._path) from None
+        raise store_error(
+            OSError(errno.EBUSY, "other writers keep replacing it"),
+            "cannot lock the checkpoint",
+            self._path,
+        )
+
+    def _try(self) -> bool:
+        import fcntl
+
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(self._path, flags, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._refuse_or_replace(descriptor)
+                os.close(descriptor)
+                return False
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                    raise
+            if not self._is_current(descriptor):
+                os.close(descriptor)  # somebody replaced the file in between
+                return False
+        except BaseException:
+            if self._descriptor != descriptor:
+                os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self._pid = os.getpid()
+        generation = self._text(descriptor).get("generation")
+        self.unfinished = generation if isinstance(generation, str) else None
+        return True
+
+    def _is_current(self, descriptor: int) -> bool:
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(descriptor))
+
+    def _text(self, descriptor: int) -> dict[str, Any]:
+        import json
+
+        try:
+            found = json.loads(os.pread(descriptor, 4096, 0))
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _refuse_or_replace(self, descriptor: int) -> None:
+        """Somebody has it: an owner that lives, or the children of one that does not."""
+        owner = self._text(descriptor)
+        if not owner or _alive(owner):
+            who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+            raise store_error(
+                OSError(errno.EBUSY, f"{who} is writing it"),
+                "cannot lock the checkpoint",
+                self._path,
+            )
+        if self._is_current(descriptor):
+            # its text goes on to the new file, for the sake of what is unfinished
+            fresh = f"{self._path}.{os.getpid()}"
+            with open(fresh, "wb") as file:
+                file.write(os.pread(descriptor, 4096, 0))
+            os.replace(fresh, self._path)
+
+    def note(self, generation: str | None) -> None:
+        """Write down what is being written, before anything of it is; None: nothing is."""
+        import json
+
+        text = json.dumps({**_me(), "generation": generation}).encode()
+        try:
+            os.pwrite(self._descriptor, text + b"\n", 0)
+            os.ftruncate(self._descriptor, len(text) + 1)
+            if generation is not None:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            raise store_error(error, "cannot write the lock", self._path) from None
+
+    def release(self) -> None:
+        """Let go; a forked child leaves its parent's lock alone."""
+        import fcntl
+
+        if self._descriptor < 0:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            if self._pid == os.getpid():
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        except OSError:
+            pass  # closing does it
+        finally:
+            os.close(descriptor)
+
+    def __enter__(self) -> WriterLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.release()

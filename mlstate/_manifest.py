@@ -1,0 +1,178 @@
+"""The root of a checkpoint: ``manifest.json``, written sealed and read with suspicion."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from . import _core
+from ._state_kind import describe
+from .errors import FormatError
+
+FORMAT = "mlstate.manifest"
+VERSION = 1
+_START = b'{"checksum":"00000000"'
+_MOST_BYTES = 256 << 20
+_MOST_RANKS = 1 << 24
+_INT64 = (1 << 63) - 1
+_GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
+_CRC = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
+
+
+class IndexRecord(NamedTuple):
+    """What the manifest says of one rank's index."""
+
+    path: str
+    bytes: int
+    crc32c: str
+    shards: int
+    data_bytes: int
+
+
+class Manifest(NamedTuple):
+    """A root: what there is besides the indexes, and which they are."""
+
+    generation: str
+    sequence: int
+    created: str
+    writer: str
+    step: int | None
+    world_size: int
+    model: dict[str, Any] | None
+    optimizer: dict[str, Any] | None
+    metadata: dict[str, Any]
+    indexes: tuple[IndexRecord, ...]
+
+
+def kind_of(state: Any) -> dict[str, Any] | None:
+    """Which class a state is of, and the attributes of that class."""
+    if state is None:
+        return None
+    import json
+
+    text = describe(state)
+    return {"kind": "state"} if text is None else json.loads(text)
+
+
+def build(manifest: Manifest) -> bytes:
+    """Write a manifest as sealed text; TypeError or ValueError for what JSON cannot say."""
+    import json
+
+    content = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        **manifest._asdict(),
+        "indexes": [record._asdict() for record in manifest.indexes],
+    }
+    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
+    return _core.seal(_START + b",\n" + text[1:].lstrip().encode() + b"\n")
+
+
+class _Wrong(Exception):
+    """What is wrong, in words."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Wrong(f'"{twice}" appears twice in one object')
+    return made
+
+
+def _no_constant(text: str) -> Any:
+    raise _Wrong(f"{text} is no JSON")
+
+
+def _member(found: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    if name not in found:
+        raise _Wrong(f'"{name}" is missing')
+    value = found[name]
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise _Wrong(f'"{name}" is of the wrong type')
+    return value
+
+
+def _number(found: dict[str, Any], name: str, least: int, most: int = _INT64) -> int:
+    value = _member(found, name, int)
+    if not least <= value <= most:
+        raise _Wrong(f'"{name}" is {value}, not from {least} to {most}')
+    return int(value)
+
+
+def _matching(found: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str:
+    value = _member(found, name, str)
+    if not pattern.match(value):
+        raise _Wrong(f'"{name}" is {value[:80]!r}')
+    return str(value)
+
+
+def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
+    value = _member(found, name, (dict, type(None)))
+    if value is not None and _member(value, "kind", str) not in kinds:
+        raise _Wrong(f'"{name}" is of a kind that is not known: {value["kind"]!r}')
+    return value  # type: ignore[no-any-return]
+
+
+def _index(value: Any, generation: str, rank: int) -> IndexRecord:
+    if not isinstance(value, dict):
+        raise _Wrong('"indexes" holds what is no object')
+    path = _member(value, "path", str)
+    if path != f"index/{generation}.{rank}.json":
+        raise _Wrong(f'the index of rank {rank} has the path {path[:80]!r}')
+    return IndexRecord(
+        path,
+        _number(value, "bytes", 1),
+        _matching(value, "crc32c", _CRC),
+        _number(value, "shards", 0),
+        _number(value, "data_bytes", 0),
+    )
+
+
+def _read(found: Any) -> Manifest:
+    if not isinstance(found, dict):
+        raise _Wrong("the text is no object")
+    if _member(found, "format", str) != FORMAT:
+        raise _Wrong(f'"format" is not "{FORMAT}"')
+    version = _number(found, "format_version", 1)
+    if version != VERSION:
+        raise _Wrong(f"its format version is {version}, and this mlstate reads {VERSION}")
+    generation = _matching(found, "generation", _GENERATION)
+    world_size = _number(found, "world_size", 1, _MOST_RANKS)
+    indexes = _member(found, "indexes", list)
+    if len(indexes) != world_size:
+        raise _Wrong(f"there are {len(indexes)} indexes for {world_size} ranks")
+    step = _member(found, "step", (int, type(None)))
+    return Manifest(
+        generation=generation,
+        sequence=_number(found, "sequence", 1),
+        created=_member(found, "created", str),
+        writer=_member(found, "writer", str),
+        step=None if step is None else _number(found, "step", 0),
+        world_size=world_size,
+        model=_kind(found, "model", ("state", "model")),
+        optimizer=_kind(found, "optimizer", ("state", "optimizer")),
+        metadata=_member(found, "metadata", dict),
+        indexes=tuple(_index(value, generation, rank) for rank, value in enumerate(indexes)),
+    )
+
+
+def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
+    """Read a manifest; FormatError or ChecksumError, naming `path`, for what is none."""
+    import json
+
+    try:
+        if len(data) > _MOST_BYTES:
+            raise _Wrong(f"it is {len(data)} bytes long, and {_MOST_BYTES} are the most")
+        _core.seal_check(data, path)
+        text = data.decode("utf-8")
+        return _read(
+            json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        )
+    except FormatError:
+        raise
+    except (_Wrong, ValueError, RecursionError) as reason:
+        error = FormatError(f"{path}: no manifest of a checkpoint: {reason}")
+        error.path = path
+        raise error from None

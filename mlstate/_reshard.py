@@ -1,0 +1,134 @@
+"""A checkpoint cut anew, by one process; public through `mlstate.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from . import _core, _folder
+from ._layout import Layout, Shard, steps_of
+from ._load import load_checkpoint
+from ._save import PACK_BELOW, write_ranks
+from ._verify import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._checkpoint import Checkpoint
+
+
+class _Cut:
+    """What each rank of the new world gets; a part that several have is stored by the first."""
+
+    def __init__(self, catalog: Any, steps: Any) -> None:
+        self._facts = {
+            (section, key): (shape, axes, version, tier)
+            for section, key, _, _, _, shape, _, axes, _, _, version, tier in catalog.tensors()
+        }
+        self._steps = steps
+        self._stored: set[tuple[str, str, int]] = set()
+
+    def shards(self, section: str, arrays: dict[str, Any] | None, rank: int) -> Any:
+        """The arrays of one rank as shards."""
+        if arrays is None:
+            return None
+        made = {}
+        for key, array in arrays.items():
+            shape, axes, _, tier = self._facts[section, key]
+            steps, index = _core.layout_project(self._steps, rank, len(shape), axes)
+            place = (section, key, index)
+            replica = int(place in self._stored)
+            self._stored.add(place)
+            layout = Layout._of(steps)
+            made[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
+        return made
+
+
+def reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    layout: Layout | str,
+    world_size: int | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    progress: Callable[[int], object] | None = None,
+) -> Checkpoint:
+    """
+    Write a checkpoint anew, cut in another way.
+
+    Nobody has to do this before loading: `load` cuts as it is asked to. It pays where many
+    processes are going to load their parts, or where the parts go to different disks.
+
+    Parameters
+    ----------
+    source : str or os.PathLike
+        Folder of the checkpoint.
+    target : str or os.PathLike
+        Folder of the new one; it must not be `source`.
+    layout : Layout, "rows", "flat" or "whole"
+        How tensors are cut. Tensors that lack an axis of it are not cut along that.
+    world_size : int, optional
+        Number of ranks. Default: as many as `layout` has parts.
+    pack_below_bytes : int, default 262144
+        As for `save`.
+    progress : callable, optional
+        Called with the number of bytes written since the last call.
+
+    Returns
+    -------
+    Checkpoint
+        The new one.
+
+    Raises
+    ------
+    FormatError, ChecksumError
+        `source` is not what was saved: everything is verified before anything is written.
+    ValueError
+        `layout` does not go with `world_size`, or `target` is `source`.
+    StoreError
+        The system refused.
+
+    Notes
+    -----
+    Tensors are read through mappings of their files; those parts that lie in several places
+    are put together in memory, for one rank at a time.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp()
+    >>> _ = mlstate.save(path + "/a", {"w": np.arange(6.0)})
+    >>> mlstate.checkpoint.reshard(path + "/a", path + "/b", layout="rows", world_size=3)
+    Checkpoint: 1 tensor, 48 B, 3 files, 3 ranks, ...
+    >>> mlstate.load(path + "/b").model["w"]
+    array([0., 1., 2., 3., 4., 5.])
+    """
+    if world_size is None:
+        if not isinstance(layout, Layout):
+            raise TypeError("world_size= is needed unless layout is a Layout")
+        world_size = layout.parts
+    steps = steps_of(layout, world_size)
+    if steps and isinstance(layout, Layout) and layout.parts != world_size:
+        raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
+    assert steps is not None
+    source, target = os.path.abspath(os.fspath(source)), os.path.abspath(os.fspath(target))
+    if os.path.exists(target) and os.path.samefile(source, target):
+        raise ValueError("the target must be another folder than the source")
+    manifest = _folder.read_manifest(source)
+    catalog = _folder.load_catalog(source, manifest)
+    _, problems = catalog.verify(source, None)
+    if problems:
+        raise Problem(*problems[0]).as_error(source)
+    cut = _Cut(catalog, steps)
+
+    def states(rank: int) -> tuple[Any, Any]:
+        part = {} if not steps else {"rank": rank, "layout": Layout._of(steps)}
+        if steps:
+            part["world_size"] = world_size
+        loaded = load_checkpoint(source, mmap=True, verify=False, **part)  # type: ignore[arg-type]
+        return (
+            cut.shards("params", loaded.model, rank),
+            cut.shards("optim_state", loaded.optimizer, rank),
+        )
+
+    return write_ranks(target, world_size, states, manifest, pack_below_bytes, progress)

@@ -1,0 +1,536 @@
+"""Saving a sharded checkpoint, by one rank or by many; public through `mlstate.checkpoint`.
+
+Nothing that a root names is ever changed: each save writes new files under a new generation,
+and becomes the checkpoint in one step, when ``manifest.json`` is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import _core, _folder
+from ._layout import Layout, Shard, steps_of
+from ._lock import WriterLock
+from ._manifest import IndexRecord, Manifest, build, kind_of
+from ._optimizer_state import OptimizerStateDict
+from ._state_dict import StateDict
+from ._version import __version__
+from .collectives import SingleGroup
+from .errors import CollectiveError, MLStateError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ._checkpoint import Checkpoint
+    from .collectives import ProcessGroup
+
+PACK_BELOW = 262144
+_MESSAGE_BYTES = 1024  # of what one rank tells the others
+_WRITER = f"mlstate {__version__}"
+
+
+# ---- what is saved ----
+
+
+def _on_host(value: Any) -> Any:
+    """A torch tensor on a device is copied to main memory; nothing else is."""
+    array = value.array if isinstance(value, Shard) else value
+    device = getattr(getattr(array, "device", None), "type", "cpu")
+    if device in ("cpu", "meta"):
+        return value
+    copied = array.detach().cpu()
+    if not isinstance(value, Shard):
+        return copied
+    return Shard(
+        copied,
+        value.layout,
+        value.index,
+        shape=value.shape,
+        version=value.version,
+        tier=value.tier or "hot",
+        replica=value.replica,
+    )
+
+
+def states_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Return the states behind the arguments: mappings as they are, torch objects' own."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+        module = model if isinstance(model, torch.nn.Module) else None
+        optimizer = OptimizerStateDict.from_torch(optimizer, module)
+    if torch is not None and isinstance(model, torch.nn.Module):
+        model = StateDict.from_torch(model.state_dict())
+    states = []
+    for name, state in (("model", model), ("optimizer", optimizer)):
+        if hasattr(state, "get_state_dict"):
+            state = state.get_state_dict()
+        if state is not None and not hasattr(state, "keys"):
+            raise TypeError(
+                f"{name} must be a mapping of str to arrays, a torch "
+                f"{'module' if name == 'model' else 'optimizer'} or something with "
+                f"get_state_dict(), got {type(state).__name__}"
+            )
+        states.append(state)
+    if states[0] is None and states[1] is None:
+        raise ValueError("nothing to save: give a model, an optimizer or both")
+    return states[0], states[1]
+
+
+def _as_dict(state: Any) -> dict[str, Any] | None:
+    """A dict for the core, with what lies on devices brought to main memory."""
+    if state is None:
+        return None
+    plain = state if isinstance(state, dict) else dict(state)
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return plain
+    kinds = (torch.Tensor, Shard)
+    return {n: _on_host(v) if isinstance(v, kinds) else v for n, v in plain.items()}
+
+
+def _whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> list[str]:
+    """Names of all arrays that are there whole, with their section, sorted."""
+    return sorted(
+        f"{section}/{name}"
+        for section, state in ((0, model), (1, optimizer))
+        if state is not None
+        for name, value in state.items()
+        if not isinstance(value, Shard)
+    )
+
+
+def _by_section(names: list[str]) -> tuple[frozenset[str], frozenset[str]]:
+    return (
+        frozenset(name[2:] for name in names if name[0] == "0"),
+        frozenset(name[2:] for name in names if name[0] == "1"),
+    )
+
+
+# ---- what ranks tell each other ----
+
+
+def _gather(group: ProcessGroup, data: bytes, root: int | None = None) -> list[bytes]:
+    return list(group.gather_bytes(data, root=root) or [])
+
+
+def _broadcast(group: ProcessGroup, text: bytes) -> bytes:
+    """Give every rank the text of rank 0, of a fixed size."""
+    if group.world_size == 1:
+        return text
+    import numpy as np
+
+    array = np.zeros(_MESSAGE_BYTES, np.uint8)
+    if group.rank == 0:
+        array[: len(text)] = np.frombuffer(text, np.uint8)
+    return bytes(group.broadcast(array, root=0)).rstrip(b"\0")
+
+
+def _pack(content: dict[str, Any]) -> bytes:
+    """A short JSON text; an error's text is cut to fit."""
+    import json
+
+    text = json.dumps(content).encode()
+    while len(text) > _MESSAGE_BYTES:
+        content["error"] = content["error"][: len(content["error"]) // 2] + "…"
+        text = json.dumps(content).encode()
+    return text
+
+
+def _unpack(text: bytes) -> dict[str, Any]:
+    import json
+
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class _Save:
+    """One save, as one rank sees it."""
+
+    def __init__(self, path: str, group: ProcessGroup, keep_root: bool) -> None:
+        self.path = path
+        self.group = group
+        self.keep_root = keep_root
+        self.generation = ""
+        self.lock: WriterLock | None = None
+        self.before: Manifest | None = None
+        self.error: BaseException | None = None
+
+    # -- the beginning: rank 0 locks and chooses the generation
+
+    def _open(self) -> None:
+        _folder.create(self.path)
+        lock = WriterLock(self.path)
+        lock.acquire()
+        self.lock = lock
+        if os.path.lexists(os.path.join(self.path, _folder.MANIFEST)):
+            self.before = _folder.read_manifest(self.path)
+        if lock.unfinished is not None:
+            self._sweep(lock.unfinished)
+        self.generation = os.urandom(8).hex()
+        lock.note(self.generation)
+
+    def _sweep(self, generation: str) -> None:
+        """A writer died; what it did not commit goes."""
+        kept = {root.generation for root in _folder.list_roots(self.path)}
+        if self.before is not None:
+            kept.add(self.before.generation)
+        _folder.discard_temporaries(self.path)
+        if generation in kept:
+            _folder.prune(self.path)
+        else:
+            _folder.discard(self.path, generation)
+
+    def begin(self) -> None:
+        """Agree on a generation, on every rank, or raise on every rank."""
+        if self.group.rank == 0:
+            try:
+                self._open()
+                told = _pack({"generation": self.generation})
+            except BaseException as error:
+                self.error = error
+                told = _pack({"error": _shown(error)})
+        else:
+            told = b""
+        told = _broadcast(self.group, told)
+        if self.error is not None:
+            raise self.error
+        found = _unpack(told)
+        if "error" in found:
+            error = StoreError(f"rank 0 cannot begin to save: {found['error']}")
+            error.rank = 0
+            raise error
+        self.generation = found["generation"]
+
+    # -- every rank's own work
+
+    def _catalog(self) -> Any:
+        """What is committed now, for what need not be written again; None: nothing good."""
+        try:
+            if self.group.rank > 0:
+                self.before = _folder.read_manifest(self.path)
+            assert self.before is not None
+            rank = self.group.rank
+            if rank >= self.before.world_size:
+                return None
+            record = self.before.indexes[rank]
+            data = _folder.read_bytes(self.path, record.path)
+            return _core.Catalog((data,), (record.path,))
+        except (AssertionError, MLStateError):
+            return None  # damaged or none: all is written anew
+
+    def _mine(
+        self, model: dict[str, Any] | None, optimizer: dict[str, Any] | None, cut: bool
+    ) -> tuple[frozenset[str], frozenset[str]] | None:
+        """Which of the arrays that ranks have whole this one stores; None: all of them.
+
+        Where all ranks have the same ones, which a digest tells, they take turns. Else the
+        first rank that has an array stores it.
+        """
+        world, rank = self.group.world_size, self.group.rank
+        if world == 1:
+            return None
+        import hashlib
+
+        names = [] if self.error is not None else _whole_names(model, optimizer)
+        joined = "\0".join(names).encode("utf-8", "surrogatepass")
+        digest = hashlib.sha256(joined, usedforsecurity=False).digest()
+        if len(set(_gather(self.group, digest))) == 1:
+            return None if cut else _by_section(names[rank::world])
+        everyone = _gather(self.group, joined)
+        if cut and self.error is None:
+            mine = set(names)
+            for other, theirs in enumerate(everyone):
+                lacking = mine ^ set(theirs.decode("utf-8", "surrogatepass").split("\0"))
+                if theirs != joined and lacking:
+                    raise ValueError(
+                        f"layout= cuts arrays that every rank has whole, but ranks {rank} and "
+                        f"{other} do not both have {min(lacking).partition('/')[2]!r}"
+                    )
+        earlier: set[str] = set()
+        for theirs in everyone[:rank]:
+            earlier.update(theirs.decode("utf-8", "surrogatepass").split("\0"))
+        return _by_section([name for name in names if name not in earlier])
+
+    def write(
+        self,
+        model: dict[str, Any] | None,
+        optimizer: dict[str, Any] | None,
+        layout: Layout | str | None,
+        pack_below: int,
+        progress: Callable[[int], object] | None,
+    ) -> dict[str, Any]:
+        """Write this rank's shards, durably; every rank calls it, also after a failure."""
+        world = self.group.world_size
+        steps = steps_of(layout, world) or ()
+        mine = self._mine(model, optimizer, bool(steps))
+        if self.error is not None:
+            raise self.error
+        return _core.shards_write(
+            self.path,
+            self.generation,
+            (self.group.rank, world),
+            (model, optimizer),
+            Shard,
+            mine,
+            steps,
+            self._catalog(),
+            pack_below,
+            progress,
+        )
+
+    # -- the end: rank 0 commits if all are well
+
+    def commit(self, manifest: Manifest) -> None:
+        data = build(manifest)
+        if self.keep_root:
+            _core.file_replace(os.path.join(self.path, _folder.root_path(manifest)), data)
+        _core.file_replace(os.path.join(self.path, _folder.MANIFEST), data)
+
+    def finish(
+        self, written: dict[str, Any] | None, describe: Callable[[list[Any]], Manifest]
+    ) -> None:
+        """Commit if every rank is well; else raise on every rank, and leave nothing behind."""
+        own = {"error": _shown(self.error)} if self.error is not None else {"written": written}
+        reports = _gather(self.group, _pack(own), root=0)
+        outcome: dict[str, Any] = {"committed": True}
+        if self.group.rank == 0:
+            outcome = self._decide([_unpack(report) for report in reports], describe)
+        outcome = _unpack(_broadcast(self.group, _pack(outcome)))
+        if outcome["committed"]:
+            return
+        if not outcome["unsure"]:
+            _folder.discard(self.path, self.generation, self.group.rank)
+        if self.error is not None:
+            raise self.error
+        error = CollectiveError(f"not saved: {outcome['error']}")
+        error.rank = outcome["rank"]
+        raise error
+
+    def _decide(
+        self, reports: list[dict[str, Any]], describe: Callable[[list[Any]], Manifest]
+    ) -> dict[str, Any]:
+        for rank, report in enumerate(reports):
+            if "error" in report:
+                text = f"rank {rank}: {report['error']}"
+                return {"committed": False, "unsure": False, "error": text, "rank": rank}
+        try:
+            manifest = describe([report["written"] for report in reports])
+            self.commit(manifest)
+        except BaseException as error:
+            self.error = error
+            unsure = self.is_committed()
+            return {"committed": False, "unsure": unsure, "error": _shown(error), "rank": 0}
+        return {"committed": True}
+
+    def is_committed(self) -> bool:
+        """After a failure of the commit itself: whether a root names this generation."""
+        try:
+            names = [root.path for root in _folder.list_roots(self.path)] + [_folder.MANIFEST]
+            return any(
+                _folder.read_manifest(self.path, name).generation == self.generation
+                for name in names
+            )
+        except MLStateError:
+            return True
+
+    def close(self, *, clean: bool) -> None:
+        """Let go of the lock; `clean`: nothing unfinished is left."""
+        lock, self.lock = self.lock, None
+        if lock is None:
+            return
+        try:
+            if clean:
+                lock.note(None)
+        finally:
+            lock.release()
+
+
+def _drop_old(path: str, before: Manifest | None) -> None:
+    """Delete what no root needs after a commit; failing here costs disk space only."""
+    if before is None:
+        return
+    try:
+        _folder.prune(path)
+    except MLStateError as error:
+        import warnings
+
+        warnings.warn(f"old files of the checkpoint were not deleted: {error}", stacklevel=4)
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    *,
+    metadata: Mapping[str, Any] | None,
+    step: int | None,
+    group: ProcessGroup | None,
+    layout: Layout | str | None,
+    pack_below: int,
+    progress: Callable[[int], object] | None,
+    keep_root: bool = False,
+    retain: Callable[[str, Manifest], None] | None = None,
+) -> Checkpoint:
+    """Save one generation; see `mlstate.save`. `retain` gives up old roots after a commit."""
+    from ._checkpoint import Checkpoint
+
+    folder = os.path.abspath(os.fspath(path))
+    if not isinstance(folder, str):
+        raise TypeError("the path of a checkpoint must be a str")
+    save = _Save(folder, SingleGroup() if group is None else group, keep_root)
+    states: tuple[Any, Any] = (None, None)
+    dicts: tuple[Any, Any] = (None, None)
+    kinds: tuple[Any, Any] = (None, None)
+    texts = {} if metadata is None else dict(metadata)
+    problem: BaseException | None = None
+    try:  # before anything is touched; other ranks are told later
+        states = states_of(model, optimizer)
+        dicts = (_as_dict(states[0]), _as_dict(states[1]))
+        kinds = (kind_of(states[0]), kind_of(states[1]))
+        step = _step_of(step, states[1])
+        _check_metadata(texts)
+        steps_of(layout, 1)
+    except BaseException as error:
+        if save.group.world_size == 1:
+            raise
+        problem = error
+
+    def describe(written: list[Any]) -> Manifest:
+        return Manifest(
+            generation=save.generation,
+            sequence=1 if save.before is None else save.before.sequence + 1,
+            created=_now(),
+            writer=_WRITER,
+            step=step,
+            world_size=save.group.world_size,
+            model=kinds[0],
+            optimizer=kinds[1],
+            metadata=texts,
+            indexes=tuple(map(_record, written)),
+        )
+
+    clean = False
+    written: dict[str, Any] | None = None
+    try:
+        save.begin()
+        save.error = problem
+        try:
+            written = save.write(dicts[0], dicts[1], layout, pack_below, progress)
+        except CollectiveError:
+            raise
+        except BaseException as error:
+            save.error = error
+        save.finish(written, describe)
+        clean = True
+        if save.group.rank == 0:
+            if retain is not None:
+                retain(folder, _folder.read_manifest(folder))
+            _drop_old(folder, save.before)
+    except BaseException:
+        # what ranks that failed left behind is deleted by each; the next save looks again
+        clean = save.group.world_size == 1 and save.error is not None
+        raise
+    finally:
+        save.close(clean=clean)
+    if save.group.world_size > 1:
+        save.group.barrier()
+    checkpoint = Checkpoint(folder)
+    checkpoint.written = written
+    return checkpoint
+
+
+def _record(written: dict[str, Any]) -> IndexRecord:
+    return IndexRecord(*(written[name] for name in IndexRecord._fields))
+
+
+def _now() -> str:
+    import datetime
+
+    now = datetime.datetime.now(datetime.UTC)
+    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def write_ranks(
+    folder: str,
+    world_size: int,
+    states: Callable[[int], tuple[Any, Any]],
+    like: Manifest,
+    pack_below: int,
+    progress: Callable[[int], object] | None,
+) -> Checkpoint:
+    """Save what all ranks of a world would, one after the other; `states` gives their dicts."""
+    from ._checkpoint import Checkpoint
+
+    save = _Save(folder, SingleGroup(), keep_root=False)
+    clean = False
+    try:
+        save.begin()
+        records = []
+        for rank in range(world_size):
+            model, optimizer = states(rank)
+            written = _core.shards_write(
+                folder,
+                save.generation,
+                (rank, world_size),
+                (model, optimizer),
+                Shard,
+                None,
+                (),
+                None,
+                pack_below,
+                progress,
+            )
+            records.append(_record(written))
+        save.commit(
+            like._replace(
+                generation=save.generation,
+                sequence=1 if save.before is None else save.before.sequence + 1,
+                created=_now(),
+                writer=_WRITER,
+                world_size=world_size,
+                indexes=tuple(records),
+            )
+        )
+        clean = True
+        _drop_old(folder, save.before)
+    except BaseException:
+        if save.generation and not save.is_committed():
+            _folder.discard(folder, save.generation)
+            clean = True
+        raise
+    finally:
+        save.close(clean=clean)
+    return Checkpoint(folder)
+
+
+def _step_of(step: int | None, optimizer: Any) -> int | None:
+    if step is None and isinstance(optimizer, OptimizerStateDict):
+        return optimizer.step
+    if step is None:
+        return None
+    import operator
+
+    number = operator.index(step)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"step must be from 0 to 2**63 - 1, got {step}")
+    return number
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    import json
+
+    if not all(isinstance(name, str) for name in metadata):
+        raise TypeError("metadata must have str keys")
+    try:
+        json.dumps(metadata, allow_nan=False).encode()
+        json.dumps(metadata, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise type(error)(
+            f"metadata must be what JSON can say (texts, numbers, lists, dicts): {error}"
+        ) from None
