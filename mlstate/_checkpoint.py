@@ -196,7 +196,7 @@ class Checkpoint:
         ['a', 'b']
         """
         return [
-            TensorRecord(*record[:6], Layout._of(record[6]), *record[7:])
+            TensorRecord._make((*record[:6], Layout._of(record[6]), *record[7:]))
             for record in self._catalog.tensors()
         ]
 

@@ -137,3 +137,65 @@ def state_load(
     target: _Dict, source: _Dict, strict: bool, cast: bool, /
 ) -> tuple[list[str], list[str], _Differing, _Differing] | None: ...
 def state_digest(state: _Dict, update: Callable[[Any], Any], /) -> None: ...
+
+_Steps: TypeAlias = tuple[tuple[int, int], ...]
+_Progress: TypeAlias = Callable[[int], object] | None
+_Cutting: TypeAlias = tuple[_Steps | None, int, int]
+_Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
+
+def layout_part(
+    layout: _Steps, shape: tuple[int, ...], index: int, /
+) -> tuple[tuple[int, ...], tuple[int, ...], int, int, bool]: ...
+def layout_project(
+    layout: _Steps, index: int, rank: int, axes: tuple[int | None, ...] | None, /
+) -> tuple[_Steps, int]: ...
+def shards_write(
+    folder: str,
+    generation: str,
+    ranks: tuple[int, int],
+    states: tuple[_Dict | None, _Dict | None],
+    shard_type: type,
+    mine: tuple[frozenset[str], frozenset[str]] | None,
+    layout: _Steps,
+    before: Any,
+    pack_below: int,
+    progress: _Progress,
+    /,
+) -> dict[str, Any]: ...
+def seal(text: bytes, /) -> bytes: ...
+def seal_check(data: bytes, path: Any, /) -> None: ...
+def crc32c(data: Any, /) -> int: ...
+def file_replace(path: str, data: bytes, /) -> None: ...
+def folder_sync(path: str, /) -> None: ...
+
+@final
+class Catalog:
+    def __new__(cls, texts: tuple[bytes, ...], files: tuple[str, ...], /) -> Self: ...
+    def keys(self, section: int, /) -> list[str]: ...
+    def tensors(self) -> list[tuple[Any, ...]]: ...
+    def shards(self) -> list[tuple[Any, ...]]: ...
+    def files(self) -> dict[str, int]: ...
+    def heads(self) -> list[tuple[str, int, int, int]]: ...
+    def load(
+        self,
+        folder: str,
+        section: int,
+        keys: list[str],
+        cutting: _Cutting,
+        verify: bool,
+        mmap: bool,
+        progress: _Progress,
+        /,
+    ) -> _Dict: ...
+    def load_into(
+        self,
+        folder: str,
+        section: int,
+        keys: list[str],
+        cutting: _Cutting,
+        targets: _Dict,
+        verify: bool,
+        progress: _Progress,
+        /,
+    ) -> None: ...
+    def verify(self, folder: str, progress: _Progress, /) -> tuple[int, list[_Problem]]: ...

@@ -16,6 +16,7 @@ FOLDERS = (*SECTIONS, "index", "roots")
 _ROOT = re.compile(r"(\d{8,19})\.([0-9a-f]{16})\.json\Z", re.ASCII)
 _SHARDS = re.compile(r".+\.[0-9a-f]{16}-\d+\.safetensors(\.tmp)?\Z", re.ASCII)
 _INDEX = re.compile(r"[0-9a-f]{16}\.\d+\.json(\.tmp)?\Z", re.ASCII)
+_PATTERNS = {**dict.fromkeys(SECTIONS, _SHARDS), "index": _INDEX, "roots": _ROOT}
 _TEMPORARY = re.compile(r"\.mlstate-[0-9a-f]{16}\.tmp\Z", re.ASCII)
 
 
@@ -169,7 +170,7 @@ def strange_files(folder: str) -> list[str]:
     """Paths of files in the folder that no writer of ours made."""
     strange = [
         f"{part}/{name}"
-        for part, pattern in (*((s, _SHARDS) for s in SECTIONS), ("index", _INDEX), ("roots", _ROOT))
+        for part, pattern in _PATTERNS.items()
         for name in list_names(folder, part)
         if not pattern.match(name)
     ]
@@ -206,9 +207,9 @@ def load_catalog(folder: str, manifest: Manifest) -> Any:
             manifest.world_size,
             record.shards,
         ) or record.path != f"index/{generation}.{rank}.json":
-            error = FormatError(f"{record.path}: the index of another checkpoint")
-            error.path = os.path.join(folder, record.path)
-            raise error
+            other = FormatError(f"{record.path}: the index of another checkpoint")
+            other.path = os.path.join(folder, record.path)
+            raise other
     return catalog
 
 

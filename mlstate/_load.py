@@ -118,8 +118,7 @@ def _names(names: str | Iterable[str] | None) -> list[str] | None:
 
 def _target(into: Any, name: str) -> Any:
     """The part of `into` that one section goes to."""
-    found = into.get(name) if hasattr(into, "get") else getattr(into, name, None)
-    return found
+    return into.get(name) if hasattr(into, "get") else getattr(into, name, None)
 
 
 def _check_into(into: Any) -> None:
@@ -254,9 +253,8 @@ class Loader:
         for section, key, parameter, state, _, shape, _, axes, *_ in self.catalog.tensors():
             if section == "params":
                 shapes[key] = shape
-            elif state is not None and axes is None and shapes.get(parameter) == shape and shape:
-                if key in arrays:
-                    dtypes.setdefault(state, arrays[key].dtype)
+            elif state and axes is None and shapes.get(parameter) == shape and key in arrays:
+                dtypes.setdefault(state, arrays[key].dtype)
         for name, parameter in parameters.items():
             for state, dtype in dtypes.items():
                 if f"{name}.{state}" not in arrays and shapes.get(name):
@@ -273,9 +271,7 @@ def _load_optimizer_torch(loader: Loader, keys: list[str], optimizer: Any, modul
     optimizer.load_state_dict(osd.to_torch(optimizer, module))
 
 
-def _one_load(
-    loader: Loader, names: list[str] | None, into: Any
-) -> LoadedState:
+def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState:
     manifest, catalog = loader.manifest, loader.catalog
     chosen = []
     used: set[str] = set()
@@ -297,9 +293,9 @@ def _one_load(
             continue
         if kinds[section] is None:
             if target is not None:
-                error = CompatibilityError(f"{loader.folder} holds no {name}")
-                error.path = loader.folder
-                raise error
+                lacking = CompatibilityError(f"{loader.folder} holds no {name}")
+                lacking.path = loader.folder
+                raise lacking
             continue
         if target is None:
             arrays = loader.fresh(section, chosen[section])

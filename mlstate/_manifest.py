@@ -68,7 +68,7 @@ def build(manifest: Manifest) -> bytes:
     return _core.seal(_START + b",\n" + text[1:].lstrip().encode() + b"\n")
 
 
-class _Wrong(Exception):
+class _WrongError(Exception):
     """What is wrong, in words."""
 
 
@@ -77,50 +77,50 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _Wrong(f'"{twice}" appears twice in one object')
+        raise _WrongError(f'"{twice}" appears twice in one object')
     return made
 
 
 def _no_constant(text: str) -> Any:
-    raise _Wrong(f"{text} is no JSON")
+    raise _WrongError(f"{text} is no JSON")
 
 
 def _member(found: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
     if name not in found:
-        raise _Wrong(f'"{name}" is missing')
+        raise _WrongError(f'"{name}" is missing')
     value = found[name]
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise _Wrong(f'"{name}" is of the wrong type')
+        raise _WrongError(f'"{name}" is of the wrong type')
     return value
 
 
 def _number(found: dict[str, Any], name: str, least: int, most: int = _INT64) -> int:
     value = _member(found, name, int)
     if not least <= value <= most:
-        raise _Wrong(f'"{name}" is {value}, not from {least} to {most}')
+        raise _WrongError(f'"{name}" is {value}, not from {least} to {most}')
     return int(value)
 
 
 def _matching(found: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str:
     value = _member(found, name, str)
     if not pattern.match(value):
-        raise _Wrong(f'"{name}" is {value[:80]!r}')
+        raise _WrongError(f'"{name}" is {value[:80]!r}')
     return str(value)
 
 
 def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
     value = _member(found, name, (dict, type(None)))
     if value is not None and _member(value, "kind", str) not in kinds:
-        raise _Wrong(f'"{name}" is of a kind that is not known: {value["kind"]!r}')
+        raise _WrongError(f'"{name}" is of a kind that is not known: {value["kind"]!r}')
     return value  # type: ignore[no-any-return]
 
 
 def _index(value: Any, generation: str, rank: int) -> IndexRecord:
     if not isinstance(value, dict):
-        raise _Wrong('"indexes" holds what is no object')
+        raise _WrongError('"indexes" holds what is no object')
     path = _member(value, "path", str)
     if path != f"index/{generation}.{rank}.json":
-        raise _Wrong(f'the index of rank {rank} has the path {path[:80]!r}')
+        raise _WrongError(f"the index of rank {rank} has the path {path[:80]!r}")
     return IndexRecord(
         path,
         _number(value, "bytes", 1),
@@ -132,17 +132,17 @@ def _index(value: Any, generation: str, rank: int) -> IndexRecord:
 
 def _read(found: Any) -> Manifest:
     if not isinstance(found, dict):
-        raise _Wrong("the text is no object")
+        raise _WrongError("the text is no object")
     if _member(found, "format", str) != FORMAT:
-        raise _Wrong(f'"format" is not "{FORMAT}"')
+        raise _WrongError(f'"format" is not "{FORMAT}"')
     version = _number(found, "format_version", 1)
     if version != VERSION:
-        raise _Wrong(f"its format version is {version}, and this mlstate reads {VERSION}")
+        raise _WrongError(f"its format version is {version}, and this mlstate reads {VERSION}")
     generation = _matching(found, "generation", _GENERATION)
     world_size = _number(found, "world_size", 1, _MOST_RANKS)
     indexes = _member(found, "indexes", list)
     if len(indexes) != world_size:
-        raise _Wrong(f"there are {len(indexes)} indexes for {world_size} ranks")
+        raise _WrongError(f"there are {len(indexes)} indexes for {world_size} ranks")
     step = _member(found, "step", (int, type(None)))
     return Manifest(
         generation=generation,
@@ -164,15 +164,13 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
 
     try:
         if len(data) > _MOST_BYTES:
-            raise _Wrong(f"it is {len(data)} bytes long, and {_MOST_BYTES} are the most")
+            raise _WrongError(f"it is {len(data)} bytes long, and {_MOST_BYTES} are the most")
         _core.seal_check(data, path)
         text = data.decode("utf-8")
-        return _read(
-            json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-        )
+        return _read(json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant))
     except FormatError:
         raise
-    except (_Wrong, ValueError, RecursionError) as reason:
+    except (_WrongError, ValueError, RecursionError) as reason:
         error = FormatError(f"{path}: no manifest of a checkpoint: {reason}")
         error.path = path
         raise error from None

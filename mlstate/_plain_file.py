@@ -1,5 +1,4 @@
-"""One plain safetensors file: written atomically, read back checked; public through
-`mlstate.checkpoint`."""
+"""One plain safetensors file, atomic and checked; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 

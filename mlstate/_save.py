@@ -192,9 +192,9 @@ class _Save:
             try:
                 self._open()
                 told = _pack({"generation": self.generation})
-            except BaseException as error:
-                self.error = error
-                told = _pack({"error": _shown(error)})
+            except BaseException as caught:
+                self.error = caught
+                told = _pack({"error": _shown(caught)})
         else:
             told = b""
         told = _broadcast(self.group, told)

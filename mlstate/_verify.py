@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core, _folder
@@ -140,9 +141,7 @@ def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
     problems = []
     for rank, record in enumerate(manifest.indexes):
         try:
-            _folder.load_catalog(
-                folder, manifest._replace(indexes=(record,))
-            )
+            _folder.load_catalog(folder, manifest._replace(indexes=(record,)))
         except MLStateError as error:
             problems.append(_root_problem("index", record.path, rank, error))
     return problems
@@ -198,10 +197,8 @@ def verify_checkpoint(
             FileNotFoundError(2, "no such folder"), "cannot verify the checkpoint", folder
         )
     verify_root(folder, root, report, progress)
-    try:
+    with suppress(MLStateError):  # what is needed is not known: the problems say why
         report.leftover = _folder.prune(folder, dry_run=True)
-    except MLStateError:
-        pass  # what is needed is not known; the problems say why
     report.strange = _folder.strange_files(folder)
     if repair and report.problems:
         _repair(folder, report)
