@@ -764,7 +764,8 @@ EXPORT int lstat64(const char *path, struct stat64 *info)
 
 EXPORT int flock(int fd, int operation)
 {
-    const mls_step step = mls_enter(MLS_flock, mls_is_ours(fd));
+    const bool unlocks = (operation & LOCK_UN) != 0;
+    const mls_step step = mls_enter(unlocks ? MLS_unlock : MLS_flock, mls_is_ours(fd));
     return (int)mls_leave(&step,
                           mls_refused(&step) ? -1 : syscall(SYS_flock, fd, operation));
 }

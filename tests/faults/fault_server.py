@@ -15,6 +15,7 @@ import selectors
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import scenarios
@@ -79,7 +80,9 @@ def act_under_fault(scenario, request, rank, pipe):
         try:
             if start:
                 start()
-            told = act(scenario, request)
+            with warnings.catch_warnings(record=True) as warned:
+                told = act(scenario, request)
+            told["warned"] = [str(warning.message) for warning in warned]
         except BaseException as error:
             if start:
                 sys.modules["_testcapi"].remove_mem_hooks()

@@ -64,6 +64,7 @@ class SaveFile:
     ranks = 1
     grow = 1
     heavy = False  # fewer points are tried in the ordinary test run
+    older = None  # what a load may fall back to, with a warning
 
     # Calls whose failure need not be told, and why that does no harm.
     harmless: ClassVar = {
@@ -140,9 +141,11 @@ class SaveCheckpoint(SaveFile):
     folder = "ckpt"
     harmless: ClassVar = {
         **SaveFile.harmless,
-        "open": "a shard that cannot be compared with what is to be saved is written again",
+        "open": "what cannot be compared with what is to be saved is written again",
+        "read": "as open",
         "pread": "as open",
         "rmdir": "as unlink",
+        "unlock": "closing the file, or the end of the process, does it too",
         "fcntl": "asks to go past the system's cache, which is not needed",
     }
     pack_below_bytes = 100_000  # some tensors share files, some have their own
@@ -186,8 +189,7 @@ class SaveCheckpoint(SaveFile):
 
     def other_complaints(self, root):
         """The folder must also verify."""
-        problems = mlstate.checkpoint.verify(f"{root}/{self.folder}").problems
-        return [f"verify: {problem}" for problem in problems if problem.kind != "leftover"]
+        return [f"verify: {p}" for p in mlstate.checkpoint.verify(f"{root}/{self.folder}").problems]
 
     def roots(self, folder):
         """Manifests that are to be there, apart from the newest."""
@@ -219,12 +221,12 @@ class SaveStep(SaveCheckpoint):
     """A manager's third step, with which its first is pruned."""
 
     name = "manager"
+    older = "C"  # step 1; "A" is step 2, "B" step 3
 
-    # "A" is step 2, "B" step 3, "C" the next one.
     def save(self, root, which):
         with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
             if which == "A":
-                self.save_step(manager, 1, "C")
+                self.save_step(manager, 1, self.older)
             newest = manager.latest_step() or 0
             self.save_step(manager, newest + 1, which)
 
@@ -233,11 +235,14 @@ class SaveStep(SaveCheckpoint):
         manager.save(step, model=model, optimizer=optimizer, metadata={"which": which})
 
     def load(self, root):
-        if not (root / self.folder).exists():
-            raise FileNotFoundError(root / self.folder)
         with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
             found = manager.restore_latest()
         return found.metadata["which"], together(found.model, found.optimizer)
+
+    def other_complaints(self, root):
+        """Power may fail between a first step's own root and the manifest."""
+        has_manifest = (root / self.folder / "manifest.json").exists()
+        return super().other_complaints(root) if has_manifest else []
 
     def roots(self, folder):
         return [p.relative_to(folder).as_posix() for p in (folder / "roots").glob("*.json")]
@@ -274,6 +279,7 @@ class SaveByRanks(SaveCheckpoint):
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=10)
         )
         self.group = TorchGroup()
+        self.group.barrier()  # connected, before a fault can end one of them
 
     def save(self, root, which):
         from mlstate.checkpoint import Layout, Shard

@@ -29,8 +29,8 @@
 
 /* X(name, whether it changes files).  Each stands for all forms of the call: `rename`
  * for renameat and renameat2, `pwrite` for pwritev.  `create` opens for writing, `open`
- * for reading, `open_folder` a folder; `close` ends what was opened for writing,
- * `close_read` the rest. */
+ * for reading, `open_folder` a folder; `unlock` is flock with LOCK_UN; `close` ends what
+ * was opened for writing, `close_read` the rest. */
 #define MLS_CALLS(X)                                                                     \
     X(open, false)                                                                       \
     X(open_folder, false)                                                                \
@@ -59,6 +59,7 @@
     X(mmap, false)                                                                       \
     X(stat, false)                                                                       \
     X(list, false)                                                                       \
+    X(unlock, false)                                                                     \
     X(flock, false)                                                                      \
     X(fcntl, false)
 #define MLS_CALL_NAME(name, changes) MLS_##name,

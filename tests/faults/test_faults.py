@@ -37,6 +37,7 @@ ERRORS = {
     "stat": ["EIO", "EACCES", "ENOMEM"],
     "list": ["EIO", "ENOMEM"],
     "flock": ["EIO", "ENOLCK", "EINTR"],
+    "unlock": ["EIO"],
     "fcntl": ["EINVAL", "EIO", "EINTR"],
 }
 
