@@ -71,6 +71,8 @@ void mls_buffer_json(mls_buffer *b, mls_text text)
         mls_buffer_text(b, escape);
         plain = i + 1;
     }
-    mls_buffer_put(b, text.data + plain, text.length - plain);
+    if (plain < text.length) { /* else there may be no data at all */
+        mls_buffer_put(b, text.data + plain, text.length - plain);
+    }
     mls_buffer_text(b, "\"");
 }
