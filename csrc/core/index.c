@@ -23,7 +23,8 @@ enum {
     WORLD_MOST = 1 << 24 /* ranks */
 };
 
-#define TEXT_MOST ((size_t)512 << 20)
+/* The longest text that the JSON reader takes. */
+#define TEXT_MOST (((size_t)512 << 20) - 1)
 
 const char *mls_section_name(mls_section section)
 {
@@ -60,6 +61,17 @@ int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
 {
     const int ids = mls_tensor_id_compare(&a->id, &b->id);
     return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
+}
+
+bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
+{
+    size_t bytes = mls_dtype_of(dtype)->item_bytes;
+    for (int axis = 0; axis < rank; axis++) {
+        if (!mls_size_mul(bytes, shape[axis] == 0 ? 1 : shape[axis], &bytes)) {
+            return false;
+        }
+    }
+    return bytes <= PTRDIFF_MAX;
 }
 
 mls_part mls_index_part(const mls_index_shard *shard)
@@ -440,6 +452,9 @@ static mls_code check_part(reader *r, const member *m, const mls_index_shard *sh
     mls_part part;
     mls_status why;
     size_t bytes;
+    if (!mls_index_fits(shard->dtype, shard->rank, shard->shape)) {
+        return fail_member(r, m[SHAPE].node, "shape", "is larger than any memory");
+    }
     if (mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part, &part,
                         &why) != MLS_OK) {
         return fail_member(r, m[LAYOUT].node, "layout",
@@ -521,14 +536,12 @@ static mls_code read_shard(reader *r, mls_json_node node, mls_index_shard *shard
 {
     member m[MEMBERS];
     memcpy(m, shard_members, sizeof m);
-    r->name = (mls_text){0};
+    /* looked up first, so that whatever is wrong can be said with it */
+    const mls_json_node name = mls_json_find(r->json, node, "name");
+    r->name = name == MLS_JSON_NONE ? (mls_text){0} : mls_json_text(r->json, name);
     mls_code code = find_members(r, node, m, MEMBERS);
     if (code != MLS_OK) {
         return code;
-    }
-    r->name = mls_json_text(r->json, m[NAME].node);
-    if (r->name.data == NULL) {
-        r->name.data = "";
     }
     const mls_text dtype = mls_json_text(r->json, m[DTYPE].node);
     if (!mls_dtype_from_file_name(dtype.data, dtype.length, &shard->dtype)) {
@@ -614,21 +627,115 @@ static mls_code sort_shards(reader *r)
     return MLS_OK;
 }
 
-/* The members in front of the lists. */
-static mls_code read_head(reader *r, const member *format, const member *version,
-                          const member *generation, const member *rank,
-                          const member *world)
+/* For qsort, over pointers to files. */
+static int compare_paths(const void *a, const void *b)
 {
-    uint64_t number;
-    if (!mls_text_is(mls_json_text(r->json, format->node), "mlstate.index")) {
-        return fail_member(r, format->node, "format", "is not \"mlstate.index\"");
+    const mls_index_file *x = *(const mls_index_file *const *)a;
+    const mls_index_file *y = *(const mls_index_file *const *)b;
+    return strcmp(x->path, y->path);
+}
+
+/* For qsort, over pointers to shards: as they lie in their files. */
+static int compare_places(const void *a, const void *b)
+{
+    const mls_index_shard *x = *(const mls_index_shard *const *)a;
+    const mls_index_shard *y = *(const mls_index_shard *const *)b;
+    return x->file != y->file       ? (x->file < y->file ? -1 : 1)
+           : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
+                                    : 0;
+}
+
+/* No file is listed twice. */
+static mls_code check_files(reader *r, const void **sorted)
+{
+    const mls_index *x = &r->index;
+    for (size_t i = 0; i < x->file_count; i++) {
+        sorted[i] = &x->files[i];
     }
-    if (!mls_json_u64(r->json, version->node, &number) || number != FORMAT_VERSION) {
-        fail_member(r, version->node, "format_version",
+    qsort(sorted, x->file_count, sizeof *sorted, compare_paths);
+    for (size_t i = 1; i < x->file_count; i++) {
+        const mls_index_file *file = sorted[i];
+        if (compare_paths(&sorted[i - 1], &sorted[i]) == 0) {
+            r->name = (mls_text){0};
+            fail_member(r, MLS_JSON_NONE, "path", "appears twice among the files");
+            mls_status_got(r->st, "%.*s", SHOWN_NAME, file->path);
+            return MLS_E_FORMAT;
+        }
+    }
+    return MLS_OK;
+}
+
+/* No byte belongs to two shards: so all that is loaded from an index is no larger than
+ * its files. */
+static mls_code check_overlaps(reader *r, const void **sorted)
+{
+    const mls_index *x = &r->index;
+    size_t count = 0;
+    for (size_t i = 0; i < x->shard_count; i++) {
+        if (x->shards[i].bytes > 0) {
+            sorted[count++] = &x->shards[i];
+        }
+    }
+    qsort(sorted, count, sizeof *sorted, compare_places);
+    for (size_t i = 1; i < count; i++) {
+        const mls_index_shard *before = sorted[i - 1], *shard = sorted[i];
+        if (before->file == shard->file &&
+            shard->offset - before->offset < before->bytes) {
+            r->name = shard->id.name;
+            return fail_member(r, MLS_JSON_NONE, "offset",
+                               "is inside another shard of the file");
+        }
+    }
+    return MLS_OK;
+}
+
+/* What only shows when all of them are known. */
+static mls_code check_places(reader *r)
+{
+    const mls_index *x = &r->index;
+    const size_t most = x->file_count > x->shard_count ? x->file_count : x->shard_count;
+    const void **sorted = mls_alloc(most, sizeof *sorted);
+    if (sorted == NULL) {
+        return mls_fail(r->st, MLS_E_MEMORY, "no memory for an index of %zu shards",
+                        x->shard_count);
+    }
+    mls_code code = check_files(r, sorted);
+    if (code == MLS_OK) {
+        code = check_overlaps(r, sorted);
+    }
+    mls_free(sorted);
+    return code;
+}
+
+/* Whether it is an index, and of a version that is understood: asked before anything
+ * else, since what a later version has besides, or lacks, is not known. */
+static mls_code read_format(reader *r)
+{
+    enum { FORMAT, FORMAT_NUMBER, COUNT };
+    member m[COUNT] = {[FORMAT] = {"format", MLS_JSON_STRING, true, 0},
+                       [FORMAT_NUMBER] = {"format_version", MLS_JSON_NUMBER, true, 0}};
+    uint64_t number;
+    const mls_code code = find_members(r, 0, m, COUNT);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (!mls_text_is(mls_json_text(r->json, m[FORMAT].node), "mlstate.index")) {
+        return fail_member(r, m[FORMAT].node, "format", "is not \"mlstate.index\"");
+    }
+    if (!mls_json_u64(r->json, m[FORMAT_NUMBER].node, &number) ||
+        number != FORMAT_VERSION) {
+        fail_member(r, m[FORMAT_NUMBER].node, "format_version",
                     "is one that this mlstate does not read: use a newer one");
         mls_status_expected(r->st, "%d", (int)FORMAT_VERSION);
         return MLS_E_FORMAT;
     }
+    return MLS_OK;
+}
+
+/* The members in front of the lists. */
+static mls_code read_head(reader *r, const member *generation, const member *rank,
+                          const member *world)
+{
     const mls_text text = mls_json_text(r->json, generation->node);
     uint32_t half;
     if (text.length != MLS_GENERATION_DIGITS || !mls_crc_from_digits(text.data, &half) ||
@@ -643,39 +750,42 @@ static mls_code read_head(reader *r, const member *format, const member *version
                : code;
 }
 
-/* Everything but the seal. */
-static mls_code read_index(reader *r)
+/* Each file and each shard, in the order of the text. */
+static mls_code read_lists(reader *r, mls_json_node files, mls_json_node shards)
 {
-    enum { FORMAT, FORMAT_NUMBER, GENERATION, RANK, WORLD, FILES, SHARDS, COUNT };
-    member m[COUNT] = {[FORMAT] = {"format", MLS_JSON_STRING, true, 0},
-                       [FORMAT_NUMBER] = {"format_version", MLS_JSON_NUMBER, true, 0},
-                       [GENERATION] = {"generation", MLS_JSON_STRING, true, 0},
-                       [RANK] = {"rank", MLS_JSON_NUMBER, true, 0},
-                       [WORLD] = {"world_size", MLS_JSON_NUMBER, true, 0},
-                       [FILES] = {"files", MLS_JSON_ARRAY, true, 0},
-                       [SHARDS] = {"shards", MLS_JSON_ARRAY, true, 0}};
-    mls_code code = find_members(r, 0, m, COUNT);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code =
-        read_head(r, &m[FORMAT], &m[FORMAT_NUMBER], &m[GENERATION], &m[RANK], &m[WORLD]);
-    if (code == MLS_OK) {
-        code = allocate(r, m[FILES].node, m[SHARDS].node);
-    }
-    mls_json_node node = mls_json_first(r->json, m[FILES].node);
+    mls_code code = allocate(r, files, shards);
+    mls_json_node node = mls_json_first(r->json, files);
     for (size_t i = 0; code == MLS_OK && i < r->index.file_count; i++) {
         code = mls_json_type_of(r->json, node) == MLS_JSON_OBJECT
                    ? read_file(r, node, &r->index.files[i])
                    : fail_member(r, node, "files", "hold what is no object");
         node = mls_json_next(r->json, node);
     }
-    node = code == MLS_OK ? mls_json_first(r->json, m[SHARDS].node) : MLS_JSON_NONE;
+    node = code == MLS_OK ? mls_json_first(r->json, shards) : MLS_JSON_NONE;
     for (size_t i = 0; code == MLS_OK && i < r->index.shard_count; i++) {
         code = read_shard(r, node, &r->index.shards[i]);
         node = mls_json_next(r->json, node);
     }
-    return code == MLS_OK ? sort_shards(r) : code;
+    return code;
+}
+
+/* Everything but the seal. */
+static mls_code read_index(reader *r)
+{
+    enum { GENERATION, RANK, WORLD, FILES, SHARDS, COUNT };
+    member m[COUNT] = {[GENERATION] = {"generation", MLS_JSON_STRING, true, 0},
+                       [RANK] = {"rank", MLS_JSON_NUMBER, true, 0},
+                       [WORLD] = {"world_size", MLS_JSON_NUMBER, true, 0},
+                       [FILES] = {"files", MLS_JSON_ARRAY, true, 0},
+                       [SHARDS] = {"shards", MLS_JSON_ARRAY, true, 0}};
+    mls_code code = read_format(r);
+    if (code != MLS_OK || (code = find_members(r, 0, m, COUNT)) != MLS_OK ||
+        (code = read_head(r, &m[GENERATION], &m[RANK], &m[WORLD])) != MLS_OK ||
+        (code = read_lists(r, m[FILES].node, m[SHARDS].node)) != MLS_OK ||
+        (code = sort_shards(r)) != MLS_OK) {
+        return code;
+    }
+    return check_places(r);
 }
 
 mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,

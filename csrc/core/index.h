@@ -84,9 +84,9 @@ typedef struct mls_index_shard {
 typedef struct mls_index {
     char generation[MLS_GENERATION_DIGITS + 1];
     uint64_t rank, world_size;
-    mls_index_file *files;
+    mls_index_file *files; /* no path twice */
     size_t file_count;
-    mls_index_shard *shards; /* by id, then by part; no part twice */
+    mls_index_shard *shards; /* by id, then by part; no part twice, no byte in two */
     size_t shard_count;
     /* what the shards point to; NULL where somebody else owns that */
     mls_json *json;
@@ -104,13 +104,18 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
 
 /* Append the text of an index to an empty buffer; returns its CRC32C as a whole by
  * `*crc_out`.  What is written is what mls_index_parse would accept: the caller's names
- * are UTF-8, its shards in order.  MLS_E_MEMORY, MLS_E_SIZE (over 512 MiB). */
+ * are UTF-8, its shards in order and of a size that fits.  MLS_E_MEMORY, MLS_E_SIZE (over
+ * 512 MiB). */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_buffer *out, uint32_t *crc_out, mls_status *st);
 
 /* Append the start of a shard's JSON object, what it is and its version, without a
  * closing brace: shard files say the same of what they hold. */
 void mls_index_put_shard(mls_buffer *b, const mls_index_shard *shard);
+
+/* Whether a tensor of that shape could lie in memory: its bytes, with dimensions of 0
+ * taken for 1, so that any library can hold it. */
+bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape);
 
 /* The part of its tensor that a shard of a good index is. */
 mls_part mls_index_part(const mls_index_shard *shard);

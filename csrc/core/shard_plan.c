@@ -99,7 +99,7 @@ static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
             MLS_OK) {
         return about(item, st);
     }
-    if (parts > PARTS_MOST ||
+    if (parts > PARTS_MOST || !mls_index_fits(item->dtype, item->rank, item->shape) ||
         !mls_size_mul(mls_part_count(&part), mls_dtype_of(item->dtype)->item_bytes,
                       &shard->bytes)) {
         mls_fail(st, MLS_E_SIZE, "the tensor has more parts or bytes than can be stored");
