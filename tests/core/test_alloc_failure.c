@@ -3,6 +3,7 @@
  * Each must end in MLS_E_MEMORY with nothing leaked, the outputs untouched and the old
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
 #include "fsio.h"
+#include "index.h"
 #include "json.h"
 #include "load.h"
 #include "mem.h"
@@ -230,6 +231,88 @@ static void reading_a_shard_survives_every_failure(void)
     unlink(path);
 }
 
+/* ---- indexes ---- */
+
+static const size_t index_shape[] = {3, 5};
+static const signed char index_axes[] = {0, MLS_NO_AXIS};
+static const uint32_t index_crcs[] = {1, 2};
+
+/* Two files; shards with axes, with blocks, and so many that the text has to grow. */
+static mls_code build_index(mls_buffer *b, uint32_t *sum, mls_status *st)
+{
+    static const size_t long_shape[] = {(1 << 20) + 1};
+    static const mls_text names[] = {{"a", 1}, {"b", 1}, {"c", 1}, {"d", 1}, {"e", 1}};
+    mls_index_file files[] = {{.path = "params/x.safetensors", .bytes = 2 << 20},
+                              {.path = "params/y.safetensors", .bytes = 2 << 20}};
+    mls_index_shard shards[5];
+    for (size_t i = 0; i < 5; i++) {
+        shards[i] = (mls_index_shard){.id = {.name = names[i]},
+                                      .dtype = MLS_U8,
+                                      .rank = 2,
+                                      .shape = index_shape,
+                                      .axes = index_axes,
+                                      .version = 1,
+                                      .file = 1,
+                                      .offset = 4096 + 15 * i,
+                                      .bytes = 15};
+    }
+    shards[4] = (mls_index_shard){.id = {.name = names[4]},
+                                  .dtype = MLS_U8,
+                                  .rank = 1,
+                                  .shape = long_shape,
+                                  .version = 1,
+                                  .offset = 4096,
+                                  .bytes = long_shape[0],
+                                  .crcs = index_crcs};
+    const mls_index index = {.generation = "0123456789abcdef",
+                             .world_size = 1,
+                             .files = files,
+                             .file_count = 2,
+                             .shards = shards,
+                             .shard_count = 5};
+    return mls_index_build(&index, &mls_crc_scalar, b, sum, st);
+}
+
+static mls_code build_and_drop(mls_status *st)
+{
+    mls_buffer b = {0};
+    uint32_t sum = 77;
+    const mls_code code = build_index(&b, &sum, st);
+    CHECK(code == MLS_OK || sum == 77);
+    mls_buffer_fini(&b);
+    return code;
+}
+
+static void building_an_index_survives_every_failure(void)
+{
+    CHECK(fail_each(build_and_drop) >= 3);
+}
+
+static mls_buffer index_text; /* what the next job reads */
+
+static mls_code parse_index(mls_status *st)
+{
+    mls_index index = {.rank = 77};
+    const mls_code code =
+        mls_index_parse(index_text.data, index_text.length, &mls_crc_scalar, &index, st);
+    CHECK(code == MLS_OK ? index.shard_count == 5 : index.rank == 77);
+    CHECK((code == MLS_OK) == (index.json != NULL));
+    if (code == MLS_OK) {
+        mls_index_fini(&index);
+    }
+    return code;
+}
+
+static void parsing_an_index_survives_every_failure(void)
+{
+    mls_status st;
+    uint32_t sum;
+    countdown = 0;
+    CHECK(build_index(&index_text, &sum, &st) == MLS_OK);
+    CHECK(fail_each(parse_index) >= 9);
+    mls_buffer_fini(&index_text);
+}
+
 /* ---- loading ---- */
 
 static mls_code plan_loading(mls_status *st)
@@ -325,6 +408,8 @@ static const test_case tests[] = {
     TEST(writing_survives_every_failure_and_keeps_the_old_file),
     TEST(opening_survives_every_failure),
     TEST(reading_a_shard_survives_every_failure),
+    TEST(building_an_index_survives_every_failure),
+    TEST(parsing_an_index_survives_every_failure),
     TEST(planning_to_load_survives_every_failure),
     TEST(a_tree_of_names_survives_every_failure),
     TEST(outlining_names_survives_every_failure),
