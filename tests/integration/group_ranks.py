@@ -145,20 +145,6 @@ def rows_are_scattered_and_gathered(group):
 
 
 @scenario
-def large_gathers_take_the_other_ways(group):
-    from mlstate.integrations.torch import _exchange
-
-    kept, _exchange._REPEATED_BYTES = _exchange._REPEATED_BYTES, 0
-    try:
-        rows_are_scattered_and_gathered(group)
-        assert group.gather_bytes(b"x" * (300 * group.rank))[1] == b"x" * 300
-        everyones = inputs(group.world_size, 100_001, "float32")
-        same_bits(group.all_reduce(everyones[group.rank]), reduced(everyones, "sum"))
-    finally:
-        _exchange._REPEATED_BYTES = kept
-
-
-@scenario
 def any_bytes_travel(group):
     world, rank = group.world_size, group.rank
     for dtype in ["bool", "S3", "M8[s]", ">f4", "complex64", "bfloat16", "i1,f8"]:
@@ -234,7 +220,6 @@ def out_is_filled_where_it_lies(group):
 
 @scenario
 def nothing_is_copied_on_the_way(group):
-    """The traffic of all_gather is one copy to send, and the result itself."""
     import tracemalloc
 
     array = np.zeros(1 << 20, np.uint8)
@@ -326,6 +311,44 @@ def wrong_arguments_fail_before_anything_is_sent(group):
         frozen = np.frombuffer(bytes(8))
         raises(ValueError, "is read-only", group.broadcast, frozen, root=1)
     group.barrier()
+
+
+@scenario
+def a_checked_group_tells_calls_that_do_not_go_together(group):
+    world, rank = group.world_size, group.rank
+    checked = TorchGroup(check=True)
+    for name in (
+        "rows_are_scattered_and_gathered", "rows_go_to_each_rank", "any_bytes_travel",
+        "bytes_of_any_length_are_gathered", "async_operations_keep_their_order",
+    ):  # fmt: skip
+        SCENARIOS[name](checked)
+    last = rank == world - 1
+    wrong = {
+        f"this rank called 'all_gather float64 () in rows {[3] * world}', rank": lambda: (
+            checked.all_gather(np.zeros(4 if last else 3))
+        ),
+        "'all_reduce max of (3,) float64 ()'": lambda: checked.all_reduce(
+            np.zeros(3), op="max" if last else "min"
+        ),
+        "all_reduce sum of (2,) int32 ()": lambda: checked.all_reduce(
+            torch.zeros(2, dtype=torch.int32 if last else torch.int64)
+        ),
+        "barrier": lambda: checked.barrier() if last else checked.gather_bytes(b""),
+        "from 1": lambda: checked.broadcast(np.zeros(2), root=last),
+        f"rank {world - 1} sends 2 rows to rank 0, which expects 1": lambda: checked.all_to_all(
+            np.zeros(world + 1) if last else np.zeros(world),
+            counts=[2] + [1] * (world - 1) if last else [1] * world,
+            out_counts=[1] * world,
+        ),
+    }
+    for text, call in wrong.items():
+        caught = raises(CollectiveError, "", call)
+        if last and "rows" in text and "sends" not in text:
+            assert "called 'all_gather float64 () in rows [4" in str(caught)
+        else:
+            assert text in str(caught), (text, str(caught))
+        assert caught.rank == rank
+    checked.barrier()  # nothing was sent: the group goes on
 
 
 @scenario

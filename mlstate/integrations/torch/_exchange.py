@@ -1,9 +1,9 @@
 """How bytes travel over torch.distributed, and how sums are made of them.
 
 Operations are generators: each yields a piece of work of torch's for the caller to wait for,
-and returns when nothing is left to wait for. All of them are made of one exchange of bytes,
-which every backend has for every dtype, and of sums in the order of ranks: the same bits on
-each backend.
+and returns when nothing is left to wait for. All of them are made of one exchange, in which
+each rank sends a part to every other: bytes go from where they lie to where they belong, in
+any dtype, and sums are made here, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
     from typing import TypeAlias
 
     import torch
 
     Steps: TypeAlias = Generator[Any, None, Any]
 
-# Up to here, gathering sends a copy to each rank: half the latency of torch's own (measured).
-_REPEATED_BYTES = 64 << 20
+# Keeps messages apart from those that a program sends over the same group by itself.
+_TAG = 0x6D6C73
 # Up to here, reducing everything on every rank saves a second exchange.
 _SMALL_BYTES = 64 << 10
 # Elements that are summed at a time, so that the sum stays in the cache.
@@ -66,26 +66,35 @@ class Link:
             options.timeout = remaining
         return options
 
-    def exchange(
-        self,
-        send: torch.Tensor,
-        send_counts: Sequence[int],
-        receive: torch.Tensor,
-        receive_counts: Sequence[int],
-    ) -> Any:
-        """Send each rank its bytes, and receive those of each rank."""
-        from torch.distributed.distributed_c10d import AllToAllOptions
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Steps:
+        """Send each other rank its bytes, and fill what is meant for theirs; empty ones stay here.
 
-        counts = list(receive_counts), list(send_counts)
-        return self._group.alltoall_base(receive, send, *counts, self._timed(AllToAllOptions()))
+        Sends may be one tensor many times. What this rank has for itself is left alone.
+        """
+        if self.device.type == "cpu":
+            works = list(self._messages(sends, receives))
+        else:
+            from torch.distributed.distributed_c10d import AllToAllOptions
 
-    def gather(self, send: torch.Tensor, receive: torch.Tensor) -> Any:
-        """Receive as many bytes of each rank, in the order of ranks."""
-        from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-            AllgatherOptions,
-        )
+            nothing = self.memory(0)
+            mine = [[*parts] for parts in (receives, sends)]
+            for parts in mine:
+                parts[self.rank] = nothing
+            works = [self._group.alltoall(*mine, self._timed(AllToAllOptions()))]
+        yield from works
 
-        return self._group._allgather_base(receive, send, self._timed(AllgatherOptions()))
+    def _messages(
+        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
+    ) -> Iterator[Any]:
+        """Begin with the next rank, so that not all write to one at first."""
+        for step in range(1, self.world_size):
+            source = (self.rank - step) % self.world_size
+            if len(receives[source]):
+                yield self._group.recv([receives[source]], source, _TAG)
+        for step in range(1, self.world_size):
+            target = (self.rank + step) % self.world_size
+            if len(sends[target]):
+                yield self._group.send([sends[target]], target, _TAG)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Overwrite the tensor with that of `root`."""
@@ -105,16 +114,24 @@ class Link:
             options.device_ids = [self.device.index or 0]
         return self._group.barrier(options)
 
-    def bytes(self, count: int) -> torch.Tensor:
+    def memory(self, count: int) -> torch.Tensor:
         """Return new memory that can travel."""
         import torch
 
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
+    def tensor(self, data: bytes) -> torch.Tensor:
+        """Return a copy of bytes that can travel."""
+        import torch
 
-def spans(counts: Sequence[int]) -> list[slice]:
-    """Return where each rank's part lies, one part behind the other."""
-    return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
+        if not data:
+            return self.memory(0)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+def split(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Return each rank's part, one behind the other."""
+    return [flat[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
 
 
 # ---- moving ----
@@ -122,16 +139,23 @@ def spans(counts: Sequence[int]) -> list[slice]:
 
 def spread(link: Link, mine: torch.Tensor, everyone: torch.Tensor, counts: Sequence[int]) -> Steps:
     """Fill `everyone` with the bytes of all ranks, ``counts[r]`` of rank r."""
-    if link.world_size * max(counts) <= _REPEATED_BYTES:
-        repeated = mine.repeat(link.world_size)
-        yield link.exchange(repeated, [len(mine)] * link.world_size, everyone, counts)
-    elif len(set(counts)) == 1:
-        yield link.gather(mine, everyone)
-    else:
-        parts = [everyone[span] for span in spans(counts)]
+    parts = split(everyone, counts)
+    if parts[link.rank].data_ptr() != mine.data_ptr():
         parts[link.rank].copy_(mine)
-        works = [link.broadcast(part, root) for root, part in enumerate(parts)]
-        yield from works
+    yield from link.exchange([mine] * link.world_size, parts)
+
+
+def trade(
+    link: Link,
+    send: torch.Tensor,
+    send_counts: Sequence[int],
+    receive: torch.Tensor,
+    receive_counts: Sequence[int],
+) -> Steps:
+    """Send each rank its bytes, and put what ranks send one behind the other."""
+    sends, receives = split(send, send_counts), split(receive, receive_counts)
+    receives[link.rank].copy_(sends[link.rank])
+    yield from link.exchange(sends, receives)
 
 
 def gather_texts(link: Link, data: bytes, root: int | None) -> Steps:
@@ -139,39 +163,31 @@ def gather_texts(link: Link, data: bytes, root: int | None) -> Steps:
 
     Short ones travel with their lengths, in one exchange.
     """
-    import torch
-
     room = _SLOT_BYTES - _LENGTH_BYTES
     head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
-    slot = torch.frombuffer(bytearray(head.ljust(_SLOT_BYTES, b"\0")), dtype=torch.uint8)
-    slots = link.bytes(_SLOT_BYTES * link.world_size)
+    slots = link.memory(_SLOT_BYTES * link.world_size)
     counts = [_SLOT_BYTES] * link.world_size
-    yield from spread(link, slot.to(link.device), slots, counts)
-    heads = [slots[span].cpu().numpy().tobytes() for span in spans(counts)]
+    yield from spread(link, link.tensor(head.ljust(_SLOT_BYTES, b"\0")), slots, counts)
+    heads = _texts(slots, counts)
     lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
     texts = [head[_LENGTH_BYTES:][:n] for head, n in zip(heads, lengths, strict=True)]
     rest = [n if n > room else 0 for n in lengths]
     if any(rest):
-        mine = torch.empty(0, dtype=torch.uint8)
+        mine = link.tensor(data if rest[link.rank] else b"")
+        ends = range(link.world_size) if root is None else [root]
+        wanted = rest if link.rank in ends else [0] * link.world_size
+        received = link.memory(sum(wanted))
+        sends = [mine if rank in ends else mine[:0] for rank in range(link.world_size)]
+        yield from link.exchange(sends, split(received, wanted))
+        long = _texts(received, wanted)
         if rest[link.rank]:
-            mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        long = yield from _gather_long(link, mine.to(link.device), rest, root)
+            long[link.rank] = data
         texts = [b or a for a, b in zip(texts, long, strict=True)]
     return texts if root in (None, link.rank) else None
 
 
-def _gather_long(link: Link, mine: torch.Tensor, counts: list[int], root: int | None) -> Steps:
-    """Return the bytes of all ranks, where this rank wants them."""
-    if root is None:
-        received = link.bytes(sum(counts))
-        yield from spread(link, mine, received, counts)
-    else:
-        wanted = counts if root == link.rank else [0] * link.world_size
-        received = link.bytes(sum(wanted))
-        sent = [len(mine) if rank == root else 0 for rank in range(link.world_size)]
-        yield link.exchange(mine, sent, received, wanted)
-        counts = wanted
-    return [received[span].cpu().numpy().tobytes() for span in spans(counts)]
+def _texts(received: torch.Tensor, counts: Sequence[int]) -> list[bytes]:
+    return [part.cpu().numpy().tobytes() for part in split(received, counts)]
 
 
 # ---- reducing ----
@@ -231,28 +247,28 @@ def reduce_rows(
     link: Link, flat: torch.Tensor, counts: Sequence[int], op: str, out: torch.Tensor
 ) -> Steps:
     """Reduce flat tensors; rank r gets its ``counts[r]`` elements of the result."""
-    size = flat.element_size()
-    mine = counts[link.rank]
-    received = link.bytes(mine * size * link.world_size)
-    sizes = [count * size for count in counts]
-    yield link.exchange(as_bytes(flat), sizes, received, [mine * size] * link.world_size)
-    elements = received.view(flat.dtype)
-    reduce_parts([elements[s] for s in spans([mine] * link.world_size)], op, out)
+    sends = split(flat, counts)
+    shares = [counts[link.rank] if r != link.rank else 0 for r in range(link.world_size)]
+    parts = split(flat.new_empty(sum(shares)), shares)
+    yield from link.exchange([as_bytes(p) for p in sends], [as_bytes(p) for p in parts])
+    parts[link.rank] = sends[link.rank]
+    reduce_parts(parts, op, out)
 
 
 def reduce_all(link: Link, flat: torch.Tensor, op: str, out: torch.Tensor) -> Steps:
     """Reduce flat tensors; every rank gets the result."""
     size, length = flat.element_size(), len(flat)
     if length * size * link.world_size <= _SMALL_BYTES:
-        received = link.bytes(length * size * link.world_size)
-        yield from spread(link, as_bytes(flat), received, [length * size] * link.world_size)
-        elements = received.view(flat.dtype)
-        reduce_parts([elements[s] for s in spans([length] * link.world_size)], op, out)
+        received = flat.new_empty(length * link.world_size)
+        counts = [length] * link.world_size
+        yield from spread(link, as_bytes(flat), as_bytes(received), [n * size for n in counts])
+        reduce_parts(split(received, counts), op, out)
         return
     part = -(-length // link.world_size)
     ends = [min(length, part * rank) for rank in range(link.world_size + 1)]
     counts = [end - start for start, end in pairwise(ends)]
-    mine = flat.new_empty(counts[link.rank])
+    # where `out` is the input, only this rank's part of it is written before all were sent
+    mine = split(out, counts)[link.rank]
     yield from reduce_rows(link, flat, counts, op, mine)
     yield from spread(link, as_bytes(mine), as_bytes(out), [n * size for n in counts])
 

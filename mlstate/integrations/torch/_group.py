@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -18,17 +19,18 @@ from ..._collective_args import (
     check_rows,
     check_timeout,
     counts_of,
+    dtype_name,
     failed,
     result_of,
 )
 from ...collectives import ReduceOp, Work
 from ...errors import CollectiveError, CompatibilityError
 from ._dtypes import torch_has
-from ._exchange import Link, as_bytes, gather_texts, reduce_all, reduce_rows, spread
+from ._exchange import Link, as_bytes, gather_texts, reduce_all, reduce_rows, spread, trade
 from ._state import tensor_over, why_not_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     import torch
@@ -97,6 +99,10 @@ class TorchGroup:
         Default: the one that ``torch.distributed.init_process_group`` made. It is borrowed:
         who made it destroys it. Use it for nothing else while operations of this object are
         under way.
+    check : bool, default False
+        Let ranks compare what they are about to do before each operation, for another 0.1 to
+        0.5 ms: calls that do not go together raise `CollectiveError` on every rank. Without it
+        they can wait until the timeout, mix up results, or, with gloo, end the process.
 
     Raises
     ------
@@ -110,11 +116,11 @@ class TorchGroup:
     Methods are those of `mlstate.collectives.ProcessGroup`. NumPy arrays and torch tensors
     travel from and to the memory they lie in, if it is contiguous, in every dtype; what the
     backend cannot reach (a NumPy array with NCCL, a CUDA tensor with a group for the CPU
-    alone) goes over a copy. Every rank must pass the same shapes and dtypes.
+    alone) goes over a copy. Every rank must pass shapes, counts and dtypes that go together.
 
     Reductions exchange the parts and sum them here, in the order of ranks: reproducible, and
-    on gloo about twice as quick as its own reduce_scatter. The price is memory for the parts,
-    as much as the input takes. Gathering less than 64 MiB takes as much as its result.
+    on gloo quicker than its own reduce_scatter. The price is memory for the parts of other
+    ranks, at most as much as the input takes. Other operations take no memory besides.
 
     After a timeout or another failure the group is of no use any more, and says so. One
     operation takes place at a time; ``async_op=True`` for arrays in main memory hands it to a
@@ -132,7 +138,7 @@ class TorchGroup:
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, *, check: bool = False) -> None:
         import torch
         import torch.distributed as dist
 
@@ -153,6 +159,7 @@ class TorchGroup:
         self._device = torch.device(kind)
         if kind != "cpu":
             self._device = torch.device(kind, getattr(torch, kind).current_device())
+        self._check = bool(check)
         self._ended = ""
         self._turn = threading.Lock()  # held while an operation is under way
         self._lock = threading.Lock()  # of the two below, never held for long
@@ -202,6 +209,8 @@ class TorchGroup:
                 work.wait() if remaining is None else work.wait(remaining)
         except StopIteration as done:
             return done.value
+        except CollectiveError:  # of the check, on every rank
+            raise
         except RuntimeError as error:  # all that torch raises
             ended = self._ended
             self._ended = ended or f"broken by {operation}, which failed"
@@ -251,10 +260,23 @@ class TorchGroup:
         return work
 
     def _submit(
-        self, operation: str, timeout: float | None, async_op: bool, start: Start, device: Any
+        self,
+        operation: str,
+        timeout: float | None,
+        async_op: bool,
+        start: Start,
+        device: Any = None,
+        call: str = "",
+        counts: Sequence[list[int]] = (),
     ) -> Any:
-        """Run an operation after those that were called before it."""
+        """Run an operation after those that were called before it.
+
+        `call` says what every rank must call alike; `counts`, how many rows it sends to each
+        and expects of each.
+        """
         self._check_open(operation)
+        if self._check:
+            start = _checked(operation, call, counts, start)
         if async_op and (device is None or device.type == "cpu"):
             return self._enqueue(operation, timeout, start)
         with self._turn:
@@ -317,7 +339,8 @@ class TorchGroup:
             _put(target, place)
             return place if out is None else out
 
-        return self._submit(name, seconds, async_op, start, _device_of(plain))
+        call = f"{kind} of {_kind_of(plain)} in rows {listed}"
+        return self._submit(name, seconds, async_op, start, _device_of(plain), call)
 
     def all_gather(
         self,
@@ -350,7 +373,8 @@ class TorchGroup:
             _put(target, place)
             return place if out is None else out
 
-        return self._submit(name, seconds, async_op, start, _device_of(plain))
+        call = f"{_kind_of(plain)} in rows {listed}"
+        return self._submit(name, seconds, async_op, start, _device_of(plain), call)
 
     def all_reduce(
         self,
@@ -375,7 +399,8 @@ class TorchGroup:
             _put(target, place)
             return place if out is None else out
 
-        return self._submit(name, seconds, async_op, start, _device_of(plain))
+        call = f"{kind} of {tuple(plain.shape)} {_kind_of(plain)}"
+        return self._submit(name, seconds, async_op, start, _device_of(plain), call)
 
     def all_to_all(
         self,
@@ -406,11 +431,13 @@ class TorchGroup:
             target = as_bytes(self._target(name, place, reduced=False))
             source = flat.clone() if flat.data_ptr() == target.data_ptr() else flat
             sizes = [n * width for n in sent], [n * width for n in wanted]
-            yield link.exchange(source, sizes[0], target, sizes[1])
+            yield from trade(_at(link, flat), source, sizes[0], target, sizes[1])
             _put(target, place)
             return place if out is None else out
 
-        return self._submit(name, seconds, async_op, start, _device_of(plain))
+        call = _kind_of(plain)
+        device = _device_of(plain)
+        return self._submit(name, seconds, async_op, start, device, call, (sent, wanted))
 
     def broadcast(
         self,
@@ -441,7 +468,8 @@ class TorchGroup:
                 _put(flat, plain)
             return array
 
-        return self._submit(name, seconds, async_op, start, _device_of(plain))
+        call = f"{tuple(plain.shape)} {_kind_of(plain)} from {start_rank}"
+        return self._submit(name, seconds, async_op, start, _device_of(plain), call)
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Wait until every rank is here."""
@@ -449,7 +477,7 @@ class TorchGroup:
         def start(link: Link) -> Steps:
             yield link.barrier()
 
-        return self._submit("barrier", check_timeout(timeout), async_op, start, None)
+        return self._submit("barrier", check_timeout(timeout), async_op, start)
 
     def gather_bytes(
         self,
@@ -471,7 +499,7 @@ class TorchGroup:
         def start(link: Link) -> Steps:
             return (yield from gather_texts(link, text, end))
 
-        return self._submit(name, seconds, async_op, start, None)
+        return self._submit(name, seconds, async_op, start, call=f"to {end}")
 
     # ---- the end ----
 
@@ -495,6 +523,39 @@ class TorchGroup:
         if worker is not None:
             worker.join()
         self._ended = self._ended or "closed"
+
+
+def _checked(operation: str, call: str, counts: Sequence[list[int]], start: Start) -> Start:
+    """Let ranks tell each other what they call before they do."""
+
+    def checked(link: Link) -> Steps:
+        mine = f"{operation} {call}".strip()
+        told = yield from gather_texts(link, json.dumps([mine, *counts]).encode(), None)
+        calls = [json.loads(text) for text in told]
+        for rank, (other, *_) in enumerate(calls):
+            if other != mine:
+                what = f"this rank called {mine!r}, rank {rank} {other!r}; all must call the same"
+                raise failed(operation, link.rank, what)
+        for rank, to, sent, expected in _rows_between(calls) if counts else ():
+            if sent != expected:
+                what = f"rank {rank} sends {sent} rows to rank {to}, which expects {expected}"
+                raise failed(operation, link.rank, what)
+        return (yield from start(link))
+
+    return checked
+
+
+def _rows_between(calls: list[Any]) -> Iterator[tuple[int, int, int, int]]:
+    """Give each pair of ranks, with what one sends and what the other expects."""
+    for rank, (_, sent, _) in enumerate(calls):
+        for to, (_, _, expected) in enumerate(calls):
+            yield rank, to, sent[to], expected[rank]
+
+
+def _kind_of(array: Any) -> str:
+    """Say what rows are made of."""
+    kind = dtype_name(array) if is_torch(array) else str(array.dtype)
+    return f"{kind} {tuple(array.shape[1:])}"
 
 
 def _device_of(array: Any) -> Any:
