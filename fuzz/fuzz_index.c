@@ -1,0 +1,135 @@
+/* libFuzzer target: any bytes as an index, sealed so that they get past the checksum.
+ * What is accepted must fit its files, its tensors and the address space, and must come
+ * out the same when it is written and read again.
+ *
+ *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core fuzz/fuzz_index.c \
+ *       csrc/core/{index,seal,json,buffer,layout,text,dtype,safetensors_read}.c \
+ *       csrc/core/{size,fsio,mem,status,pool,cpu}.c csrc/core/crc32c*.c
+ */
+#include "index.h"
+
+#include "safetensors.h"
+#include "seal.h"
+#include "size.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+static void require(bool condition)
+{
+    if (!condition) {
+        abort();
+    }
+}
+
+static const mls_crc_kernels *const crc = &mls_crc_scalar;
+
+/* A path of exactly two parts, the second one a plain name. */
+static void check_path(const char *path)
+{
+    const size_t length = strlen(path);
+    require(length > 0 && length <= MLS_PATH_BYTES);
+    require(strncmp(path, "params/", 7) == 0 || strncmp(path, "optim_state/", 12) == 0);
+    const char *name = strchr(path, '/') + 1;
+    require(name[0] != '.' && strchr(name, '/') == NULL && strchr(name, '\\') == NULL);
+    require(strcmp(path + length - 12, ".safetensors") == 0);
+}
+
+/* Whatever one shard says of itself. */
+static void check_shard(const mls_index *x, const mls_index_shard *s)
+{
+    const mls_part part = mls_index_part(s);
+    const size_t blocks = mls_safetensors_blocks(s->bytes);
+    size_t bytes;
+    uint32_t sum = 0;
+    require(mls_utf8_valid(s->id.name.data, s->id.name.length));
+    require(!s->id.has_state || s->id.section == MLS_OPTIM_STATE);
+    require(s->rank >= 0 && s->rank <= MLS_LAYOUT_RANK && part.rank == s->rank);
+    for (int i = 0; i < s->rank; i++) {
+        require(part.start[i] <= s->shape[i]);
+        require(part.length[i] <= s->shape[i] - part.start[i]);
+        require(s->axes == NULL ||
+                (s->axes[i] >= MLS_NO_AXIS && s->axes[i] < MLS_LAYOUT_RANK));
+    }
+    require(
+        mls_size_mul(mls_part_count(&part), mls_dtype_of(s->dtype)->item_bytes, &bytes));
+    require(bytes == s->bytes && s->version > 0 && s->file < x->file_count);
+    require(s->offset <= x->files[s->file].bytes);
+    require(s->bytes <= x->files[s->file].bytes - s->offset);
+    for (size_t i = 0; i < blocks; i++) {
+        sum ^= s->crcs[i]; /* all of them are there */
+    }
+    require(blocks != 1 || sum == s->crc);
+}
+
+/* All that the header promises of an index that was accepted. */
+static void check_index(const mls_index *x)
+{
+    require(strlen(x->generation) == MLS_GENERATION_DIGITS && x->rank < x->world_size);
+    for (size_t i = 0; i < x->file_count; i++) {
+        check_path(x->files[i].path);
+    }
+    for (size_t i = 0; i < x->shard_count; i++) {
+        const mls_index_shard *s = &x->shards[i];
+        check_shard(x, s);
+        require(i == 0 || mls_index_compare(&s[-1], s) < 0);
+        for (size_t j = 0; j < i && j < 50; j++) {
+            const mls_index_shard *other = &x->shards[j];
+            require(other->file != s->file || other->bytes == 0 || s->bytes == 0 ||
+                    other->offset + other->bytes <= s->offset ||
+                    s->offset + s->bytes <= other->offset);
+        }
+    }
+}
+
+/* What is written of an index reads as that index, and is written as before. */
+static void check_round_trip(const mls_index *x)
+{
+    mls_buffer first = {0}, second = {0};
+    mls_index back;
+    mls_status st;
+    uint32_t sum;
+    require(mls_index_build(x, crc, &first, &sum, &st) == MLS_OK);
+    require(mls_index_parse(first.data, first.length, crc, &back, &st) == MLS_OK);
+    require(back.file_count == x->file_count && back.shard_count == x->shard_count);
+    require(mls_index_build(&back, crc, &second, &sum, &st) == MLS_OK);
+    require(first.length == second.length &&
+            memcmp(first.data, second.data, first.length) == 0);
+    mls_index_fini(&back);
+    mls_buffer_fini(&first);
+    mls_buffer_fini(&second);
+}
+
+static void try_parse(const char *text, size_t length)
+{
+    mls_index index = {.rank = 77};
+    mls_status st;
+    const mls_code code = mls_index_parse(text, length, crc, &index, &st);
+    if (code == MLS_OK) {
+        check_index(&index);
+        check_round_trip(&index);
+        mls_index_fini(&index);
+        return;
+    }
+    require(code == MLS_E_FORMAT || code == MLS_E_CHECKSUM);
+    require(index.rank == 77 && index.json == NULL && st.text[0] != '\0');
+}
+
+/* Fuzzers do not guess checksums: the start is put over theirs, and sealed. */
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    const size_t start = sizeof MLS_SEAL_START - 1;
+    char *text = malloc(size + 1); /* so that reading behind the end is noticed */
+    require(text != NULL);
+    memcpy(text, data, size);
+    try_parse(text, size);
+    if (size >= start) {
+        memcpy(text, MLS_SEAL_START, start);
+        (void)mls_seal(text, size, crc);
+        try_parse(text, size);
+    }
+    free(text);
+    return 0;
+}
