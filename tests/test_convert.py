@@ -15,6 +15,7 @@ from mlstate import (
     OptimizerStateDict,
     StateDict,
     StoreError,
+    checkpoint,
     load_file,
     save_file,
 )
@@ -23,6 +24,7 @@ from mlstate._convert import FORMATS, PARTS, format_of, read_any, write_any
 from mlstate._npz import read_npz, write_npz
 
 FLAT = [".safetensors", ".npz"]
+ANY = [*FLAT, ""]  # a directory: a checkpoint of mlstate's own
 # fmt: off
 AWKWARD = [
     "a", "a/b", "/a", "../a", "a\\b", "a.npy", "a.npy.npy", "file", "mlstate.json", "A", "ä",
@@ -63,7 +65,7 @@ def assert_same(found, expected):
 METADATA = {"epoch": 3, "note": "ä text", "nested": {"list": [1, 2.5, None, True]}}
 
 
-@pytest.mark.parametrize("suffix", FLAT)
+@pytest.mark.parametrize("suffix", ANY)
 @pytest.mark.parametrize(
     ("weights", "moments"),
     [(model(), None), (None, optimizer()), (model(), optimizer()), (StateDict(), optimizer()),
@@ -81,7 +83,7 @@ def test_what_is_written_is_read(tmp_path, suffix, weights, moments, metadata):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("suffix", FLAT)
+@pytest.mark.parametrize("suffix", ANY)
 def test_plain_dicts_are_taken(tmp_path, suffix):
     path = tmp_path / f"state{suffix}"
     write_any(path, {"w": np.ones(2)}, {"w.m": np.zeros(2)})
@@ -108,6 +110,14 @@ def test_prefixes_are_there_only_where_both_parts_are(tmp_path, suffix):
     assert names(path) == {"model.optimizer.w", "optimizer.w.m"}
     found = read_any(path)
     assert (list(found[0]), list(found[1])) == (["optimizer.w"], ["w.m"])
+
+
+def test_a_step_without_an_optimizer_is_kept(tmp_path):
+    checkpoint.save(tmp_path / "a", {"w": np.ones(2)}, step=5)
+    assert read_any(tmp_path / "a")[2] == {"step": 5}
+    checkpoint.save(tmp_path / "b", None, StateDict({"w.m": np.ones(2)}), step=5)
+    found = read_any(tmp_path / "b")
+    assert (type(found[1]), found[1].step, found[2]) == (OptimizerStateDict, 5, {})
 
 
 def test_files_of_other_writers_hold_a_model(tmp_path):
