@@ -36,7 +36,7 @@ from checkpoint_states import (
     read_through,
     takes_direct,
 )
-from harness import Candidate, Report, Row, rows_of, settle
+from harness import Action, Candidate, Report, Row, rows_of, settle
 
 import mlstate
 
@@ -145,11 +145,16 @@ class Run:
         for row in rows:
             row.extra["GB/s"] = f"{size / row.median * 1e-6:.2f}"
         self.report.table(self.title(what), rows, note=note)
-        verdicts = [aim.verdict(rows) for aim in aims]
+        self.judge([aim.verdict(rows) for aim in aims])
+        return rows
+
+    def judge(self, verdicts: list[str]) -> None:
+        """Say what was reached, below the last table; small states prove nothing."""
+        if self.quick:
+            return
         for verdict in verdicts:
             self.report.say(f"  {verdict}")
         self.report.tables[-1]["aims"] = verdicts
-        return rows
 
 
 def take_turns(candidates: list[Candidate], repeats: int) -> list[Row]:
@@ -180,18 +185,23 @@ def take_turns(candidates: list[Candidate], repeats: int) -> list[Row]:
 
 
 def clear(folder: Path) -> None:
-    """Empty a folder; on a disk, wait until nothing is left to be written."""
+    """Empty a folder."""
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def clear_and_wait(folder: Path) -> None:
+    """Empty a folder on a disk and wait until nothing is left to be written."""
+    clear(folder)
     os.sync()
 
 
 # ---- save ----
 
 
-def raw_saves(raw: Raw, folder: Path, disk: bool) -> list[Candidate]:
+def raw_saves(raw: Raw, folder: Path, before: Action, disk: bool) -> list[Candidate]:
     """What the system needs to write the bytes."""
-    before, target = partial(clear, folder), folder / "x"
+    target = folder / "x"
     one = partial(raw.write_one, target)
     found = [
         Candidate(MEMCPY, raw.copy),
@@ -214,8 +224,9 @@ def saving(run: Run) -> None:
     """Save into an empty folder."""
     for place, folder in run.places():
         disk = place == "disk"
-        before, target = partial(clear, folder), folder / "x"
-        candidates = raw_saves(run.raw, folder, disk)
+        before = partial(clear_and_wait if disk and not run.quick else clear, folder)
+        target = folder / "x"
+        candidates = raw_saves(run.raw, folder, before, disk)
         for name, way in run.ways.items():
             label = DURABLE if name == OURS else name
             if way.durable:
@@ -269,9 +280,9 @@ def again(run: Run) -> None:
         ]
         run.show(f"save again, {place}", candidates, [])
         met = "met" if shards == 0 else "NOT MET"
-        said = f"new shard files: {shards:,} bytes, 0 wanted: {met}; all writes: {asked:,} bytes"
-        run.report.say(f"  {said}")
-        run.report.tables[-1]["aims"] = [said]
+        run.judge(
+            [f"new shard files: {shards:,} bytes, 0 wanted: {met}; all writes: {asked:,} bytes"]
+        )
         clear(folder)
 
 
@@ -298,7 +309,8 @@ def store(run: Run, folder: Path, *, ranks: bool = False) -> dict[str, Path]:
     if ranks and run.has_ranks():
         paths[TWO_RANKS] = folder / "ranks"
         run.group(TWO_RANKS).save(paths[TWO_RANKS])
-    os.sync()
+    if not run.quick:
+        os.sync()
     for path in paths.values():
         read_through(path)
     return paths
@@ -412,9 +424,8 @@ def memory(run: Run) -> None:
         for line in lines
         if line["name"].startswith(OURS)
     ]
-    for aim in aims:
-        report.say(f"  {aim}")
-    report.tables.append({"title": run.title("peak of memory"), "rows": lines, "aims": aims})
+    report.tables.append({"title": run.title("peak of memory"), "rows": lines})
+    run.judge(aims)
     clear(run.disk)
 
 

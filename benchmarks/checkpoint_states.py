@@ -116,6 +116,15 @@ def read_all(fd: int, view: memoryview, offset: int = 0) -> None:
         done += count
 
 
+def own_pages(size: int) -> memoryview:
+    """Memory at the start of a page, in huge pages where NumPy's own would be."""
+    if sys.platform != "linux":
+        return memoryview(mmap.mmap(-1, size))
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(pages)
+
+
 def takes_direct(folder: Path) -> bool:
     """Whether files of a folder can be written past the system's cache."""
     probe = folder / "probe"
@@ -142,8 +151,7 @@ class Raw:
             part = first_rows(array.shape) * (array.nbytes // array.shape[0])
             self.pieces.append((end, array.nbytes, part))
             end += -(-array.nbytes // PAGE) * PAGE
-        self.source = memoryview(mmap.mmap(-1, end))
-        self.target = memoryview(mmap.mmap(-1, end))
+        self.source, self.target = own_pages(end), own_pages(end)
         bytes_ = np.frombuffer(self.source, np.uint8)
         for (offset, size, _), array in zip(self.pieces, state.values(), strict=True):
             bytes_[offset : offset + size] = array.reshape(-1).view(np.uint8)
