@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ._optimizer_state import OptimizerStateDict
 from ._state_dict import StateDict
 from ._state_kind import describe, restore
-from .errors import FormatError, MLStateError, StoreError, StoreNotFoundError
+from .errors import CompatibilityError, FormatError, MLStateError, StoreError, StoreNotFoundError
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -197,7 +197,7 @@ def write_any(
     Raises
     ------
     CompatibilityError
-        The format has no such dtype.
+        The format has no such dtype, or a value is a `Shard` and the format not mlstate's own.
     TypeError
         A value is no array, or metadata are no plain values.
     ValueError
@@ -223,8 +223,26 @@ def write_any(
     moments = optimizer
     if moments is not None and not isinstance(moments, OptimizerStateDict):
         moments = OptimizerStateDict(moments)
+    if found is not FORMATS["mlstate"]:
+        _refuse_parts(weights, moments)
     with _store_errors(place):
         found.write(place, weights, moments, _checked_metadata(metadata))
+
+
+def _refuse_parts(*states: StateDict | None) -> None:
+    """Raise for shards, of which other formats would take the part for the whole."""
+    from ._layout import Shard
+
+    for state in states:
+        for name, value in () if state is None else dict(state).items():
+            if isinstance(value, Shard) and value.layout.parts > 1:
+                error = CompatibilityError(
+                    f"{name!r} is part {value.index} of {value.layout.parts} of an array of shape "
+                    f"{value.shape}: files but those of mlstate.save hold whole arrays; save it "
+                    "so, and convert that"
+                )
+                error.name = name
+                raise error
 
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

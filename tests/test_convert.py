@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlstate import (
+    CompatibilityError,
     FormatError,
     ModelStateDict,
     OptimizerStateDict,
@@ -316,6 +317,16 @@ def test_what_npz_cannot_hold_is_refused(tmp_path):
     with pytest.raises(TypeError, match="'w' is an array of Python objects"):
         write_any(path, {"w": np.array([{}])})
     assert not path.exists()
+
+
+@pytest.mark.parametrize("suffix", [*FLAT, ".pt", ".dcp"])
+def test_a_part_of_an_array_is_not_taken_for_the_whole(tmp_path, suffix):
+    whole = np.arange(10.0)
+    half = checkpoint.Layout.rows(2).shard(whole, 1)
+    for parts in (({"w": half}, None), (None, {"w.m": half})):
+        with pytest.raises(CompatibilityError, match="is part 1 of 2 of an array of shape"):
+            write_any(tmp_path / f"x{suffix}", *parts)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- paths ----

@@ -352,6 +352,29 @@ def a_checked_group_tells_calls_that_do_not_go_together(group):
 
 
 @scenario
+def checkpoints_are_saved_and_loaded_by_all(group):
+    import tempfile
+
+    from mlstate import load, save
+    from mlstate.checkpoint import Layout
+
+    world, rank = group.world_size, group.rank
+    name = tempfile.mkdtemp().encode() if rank == 0 else b""
+    folder = group.gather_bytes(name)[0].decode()
+    whole = np.arange(7.0 * 3).reshape(7, 3)
+    path = f"{folder}/checkpoint"
+    save(path, {"w": Layout.rows(world).shard(whole, rank), "b": np.ones(2)}, group=group)
+    same_bits(load(path).model["w"], whole)
+    mine = load(path, group=group, layout="rows").model["w"]
+    same_bits(mine, Layout.rows(world).take(whole, rank))
+    group.barrier()
+    if rank == 0:
+        import shutil
+
+        shutil.rmtree(folder)
+
+
+@scenario
 def a_closed_group_says_so(group):
     with TorchGroup() as other:
         work = other.barrier(async_op=True)
