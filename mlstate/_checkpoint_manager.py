@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _folder
 from ._checkpoint import Checkpoint
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ._layout import Layout
     from ._manifest import Manifest
     from .collectives import ProcessGroup
+
+    _Roots: TypeAlias = list[tuple[_folder.Root, Manifest]]
 
 
 class CheckpointManager:
@@ -75,13 +77,16 @@ class CheckpointManager:
 
     # -- what there is
 
-    def _roots(self) -> list[tuple[_folder.Root, Manifest]]:
-        """Roots that can be read, the oldest first; of one step, the newest."""
+    def _roots(self, unread: type[MLStateError] = MLStateError) -> _Roots:
+        """Roots that can be read, the oldest first; of one step, the newest.
+
+        Reading may fail with `unread`; other errors are raised.
+        """
         found: dict[int | None, tuple[_folder.Root, Manifest]] = {}
         for root in _folder.list_roots(self.directory):
             try:
                 manifest = _folder.read_manifest(self.directory, root.path)
-            except MLStateError:
+            except unread:
                 continue
             found.pop(manifest.step, None)
             found[manifest.step] = (root, manifest)
@@ -198,10 +203,10 @@ class CheckpointManager:
 
     def _retain(self, folder: str, newest: Manifest) -> None:
         """Give up roots: of a step that was saved again, and those beyond `keep`."""
-        kept = {root.path for root, _ in self._roots()[-(self.keep or 0) :]}
-        for root in _folder.list_roots(folder):
-            if root.path not in kept and root.generation != newest.generation:
-                _folder.delete_root(folder, root)
+        # a root that the system does not let us read now may be good: nothing is given up
+        kept = {root.path for root, _ in self._roots(FormatError)[-(self.keep or 0) :]}
+        old = [root for root in _folder.list_roots(folder) if root.path not in kept]
+        _folder.delete_roots(folder, [r for r in old if r.generation != newest.generation])
 
     def delete(self, step: int) -> None:
         """Delete a step, and the files that no other needs.
@@ -233,9 +238,9 @@ class CheckpointManager:
         with WriterLock(self.directory):
             if _folder.read_manifest(self.directory).generation == generation:
                 raise ValueError(f"step {step} is the newest checkpoint: save another one first")
-            for root in _folder.list_roots(self.directory):
-                if root.generation == generation:
-                    _folder.delete_root(self.directory, root)
+            roots = _folder.list_roots(self.directory)
+            roots = [root for root in roots if root.generation == generation]
+            _folder.delete_roots(self.directory, roots)
             _folder.prune(self.directory)
 
     # -- restoring

@@ -87,12 +87,22 @@ def root_path(manifest: Manifest) -> str:
     return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
 
 
+def _is_folder(path: str) -> bool:
+    """Whether a folder is there; unlike os.path.isdir this does not take errors for no."""
+    import stat
+
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
 def create(folder: str) -> None:
     """Make the folder and what belongs in it, durably."""
     try:
         missing = []
         path = os.path.abspath(folder)
-        while not os.path.isdir(path):
+        while not _is_folder(path):
             missing.append(path)
             path = os.path.dirname(path)
         for path in reversed(missing):
@@ -101,7 +111,7 @@ def create(folder: str) -> None:
         made = False
         for part in FOLDERS:
             path = os.path.join(folder, part)
-            if not os.path.isdir(path):
+            if not _is_folder(path):
                 os.mkdir(path)
                 made = True
         if made:
@@ -223,11 +233,12 @@ def needed_files(folder: str) -> set[str]:
     """
     needed: set[str] = set()
     names = [root.path for root in list_roots(folder)]
-    if os.path.lexists(os.path.join(folder, MANIFEST)):
-        names.append(MANIFEST)
     seen = set()
-    for name in names:
-        manifest = read_manifest(folder, name)
+    for name in (*names, MANIFEST):
+        try:
+            manifest = read_manifest(folder, name)
+        except FileNotFoundError:
+            continue
         if manifest.generation not in seen:
             seen.add(manifest.generation)
             needed.update(load_catalog(folder, manifest).files())
@@ -241,6 +252,7 @@ def prune(folder: str, *, dry_run: bool = False) -> list[str]:
     return dead if dry_run else _remove(folder, dead)
 
 
-def delete_root(folder: str, root: Root) -> None:
-    """Give up a kept root; its files go with the next `prune`."""
-    _remove(folder, [root.path])
+def delete_roots(folder: str, roots: list[Root]) -> None:
+    """Give up kept roots, durably; only then may a `prune` delete what they needed."""
+    if _remove(folder, [root.path for root in roots]):
+        _core.folder_sync(os.path.join(folder, "roots"))

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from typing import Any
 
+from . import _core
 from ._folder import store_error
 from .errors import StoreError
 
@@ -77,6 +79,7 @@ class WriterLock:
         self._path = os.path.join(folder, _NAME)
         self._descriptor = -1
         self._pid = os.getpid()
+        self._is_new = False
         self.unfinished: str | None = None
 
     def acquire(self) -> None:
@@ -119,8 +122,10 @@ class WriterLock:
             raise
         self._descriptor = descriptor
         self._pid = os.getpid()
+        self._is_new = os.fstat(descriptor).st_size == 0
         generation = self._text(descriptor).get("generation")
         self.unfinished = generation if isinstance(generation, str) else None
+        self._write(self.unfinished)
         return True
 
     def _is_current(self, descriptor: int) -> bool:
@@ -156,16 +161,22 @@ class WriterLock:
                 file.write(os.pread(descriptor, 4096, 0))
             os.replace(fresh, self._path)
 
-    def note(self, generation: str | None) -> None:
-        """Write down what is being written, before anything of it is; None: nothing is."""
+    def _write(self, generation: str | None) -> None:
         import json
 
         text = json.dumps({**_me(), "generation": generation}).encode()
+        os.pwrite(self._descriptor, text + b"\n", 0)
+        os.ftruncate(self._descriptor, len(text) + 1)
+
+    def note(self, generation: str | None) -> None:
+        """Write down what is being written, before anything of it is; None: nothing is."""
         try:
-            os.pwrite(self._descriptor, text + b"\n", 0)
-            os.ftruncate(self._descriptor, len(text) + 1)
+            self._write(generation)
             if generation is not None:
                 os.fsync(self._descriptor)
+                if self._is_new:  # else its name is lost with the power, and its text with it
+                    _core.folder_sync(os.path.dirname(self._path))
+                    self._is_new = False
         except OSError as error:
             raise store_error(error, "cannot write the lock", self._path) from None
 
@@ -176,12 +187,10 @@ class WriterLock:
         if self._descriptor < 0:
             return
         descriptor, self._descriptor = self._descriptor, -1
-        try:
+        with suppress(OSError):  # closing does it
             if self._pid == os.getpid():
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-        except OSError:
-            pass  # closing does it
-        finally:
+        with suppress(OSError):  # closed all the same, and what it says is only a hint
             os.close(descriptor)
 
     def __enter__(self) -> WriterLock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
@@ -159,6 +160,7 @@ class _Save:
         self.generation = ""
         self.lock: WriterLock | None = None
         self.before: Manifest | None = None
+        self.sequence = 1
         self.error: BaseException | None = None
 
     # -- the beginning: rank 0 locks and chooses the generation
@@ -168,8 +170,12 @@ class _Save:
         lock = WriterLock(self.path)
         lock.acquire()
         self.lock = lock
-        if os.path.lexists(os.path.join(self.path, _folder.MANIFEST)):
+        with suppress(FileNotFoundError):
             self.before = _folder.read_manifest(self.path)
+            self.sequence = self.before.sequence + 1
+        if self.keep_root:  # one may be there that did not become the manifest
+            newest = max((root.sequence for root in _folder.list_roots(self.path)), default=0)
+            self.sequence = max(self.sequence, newest + 1)
         if lock.unfinished is not None:
             self._sweep(lock.unfinished)
         self.generation = os.urandom(8).hex()
@@ -404,7 +410,7 @@ def write_checkpoint(
     def describe(written: list[Any]) -> Manifest:
         return Manifest(
             generation=save.generation,
-            sequence=1 if save.before is None else save.before.sequence + 1,
+            sequence=save.sequence,
             created=_now(),
             writer=_WRITER,
             step=step,
@@ -490,7 +496,7 @@ def write_ranks(
         save.commit(
             like._replace(
                 generation=save.generation,
-                sequence=1 if save.before is None else save.before.sequence + 1,
+                sequence=save.sequence,
                 created=_now(),
                 writer=_WRITER,
                 world_size=world_size,
@@ -531,6 +537,7 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
         json.dumps(metadata, allow_nan=False).encode()
         json.dumps(metadata, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise type(error)(
+        cls = TypeError if isinstance(error, TypeError) else ValueError
+        raise cls(
             f"metadata must be what JSON can say (texts, numbers, lists, dicts): {error}"
         ) from None

@@ -219,7 +219,8 @@ def judge_ends(scenario, ends, call, how, rank):
         elif "raised" in end["told"]:
             complaints += judge_exception(end["told"], number == rank, call, how)
     told = ends[rank]["told"]
-    may_go_on = call in ("memory", "python", *scenario.harmless) or how == "EINTR"
+    harmless = {"memory", "python", *scenario.harmless}
+    may_go_on = how == "EINTR" or not harmless.isdisjoint((call, f"{call}:{how}"))
     may_go_on = may_go_on or told.get("warned") or "loaded" in told
     if how.startswith("kill"):
         if ends[rank]["exit"] != KILLED and told.get("hits"):

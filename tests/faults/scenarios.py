@@ -145,6 +145,7 @@ class SaveCheckpoint(SaveFile):
         "read": "as open",
         "pread": "as open",
         "rmdir": "as unlink",
+        "flock:ENOLCK": "a file system without locks; who writes there is on his own",
         "unlock": "closing the file, or the end of the process, does it too",
         "fcntl": "asks to go past the system's cache, which is not needed",
     }
