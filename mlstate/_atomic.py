@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,12 +16,15 @@ _NEW_FILE = 0o666
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system lets a folder be opened."""
+    """Make the names in a folder durable, where the system lets a folder be synced."""
     if os.name == "nt":
         return
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(number)
 
@@ -39,7 +43,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     target = Path(os.path.realpath(path))
     temporary = temporary_name(target)
-    number = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, _NEW_FILE)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    number = os.open(temporary, flags, _NEW_FILE)
     try:
         with os.fdopen(number, "w+b") as file:
             with suppress(FileNotFoundError):

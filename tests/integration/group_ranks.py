@@ -451,6 +451,25 @@ def a_rank_that_dies_is_seen(group):
 
 
 @scenario
+def what_fails_half_way_breaks_the_group(group):
+    """Memory that ran out, a key that was pressed: ranks are not at one place any more."""
+    from mlstate.integrations.torch import _exchange
+
+    def fail(*_):
+        raise MemoryError
+
+    group.barrier()
+    if group.rank == 0:
+        _exchange.reduce_parts = fail
+        raises(MemoryError, "", group.all_reduce, np.zeros(3))
+        raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
+    else:
+        assert group.all_reduce(np.zeros(3)).tolist() == [0, 0, 0]
+        raises(TypeError, "sparse", group.broadcast, torch.eye(2).to_sparse(), root=1)
+        assert repr(group) == "TorchGroup(rank 1 of 2)"  # nothing had begun
+
+
+@scenario
 def an_abort_ends_what_waits(group):
     if group.rank == 0:
         work = group.all_gather(np.zeros(3), async_op=True, timeout=5)

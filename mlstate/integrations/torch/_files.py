@@ -512,6 +512,7 @@ def write_dcp(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
+        sync_folder(temporary)
         if target.exists():
             target.rmdir()
         temporary.rename(target)

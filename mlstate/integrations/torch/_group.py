@@ -202,18 +202,23 @@ class TorchGroup:
         self._check_open(operation)
         link = Link(self._group, self._device, timeout)
         steps = start(link)
+        began = False
         try:
             while True:
                 work = next(steps)
+                began = True
                 remaining = link.remaining()
                 work.wait() if remaining is None else work.wait(remaining)
         except StopIteration as done:
             return done.value
         except CollectiveError:  # of the check, on every rank
             raise
-        except RuntimeError as error:  # all that torch raises
+        except BaseException as error:
             ended = self._ended
-            self._ended = ended or f"broken by {operation}, which failed"
+            if began or isinstance(error, RuntimeError):  # ranks are not at one place any more
+                self._ended = ended or f"broken by {operation}, which failed"
+            if not isinstance(error, RuntimeError):  # which all is that torch raises
+                raise
             raise self._explained(operation, timeout, ended, error) from error
 
     def _explained(
