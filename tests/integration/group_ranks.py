@@ -498,6 +498,7 @@ def main():
         except BaseException:
             outcome = traceback.format_exc()
         print(json.dumps({name: outcome}), flush=True)
+    group.close()
     with contextlib.suppress(RuntimeError):  # of a group that a scenario broke
         dist.destroy_process_group()
 

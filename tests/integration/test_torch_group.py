@@ -43,6 +43,12 @@ FAILURES = NAMES[NAMES.index("a_rank_that_does_not_come_is_a_timeout") :]
 WORKING = [name for name in NAMES if name not in FAILURES]
 
 
+def environment():
+    """The variables for a process that imports the same mlstate."""
+    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def run_ranks(world, names, store):
     """Run scenarios on `world` processes; return each rank's outcomes by name.
 
@@ -50,12 +56,10 @@ def run_ranks(world, names, store):
     """
     command = [sys.executable, str(RANKS), str(store)]
     pipe = subprocess.PIPE
-    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(world), *names],
-            stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment,
+            stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment(),
         )
         for rank in range(world)
     ]  # fmt: skip
@@ -87,6 +91,31 @@ def worked(request, tmp_path_factory):
 def test_ranks_agree(worked, name):
     for rank, (found, log) in enumerate(worked):
         assert found.get(name) == "ok", f"rank {rank}: {found.get(name)}\n{log}"
+
+
+def test_processes_end_well(worked):
+    for _, log in worked:
+        assert log.strip() == "exit 0"
+
+
+UNDER_WAY = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np, torch.distributed as dist
+from mlstate.integrations.torch import TorchGroup
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+group = TorchGroup()
+works = [group.all_reduce(np.ones(100_000), async_op=True) for _ in range(20)]
+"""
+
+
+def test_a_process_may_end_with_operations_under_way(tmp_path):
+    for number in range(2):
+        command = [sys.executable, "-c", UNDER_WAY, str(tmp_path / f"store{number}")]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=environment()
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", FAILURES)

@@ -124,7 +124,8 @@ class TorchGroup:
 
     After a timeout or another failure the group is of no use any more, and says so. One
     operation takes place at a time; ``async_op=True`` for arrays in main memory hands it to a
-    thread, and for tensors on a device puts it on the current stream.
+    thread, and for tensors on a device puts it on the current stream. Close a group before torch
+    destroys its own; a process that ends waits for operations under way, unless `abort` is called.
 
     Examples
     --------
@@ -248,19 +249,22 @@ class TorchGroup:
                         return
                     work, timeout, start = self._queue.popleft()
                 try:
-                    work.set_result(self._perform(work.operation, timeout, start))
+                    result = self._perform(work.operation, timeout, start)
                 except BaseException as error:
                     work.set_error(error)
-                del work, start  # not kept while waiting for the turn
+                else:
+                    del start  # arrays are let go before anyone can wait for that
+                    work.set_result(result)
+                    del result
+                del work
 
     def _enqueue(self, operation: str, timeout: float | None, start: Start) -> Work:
+        """Hand an operation to the thread, which Python waits for when it ends."""
         work = Work(operation, self._rank)
         with self._lock:
             self._queue.append((work, timeout, start))
             if self._worker is None:
-                self._worker = threading.Thread(
-                    target=self._drain, name="mlstate-torch-group", daemon=True
-                )
+                self._worker = threading.Thread(target=self._drain, name="mlstate-torch-group")
                 self._worker.start()
         return work
 
