@@ -97,9 +97,10 @@ class ShardRecord(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint that exists, as it was when this was made.
+    """A checkpoint that exists.
 
-    Only the manifest and the indexes are read.
+    The manifest is read at once, the indexes when something is asked of them: then a
+    checkpoint that was replaced in between is not found any more.
 
     Parameters
     ----------
@@ -117,20 +118,6 @@ class Checkpoint:
     ----------
     path : str
         Absolute.
-    generation : str
-        Of this save: no two have the same.
-    sequence : int
-        How many saves there were in this folder.
-    step : int or None
-        As it was saved.
-    created : str
-        When, in UTC (ISO 8601).
-    writer : str
-        Program and version.
-    world_size : int
-        Ranks that saved.
-    metadata : dict
-        As it was saved.
     written : dict or None
         Of a checkpoint that `save` returns: what this rank wrote (``new_shards``,
         ``new_bytes``, ``new_files``, and ``shards``, ``data_bytes`` of all that it has).
@@ -157,13 +144,40 @@ class Checkpoint:
             self._read_catalog = _folder.load_catalog(self.path, self._manifest)
         return self._read_catalog
 
-    generation = property(lambda self: self._manifest.generation)
-    sequence = property(lambda self: self._manifest.sequence)
-    step = property(lambda self: self._manifest.step)
-    created = property(lambda self: self._manifest.created)
-    writer = property(lambda self: self._manifest.writer)
-    world_size = property(lambda self: self._manifest.world_size)
-    metadata = property(lambda self: self._manifest.metadata)
+    @property
+    def generation(self) -> str:
+        """What tells this save from every other."""
+        return self._manifest.generation
+
+    @property
+    def sequence(self) -> int:
+        """How many saves there were in this folder, this one included."""
+        return self._manifest.sequence
+
+    @property
+    def step(self) -> int | None:
+        """As it was saved."""
+        return self._manifest.step
+
+    @property
+    def created(self) -> str:
+        """When, in UTC (ISO 8601)."""
+        return self._manifest.created
+
+    @property
+    def writer(self) -> str:
+        """Program and version."""
+        return self._manifest.writer
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved."""
+        return self._manifest.world_size
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """As it was saved."""
+        return self._manifest.metadata
 
     @property
     def model(self) -> dict[str, Any] | None:

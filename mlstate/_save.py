@@ -443,6 +443,7 @@ def write_checkpoint(
         clean = save.group.world_size == 1 and save.error is not None
         raise
     finally:
+        save.error = problem = None  # its traceback leads back here
         save.close(clean=clean)
     if save.group.world_size > 1:
         save.group.barrier()

@@ -22,6 +22,7 @@ from mlstate import checkpoint, collectives, coreml, errors, kv, state, threads
 
 MODULES = (mlstate, checkpoint, collectives, coreml, errors, kv, state, threads)
 CALLS = 300
+FEW = 40  # of those that wait for the disk
 PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage"
 
 # Names that nobody calls: a protocol for annotations.
@@ -39,10 +40,11 @@ NOT_CALLED = {
 CASES = []
 
 
-def case(*names):
+def case(*names, calls=CALLS):
     """Register a case that covers the public `names` ("Class.method" for methods)."""
 
     def register(function):
+        function.calls = calls
         CASES.append(pytest.param(function, id=function.__name__))
         function.names = names
         return function
@@ -468,6 +470,115 @@ def loads(_):
     ), [target, source, frozen]
 
 
+# ---- sharded checkpoints ----
+
+
+@case(
+    "save",
+    "load",
+    "verify",
+    "inspect",
+    "Checkpoint",
+    "Checkpoint.files",
+    "Checkpoint.load",
+    "Checkpoint.shards",
+    "Checkpoint.tensors",
+    "Checkpoint.verify",
+    "LoadedState",
+    "ShardRecord",
+    "TensorRecord",
+    "VerifyReport",
+    "Problem",
+    "Problem.as_error",
+    calls=FEW,
+)
+def checkpoints(tmp_path):
+    model, path = weights(), tmp_path / "ckpt"
+    moments = {f"{name}.m": np.ones_like(array) for name, array in model.items()}
+    strided = {"a": np.ones((6, 4), np.float16).T, "s": checkpoint.Shard(model["layers.0.w"])}
+    targets = {name: np.empty_like(array) for name, array in model.items()}
+    checkpoint.save(path, model, moments)
+    damaged = tmp_path / "damaged"
+    shard = checkpoint.save(damaged, model).shards()[0]
+    with (damaged / shard.path).open("r+b") as file:
+        file.seek(shard.offset)
+        file.write(b"\xff\xff\xff\xff")
+
+    def run():
+        checkpoint.save(path, strided, moments, metadata={"a": [1]}, step=3)
+        made = checkpoint.save(path, model, moments, layout="rows", progress=lambda count: None)
+        made.tensors(), made.shards(), made.files(), repr(made), made._repr_html_()
+        made.load(names="layers.0"), made.load(mmap=True), made.load(into={"model": targets})
+        made.load(rank=0, world_size=2, layout="rows", verify=False, missing="zeros")
+        repr(made.verify()), made.verify()._repr_html_()
+
+    def look():
+        repr(checkpoint.inspect(damaged))
+        for problem in checkpoint.verify(damaged).problems:
+            problem.as_error("x")
+
+    return each(
+        run,
+        look,
+        raises(errors.ChecksumError, checkpoint.load, damaged),
+        raises(errors.StoreError, checkpoint.load, tmp_path / "none"),
+        raises(errors.TensorNotFoundError, checkpoint.load, path, names="none"),
+        raises(errors.CompatibilityError, checkpoint.load, path, into={"model": {"x": model}}),
+        raises(TypeError, checkpoint.save, path, {"a": object()}),
+        raises(ZeroDivisionError, checkpoint.save, path, strided, progress=lambda count: 1 / 0),
+    ), [model, moments, strided, targets]
+
+
+@case(
+    "CheckpointManager",
+    *(f"CheckpointManager.{n}" for n in vars(checkpoint.CheckpointManager) if n[0] != "_"),
+    "reshard",
+    calls=FEW,
+)
+def steps_of_a_run(tmp_path):
+    model = weights()
+    numbers = itertools.count()
+
+    def run():
+        with checkpoint.CheckpointManager(tmp_path / "run", keep=3) as manager:
+            step = next(numbers)
+            manager.save(step, model)
+            manager.save(step + 1_000_000, model)
+            manager.delete(step)
+            manager.checkpoint(step + 1_000_000), manager.latest_step(), manager.steps()
+            manager.restore(step + 1_000_000), manager.restore_latest()
+        checkpoint.reshard(tmp_path / "run", tmp_path / "cut", layout="flat", world_size=2)
+
+    return run, [model]
+
+
+@case(
+    "Layout",
+    *(
+        f"Layout.{n}"
+        for n in vars(checkpoint.Layout)
+        if n[0] != "_" and n not in ("steps", "parts")
+    ),
+    "Shard",
+)
+def layouts(_):
+    array = np.ones((5, 3))
+
+    def run():
+        both = checkpoint.Layout.axis(1, 2) * checkpoint.Layout.flat(2)
+        pickle.loads(pickle.dumps(both)), repr(both), hash(both), both == both.steps
+        both.shape((5, 3), 1), both.take(array, 3), checkpoint.Layout.whole()
+        shard = checkpoint.Layout.rows(2).shard(array, 1, version=3, tier="hot")
+        repr(shard), state.StateDict(x=shard)
+
+    return each(
+        run,
+        raises(ValueError, checkpoint.Layout, [("flat", 2), (0, 2)]),
+        raises(TypeError, checkpoint.Shard, array, checkpoint.Layout.rows(2)),
+        raises(ValueError, checkpoint.Layout.rows(2).take, array, 2),
+    ), [array]
+
+
 # ---- collectives ----
 
 
@@ -579,11 +690,11 @@ def c_bytes():
     return info.uordblks + info.hblkhd
 
 
-def measured(call):
-    """(blocks, C bytes) that CALLS calls leave behind."""
+def measured(call, calls=CALLS):
+    """(blocks, C bytes) that so many calls leave behind."""
     gc.collect()
     blocks, memory = sys.getallocatedblocks(), c_bytes()
-    for _ in itertools.repeat(None, CALLS):
+    for _ in itertools.repeat(None, calls):
         call()
     gc.collect()
     return sys.getallocatedblocks() - blocks, c_bytes() - memory
@@ -593,16 +704,17 @@ def measured(call):
 @pytest.mark.parametrize("prepare", CASES)
 def test_nothing_is_left_behind(prepare, tmp_path):
     call, inputs = prepare(tmp_path)
-    for _ in range(20):  # caches fill
+    calls = prepare.calls
+    for _ in range(min(20, calls)):  # caches fill
         call()
     counts = [sys.getrefcount(thing) for thing in inputs]
     rounds = []
     for _ in range(8):  # a leak shows in every round; what a cache keeps, in the first ones
-        rounds.append(measured(call))
-        if rounds[-1][0] < CALLS // 6 and rounds[-1][1] < CALLS * 4:
+        rounds.append(measured(call, calls))
+        if rounds[-1][0] < max(calls // 6, 32) and rounds[-1][1] < calls * 4:
             break
     else:
-        pytest.fail(f"(blocks, bytes of C) left after {CALLS} calls: {rounds}")
+        pytest.fail(f"(blocks, bytes of C) left after {calls} calls: {rounds}")
     after = [sys.getrefcount(thing) for thing in inputs]
     assert after == counts, "a call took or dropped references of its inputs"
 

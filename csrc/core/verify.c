@@ -12,6 +12,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -105,7 +106,7 @@ static void add(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
 {
     mls_problem problem = {
         .kind = kind, .file = file, .shard = shard, .offset = offset, .bytes = bytes};
-    strncpy(problem.text, text, sizeof problem.text - 1);
+    snprintf(problem.text, sizeof problem.text, "%s", text);
     pthread_mutex_lock(&v->lock);
     append(v, &problem);
     pthread_mutex_unlock(&v->lock);

@@ -4,6 +4,7 @@
 
 #include "mlsp.h"
 
+#include "catalog.h"
 #include "crc32c.h"
 #include "index.h"
 #include "shard_read.h"
@@ -56,7 +57,28 @@ const mls_crc_kernels *mlsp_crc_of(const mlsp_state *state);
  * "layer.0.weight".  Shares the key's text. */
 mls_tensor_id mlsp_id_of(mls_section section, mls_text key);
 
-/* ---- py_catalog.c ---- */
+/* ---- py_catalog.c, py_catalog_load.c ---- */
+
+/* A Catalog: immutable once it exists. */
+typedef struct catalog_object {
+    PyObject_HEAD mls_index *indexes;
+    size_t index_count;
+    mls_catalog catalog;
+} catalog_object;
+
+/* The module's state, from a Catalog. */
+const mlsp_state *mlsp_catalog_state(PyObject *self);
+
+/* New reference to the key under which a state dict has a tensor. */
+PyObject *mlsp_catalog_key(const mls_tensor_id *id);
+
+/* A section's number as an argument.  -1 with an exception set. */
+int mlsp_take_section(const mlsp_state *state, PyObject *object, mls_section *out);
+
+/* Methods of a Catalog. */
+PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t count);
+PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
+                                 Py_ssize_t count);
 
 /* The index of a rank in a Catalog, NULL where it has none; borrowed.  -1 with TypeError
  * set. */

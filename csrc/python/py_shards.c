@@ -30,9 +30,10 @@ int mlsp_open_folder(const mlsp_state *state, PyObject *path, int *out)
     if (!PyUnicode_FSConverter(path, &encoded)) {
         return -1;
     }
+    const char *text = PyBytes_AS_STRING(encoded);
     int fd, reason;
     Py_BEGIN_ALLOW_THREADS
-        fd = open(PyBytes_AS_STRING(encoded), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        fd = open(text, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         reason = errno;
     Py_END_ALLOW_THREADS
     Py_DECREF(encoded);
@@ -824,8 +825,9 @@ static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_
         !PyUnicode_FSConverter(args[0], &encoded)) {
         return NULL;
     }
+    const char *to = PyBytes_AS_STRING(encoded);
     Py_BEGIN_ALLOW_THREADS
-        code = replace(PyBytes_AS_STRING(encoded), bytes, (size_t)length, &st);
+        code = replace(to, bytes, (size_t)length, &st);
     Py_END_ALLOW_THREADS
     Py_DECREF(encoded);
     return code == MLS_OK ? Py_NewRef(Py_None)
