@@ -16,6 +16,7 @@ _MOST_BYTES = 256 << 20
 _MOST_RANKS = 1 << 24
 _INT64 = (1 << 63) - 1
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CRC = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
 
 
@@ -75,9 +76,11 @@ class _WrongError(Exception):
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _WrongError(f'"{twice}" appears twice in one object')
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _WrongError(f'"{name[:80]}" appears twice in one object')
+            seen.add(name)
     return made
 
 
@@ -166,8 +169,12 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
         if len(data) > _MOST_BYTES:
             raise _WrongError(f"it is {len(data)} bytes long, and {_MOST_BYTES} are the most")
         _core.seal_check(data, path)
-        text = data.decode("utf-8")
-        return _read(json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant))
+        found = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+        )
+        if _SURROGATE.search(data):
+            json.dumps(found, ensure_ascii=False).encode()  # half of a pair is no UTF-8
+        return _read(found)
     except FormatError:
         raise
     except (_WrongError, ValueError, RecursionError) as reason:
