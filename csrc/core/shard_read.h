@@ -2,8 +2,8 @@
  *
  * What is stored and what is wanted are parts of one tensor (see layout.h), and need not
  * be the same part: only the bytes that both have in common are read, or, where they are
- * verified, the checksummed blocks that hold such bytes.  A file that the caller's records
- * do not describe (another length, no regular file) is refused before it is read.
+ * verified, the checksummed blocks that hold such bytes.  A file that the caller's
+ * records do not describe (another length, no regular file) is refused before it is read.
  */
 #ifndef MLS_SHARD_READ_H
 #define MLS_SHARD_READ_H
@@ -20,13 +20,14 @@
 
 /* One stored shard; everything is borrowed. */
 typedef struct mls_stored_shard {
-    const char *file;     /* its path under the folder, NUL-terminated */
-    uint64_t file_bytes;  /* length that the file must have */
-    uint64_t offset;      /* of the shard's first byte in it */
-    size_t item_bytes;    /* of one element */
-    mls_part part;        /* what it is of its tensor; its elements lie packed */
-    const uint32_t *crcs; /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
-    mls_text name;        /* of the tensor, for messages */
+    const char *file;    /* its path under the folder, NUL-terminated */
+    uint64_t file_bytes; /* length that the file must have */
+    uint64_t offset;     /* of the shard's first byte in it */
+    size_t item_bytes;   /* of one element */
+    mls_part part;       /* what it is of its tensor; its elements lie packed */
+    const uint32_t
+        *crcs;     /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
+    mls_text name; /* of the tensor, for messages */
 } mls_stored_shard;
 
 /* What goes where: the elements that `shard` and `to` have in common, to `data`, where
