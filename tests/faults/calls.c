@@ -217,7 +217,8 @@ EXPORT int __open64_2(const char *path, int flags)
 EXPORT int close(int fd)
 {
     const bool ours = mls_is_ours(fd);
-    const bool writes = ours && (flags_of(fd) & O_ACCMODE) != O_RDONLY;
+    const bool writes =
+        ours && (flags_of(fd) & O_ACCMODE) != O_RDONLY && !mls_is_hint(fd);
     const mls_step step = mls_enter(writes ? MLS_close : MLS_close_read, ours);
     const long result = syscall(SYS_close, fd);
     const bool failed = mls_refused(&step);

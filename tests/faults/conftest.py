@@ -42,7 +42,7 @@ def make_bench(shim, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module", params=list(scenarios.ALL))
+@pytest.fixture(scope="session", params=list(scenarios.ALL))
 def bench(request, make_bench):
     """Each good scenario."""
     with make_bench(scenarios.ALL[request.param]) as bench:

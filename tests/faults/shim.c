@@ -30,6 +30,7 @@ static struct {
     bool syncs;
     mls_how how;
     int error;
+    char hint[NAME_MAX + 1];
     int log;
     char log_path[PATH_MAX];
     pid_t owner; /* who opened the log: a child opens its own */
@@ -149,6 +150,8 @@ EXPORT void mls_shim_arm(void)
     for (int i = 0; i < MLS_CALL_COUNT; i++) {
         shim.counts[i] = 0;
     }
+    const char *hint = getenv("MLS_FAULT_HINT");
+    snprintf(shim.hint, sizeof shim.hint, "%s", hint != NULL ? hint : "");
     shim.syncs = sync == NULL || strcmp(sync, "no") != 0;
     shim.changes = 0;
     shim.hits = 0;
@@ -228,6 +231,14 @@ bool mls_is_ours(int fd)
     const bool ours = shim.armed && fd >= 0 && path_of(fd, path) && below_root(path);
     errno = before;
     return ours;
+}
+
+bool mls_is_hint(int fd)
+{
+    char path[PATH_MAX];
+    const char *slash;
+    return shim.hint[0] != '\0' && path_of(fd, path) &&
+           (slash = strrchr(path, '/')) != NULL && strcmp(slash + 1, shim.hint) == 0;
 }
 
 /* `path` as an absolute one, which may still hold links and dots. */

@@ -9,7 +9,9 @@
  *   MLS_FAULT_ROOT  folder that the faults are for: itself and all below it
  *   MLS_FAULT       CALL:N:HOW or CALL:N+:HOW (see below); unset: none, calls are counted
  *   MLS_FAULT_LOG   file outside the root to record to; unset: nothing is recorded
- *   MLS_FAULT_SYNC  "no": syncs are counted, failed and recorded, but not carried out
+ *   MLS_FAULT_HINT  name of a file whose text nobody depends on, such as a lock: its
+ * close counts as close_read MLS_FAULT_SYNC  "no": syncs are counted, failed and
+ * recorded, but not carried out
  *
  * CALL is one of the names in MLS_CALLS, or `change` for every call that changes files;
  * N counts from 1, and N+ means that one and all later ones.  HOW is
@@ -100,6 +102,9 @@ bool mls_locate(int at, const char *path, mls_place *out);
 
 /* Whether a descriptor is of something below the root. */
 bool mls_is_ours(int fd);
+
+/* Whether a descriptor is of the file that MLS_FAULT_HINT names. */
+bool mls_is_hint(int fd);
 
 /* Count a call and decide about it; MLS_KILL_BEFORE does not return.  A call that will be
  * recorded takes the recorder's lock, so that the log has the order of the disk. */

@@ -41,6 +41,9 @@ ERRORS = {
     "fcntl": ["EINVAL", "EIO", "EINTR"],
 }
 
+# What the ordinary test run makes fail.
+USUAL = ["create", "close", "pwrite", "fsync", "fsync_folder", "syncfs", "rename", "unlink"]
+
 
 def complain(complaints):
     if complaints:
@@ -56,11 +59,11 @@ def points(bench, call, most, start="A"):
     ]
 
 
-@pytest.mark.parametrize("call", ERRORS)
+@pytest.mark.parametrize("call", harness.amount(USUAL, ERRORS, ERRORS))
 def test_each_call_fails_once(bench, call):
     complaints = []
-    for rank, n in points(bench, call, harness.few(2, 6)):
-        for how in ERRORS[call][: harness.few(1, None)]:
+    for rank, n in points(bench, call, bench.most(1, 3)):
+        for how in ERRORS[call][: harness.amount(1, 2)]:
             complaints += bench.try_fault(f"{call}:{n}:{how}", rank)
     complain(complaints)
 
@@ -69,7 +72,7 @@ def test_each_call_fails_once(bench, call):
 @pytest.mark.parametrize("how", ["kill-before", "kill-after", "kill-half"])
 def test_killed_at_each_change(bench, how, start):
     complaints = []
-    most = harness.few(6 if start == "A" else 2, 20 if start == "A" else 5)
+    most = bench.most(4, 10) if start == "A" else bench.most(2, 4)
     for rank, n in points(bench, "change", most, start):
         complaints += bench.try_fault(f"change:{n}:{how}", rank, start)
     complain(complaints)
@@ -80,6 +83,6 @@ def test_killed_at_each_change(bench, how, start):
 )
 def test_from_some_call_on_nothing_works(bench, fault):
     complaints = []
-    for rank, n in points(bench, fault.partition(":")[0], harness.few(3, 10)):
+    for rank, n in points(bench, fault.partition(":")[0], bench.most(2, 4)):
         complaints += bench.try_fault(fault.format(n), rank)
     complain(complaints)

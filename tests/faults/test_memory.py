@@ -34,7 +34,7 @@ def bench(request, alloc_shim, tmp_path_factory):
 def test_saving_without(bench, call, how):
     complaints = []
     for rank, counts in enumerate(bench.counts()):
-        for n in harness.spread(counts[call], harness.few(4, 20)):
+        for n in harness.spread(counts[call], bench.most(2, 8)):
             complaints += bench.try_fault(f"{call}:{n}:{how}", rank)
     complain(complaints)
 
@@ -42,7 +42,7 @@ def test_saving_without(bench, call, how):
 @pytest.mark.parametrize(("call", "how"), [("memory", "ENOMEM"), ("thread", "EAGAIN")])
 def test_loading_without(bench, call, how):
     complaints = []
-    for n in harness.spread(bench.counts(None)[0][call], harness.few(4, 20)):
+    for n in harness.spread(bench.counts(None)[0][call], bench.most(2, 6)):
         complaints += bench.try_loading(f"{call}:{n}:{how}")
     complain(complaints)
 
@@ -53,6 +53,6 @@ def test_python_has_no_memory(bench, action):
     pytest.importorskip("_testcapi", reason="CPython's own hooks are not installed")
     attempt = bench.try_fault if action == "saving" else bench.try_loading
     complaints = []
-    for n in harness.few((0, 7, 30), range(0, 200, 7), range(400)):
+    for n in harness.amount((0, 7, 30), range(0, 200, 20), range(400)):
         complaints += attempt(f"python:{n}:ENOMEM")
     complain(complaints)

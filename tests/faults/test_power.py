@@ -50,7 +50,7 @@ def judge_states(bench, disk, rng, samples, seen, allowed):
         root.mkdir()
         replay.materialise(state, root)
         found = harness.judge_content(bench.scenario, root, allowed)
-        if len(seen) % harness.few(10, 5, 2) == 0:
+        if len(seen) % harness.amount(10, 5, 2) == 0:
             found += bench.judge_next(root, True)
         if found and os.environ.get("MLSTATE_FAULTS_KEEP"):
             found.append(f"see {root}")
@@ -64,15 +64,17 @@ def fail_everywhere(bench, start="A"):
     """Complaints about the states after each entry, and how many states there were."""
     _, disk, entries = record(bench, start)
     rng = random.Random(SEED)
-    most = harness.few(2 if bench.scenario.heavy else 20, 60)
-    chosen = set(harness.spread(len(entries), most))
+    chosen = set(harness.spread(len(entries), bench.most(3, 20)))
+    telling = [number for number, entry in enumerate(entries, 1) if entry.kind in "RDSN"]
+    chosen.update(telling[n - 1] for n in harness.spread(len(telling), bench.most(8, 30)))
+    chosen.add(len(entries))
     complaints, seen, allowed = [], set(), start + "B"
     for number, entry in enumerate(entries, 1):
         disk.apply(entry)
         if (entry.kind, entry.name) == ("N", "returned"):
             allowed = "B"
-        if number in chosen or entry.kind in "RDSN":
-            samples = harness.few(1, 4, 20)
+        if number in chosen:
+            samples = harness.amount(1, 2, 20)
             for text in judge_states(bench, disk, rng, samples, seen, allowed):
                 complaints.append(f"after entry {number} ({entry}): {text}")
     return complaints, len(seen)

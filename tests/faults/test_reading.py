@@ -4,15 +4,16 @@ import harness
 import pytest
 from test_faults import ERRORS, complain
 
+USUAL = ["open", "pread"]  # in the ordinary test run
 READING = ["open", "open_folder", "close_read", "read", "pread", "mmap", "stat", "list"]
 
 
-@pytest.mark.parametrize("call", READING)
+@pytest.mark.parametrize("call", harness.amount(USUAL, READING, READING))
 def test_each_call_fails_once(bench, call):
     complaints = []
     (counts, *_) = bench.counts(None)
-    for n in harness.spread(counts[call], harness.few(3, 20)):
-        for how in ERRORS[call][: harness.few(1, None)]:
+    for n in harness.spread(counts[call], bench.most(1, 4)):
+        for how in ERRORS[call][: harness.amount(1, 2)]:
             complaints += bench.try_loading(f"{call}:{n}:{how}")
     complain(complaints)
 
