@@ -340,17 +340,27 @@ static mls_code keep_same(mls_shard_plan *plan, mls_status *st)
     return code;
 }
 
-/* Versions go up with changes only; the caller's own, where there is one, was checked. */
-static void set_versions(mls_shard_plan *plan)
+/* Versions go up with changes only; the caller's own, where there is one, was checked.
+ * One that cannot go up (a caller who counts in hashes has had it) would make an index
+ * that nobody can read. */
+static mls_code set_versions(mls_shard_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         const mls_planned *planned = &plan->planned[i];
         const uint64_t old = planned->before == NULL ? 0 : planned->before->version;
+        const bool counted = planned->item->version == 0 && !planned->same;
+        if (counted && old >= INT64_MAX) {
+            mls_fail(st, MLS_E_VALUE,
+                     "the version of a shard cannot go up any more: it "
+                     "is the highest one, as a caller set it");
+            return about(planned->item, st);
+        }
         plan->index.shards[i].version = planned->item->version != 0
                                             ? planned->item->version
-                                        : planned->same ? old
-                                                        : old + 1;
+                                        : counted ? old + 1
+                                                  : old;
     }
+    return MLS_OK;
 }
 
 /* ---- new files ---- */
@@ -517,7 +527,9 @@ mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
     if (code == MLS_OK && plan->job->before != NULL) {
         code = keep_same(plan, st);
     }
-    set_versions(plan);
+    if (code == MLS_OK) {
+        code = set_versions(plan, st);
+    }
     if (code == MLS_OK &&
         (placings = mls_alloc(plan->index.shard_count, sizeof *placings)) == NULL) {
         code = no_memory(plan, st);
