@@ -35,12 +35,14 @@ _WRITER = f"mlstate {__version__}"
 # ---- what is saved ----
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(name: str, value: Any) -> Any:
     """A torch tensor on a device is copied to main memory; nothing else is."""
     array = value.array if isinstance(value, Shard) else value
     device = getattr(getattr(array, "device", None), "type", "cpu")
-    if device in ("cpu", "meta"):
+    if device == "cpu":
         return value
+    if device == "meta":
+        raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
     copied = array.detach().cpu()
     if not isinstance(value, Shard):
         return copied
@@ -88,7 +90,7 @@ def _as_dict(state: Any) -> dict[str, Any] | None:
     if torch is None:
         return plain
     kinds = (torch.Tensor, Shard)
-    return {n: _on_host(v) if isinstance(v, kinds) else v for n, v in plain.items()}
+    return {n: _on_host(n, v) if isinstance(v, kinds) else v for n, v in plain.items()}
 
 
 def _whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> list[str]:

@@ -116,6 +116,8 @@ def save(
         version goes back.
     CompatibilityError
         A dtype that files have no name for, or a shape that does not go with its layout.
+    BufferError
+        A tensor has no memory to export, such as one on torch's ``meta`` device.
     StoreError
         The system refused: an `OSError` with its ``errno`` (EBUSY: another process is
         writing this checkpoint).

@@ -1,0 +1,146 @@
+"""Checkpoints of torch modules and optimizers in one process."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, Layout, inspect
+
+pytestmark = pytest.mark.torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    torch = pytest.importorskip("torch", reason="its modules are what is saved")
+
+OPTIMIZERS = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
+    )
+    return layers.to(dtype)
+
+
+def train(module, optimizer, steps, start=0):
+    losses = []
+    dtype = next(module.parameters()).dtype
+    for step in range(start, start + steps):
+        torch.manual_seed(1000 + step)
+        optimizer.zero_grad()
+        loss = module(torch.randn(32, 8, dtype=dtype)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_goes_on_bit_for_bit(tmp_path, kind, dtype):
+    module = model(dtype)
+    optimizer = OPTIMIZERS[kind](module.parameters())
+    train(module, optimizer, 3)
+    saved = mlstate.save(tmp_path / "a", module, optimizer, layout="rows")
+    assert saved.step == (0 if kind in ("sgd", "momentum") else 3)
+    expected = train(module, optimizer, 4, start=3)
+
+    # in place, of a fresh module and a fresh optimizer
+    fresh = model(dtype)
+    other = OPTIMIZERS[kind](fresh.parameters())
+    pointers = [p.data_ptr() for p in fresh.parameters()]
+    mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
+    assert [p.data_ptr() for p in fresh.parameters()] == pointers
+    assert train(fresh, other, 4, start=3) == expected
+
+    # by state dicts, as torch does it
+    fresh = model(dtype)
+    other = OPTIMIZERS[kind](fresh.parameters())
+    loaded = mlstate.load(tmp_path / "a")
+    fresh.load_state_dict(loaded.model.to_torch())
+    other.load_state_dict(loaded.optimizer.to_torch(other, fresh))
+    assert train(fresh, other, 4, start=3) == expected
+
+
+def test_adafactors_factors_lie_along_their_own_axes(tmp_path):
+    module = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.Adafactor(module.parameters())
+    module(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    mlstate.save(tmp_path / "a", module, optimizer)
+    records = {t.key: t for t in inspect(tmp_path / "a").tensors()}
+    assert records["weight.row_var"].axes == (0, None)
+    assert records["weight.col_var"].axes == (None, 1)
+    half = mlstate.load(tmp_path / "a", layout=Layout.rows(2), rank=1).optimizer
+    assert half["weight.row_var"].shape == (2, 1)
+    assert half["weight.col_var"].shape == (1, 6)
+    assert np.array_equal(
+        half["weight.row_var"], mlstate.load(tmp_path / "a").optimizer["weight.row_var"][2:]
+    )
+
+
+def test_memory_filled_in_place_is_noticed_by_autograd(tmp_path):
+    module = model()
+    mlstate.save(tmp_path / "a", module)
+    weight = module[0].weight
+    squared = (weight * weight).sum()
+    mlstate.load(tmp_path / "a", into={"model": module})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+def test_a_module_of_other_shapes_is_refused_and_stays_as_it_is(tmp_path):
+    mlstate.save(tmp_path / "a", model())
+    other = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 5)
+    )
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(mlstate.CompatibilityError, match=r"'3\.bias'|'3\.weight'"):
+        mlstate.load(tmp_path / "a", into={"model": other})
+    assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
+    with pytest.raises(mlstate.CompatibilityError, match="Missing key"):
+        mlstate.load(tmp_path / "a", into={"model": torch.nn.Linear(2, 2)})
+
+
+def test_steps_of_a_module_are_kept(tmp_path):
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters())
+    with CheckpointManager(tmp_path / "run", keep=2) as manager:
+        for step in range(4):
+            train(module, optimizer, 1, start=step)
+            manager.save(step, module, optimizer)
+        expected = train(module, optimizer, 2, start=4)
+        fresh = model()
+        other = torch.optim.Adam(fresh.parameters())
+        assert manager.restore_latest(into={"model": fresh, "optimizer": other}).step == 3
+    assert train(fresh, other, 2, start=4) == expected
+
+
+def test_tensors_in_a_plain_dict_and_shards_of_tensors(tmp_path):
+    weight = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3)
+    rows = Layout.rows(2)
+    state = {"w": rows.shard(weight, 0), "t": weight.T, "p": torch.nn.Parameter(torch.ones(2))}
+    mlstate.save(tmp_path / "a", state | {"w2": weight})
+    loaded = mlstate.load(tmp_path / "a", names=["t", "p", "w2"]).model.to_torch()
+    assert torch.equal(loaded["t"], weight.T) and torch.equal(loaded["w2"], weight)
+    part = mlstate.load(tmp_path / "a", names="w", layout=rows, rank=0).model.to_torch()["w"]
+    assert torch.equal(part, weight[:2])
+    target = {"w2": torch.zeros_like(weight)}
+    mlstate.load(tmp_path / "a", names="w2", into={"model": target})
+    assert torch.equal(target["w2"], weight)
+
+
+def test_a_tensor_without_memory_is_refused_by_name(tmp_path):
+    with pytest.raises(BufferError, match="'w' is a tensor on torch's meta device"):
+        mlstate.save(tmp_path / "a", {"w": torch.empty(2, device="meta")})
+    assert not (tmp_path / "a").exists()
