@@ -1,4 +1,4 @@
-/* index: reading and writing.
+/* index: reading.
  *
  * The reader goes over the document twice: once to check its outline and to count what
  * will be needed, once to fill it in.  Each count is a number of JSON values, so memory
@@ -19,12 +19,10 @@ enum {
     NODES = 64 << 20,    /* values in a text of 512 MiB, and more than it can hold */
     SHOWN_NAME = 100,    /* bytes of a name in a message */
     HEADER_BYTES = 8,    /* a shard file has no payload before that */
-    FORMAT_VERSION = 1,  /* the only one so far */
     WORLD_MOST = 1 << 24 /* ranks */
 };
 
 /* The longest text that the JSON reader takes. */
-#define TEXT_MOST (((size_t)512 << 20) - 1)
 
 const char *mls_section_name(mls_section section)
 {
@@ -723,10 +721,10 @@ static mls_code read_format(reader *r)
         return fail_member(r, m[FORMAT].node, "format", "is not \"mlstate.index\"");
     }
     if (!mls_json_u64(r->json, m[FORMAT_NUMBER].node, &number) ||
-        number != FORMAT_VERSION) {
+        number != MLS_INDEX_VERSION) {
         fail_member(r, m[FORMAT_NUMBER].node, "format_version",
                     "is one that this mlstate does not read: use a newer one");
-        mls_status_expected(r->st, "%d", (int)FORMAT_VERSION);
+        mls_status_expected(r->st, "%d", (int)MLS_INDEX_VERSION);
         return MLS_E_FORMAT;
     }
     return MLS_OK;
@@ -806,134 +804,7 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
         mls_index_fini(&r.index);
         return code;
     }
+    mls_json_forget(json); /* names stay, values are not asked for any more */
     *out = r.index;
-    return MLS_OK;
-}
-
-/* ---- writing ---- */
-
-static void put_string(mls_buffer *b, const char *key, mls_text text)
-{
-    mls_buffer_text(b, key);
-    mls_buffer_json(b, text);
-}
-
-static void put_number(mls_buffer *b, const char *key, uint64_t number)
-{
-    mls_buffer_text(b, key);
-    mls_buffer_number(b, number);
-}
-
-static void put_plain(mls_buffer *b, const char *key, const char *text)
-{
-    put_string(b, key, (mls_text){text, strlen(text)});
-}
-
-/* The digits of `count` checksums as one string. */
-static void put_crcs(mls_buffer *b, const char *key, const uint32_t *crcs, size_t count)
-{
-    mls_buffer_text(b, key);
-    mls_buffer_text(b, "\"");
-    for (size_t i = 0; i < count; i++) {
-        char digits[MLS_CRC_DIGITS];
-        mls_crc_to_digits(crcs[i], digits);
-        mls_buffer_put(b, digits, sizeof digits);
-    }
-    mls_buffer_text(b, "\"");
-}
-
-/* [[0,4],["flat",2]] */
-static void put_layout(mls_buffer *b, const mls_layout *layout)
-{
-    mls_buffer_text(b, ",\"layout\":[");
-    for (int i = 0; i < layout->count; i++) {
-        mls_buffer_text(b, i == 0 ? "[" : ",[");
-        if (layout->steps[i].axis == MLS_LAYOUT_FLAT) {
-            mls_buffer_text(b, "\"flat\"");
-        } else {
-            mls_buffer_number(b, (uint64_t)layout->steps[i].axis);
-        }
-        put_number(b, ",", layout->steps[i].parts);
-        mls_buffer_text(b, "]");
-    }
-    mls_buffer_text(b, "]");
-}
-
-/* Without the place: what a shard is does not change when it is moved. */
-void mls_index_put_shard(mls_buffer *b, const mls_index_shard *s)
-{
-    put_plain(b, "{\"section\":", mls_section_name(s->id.section));
-    put_string(b, ",\"name\":", s->id.name);
-    if (s->id.has_state) {
-        put_string(b, ",\"state\":", s->id.state);
-    }
-    put_plain(b, ",\"dtype\":", mls_dtype_of(s->dtype)->file_name);
-    mls_buffer_text(b, ",\"shape\":[");
-    for (int i = 0; i < s->rank; i++) {
-        put_number(b, i == 0 ? "" : ",", s->shape[i]);
-    }
-    mls_buffer_text(b, "]");
-    put_layout(b, &s->layout);
-    put_number(b, ",\"part\":", s->part);
-    for (int i = 0; s->axes != NULL && i < s->rank; i++) {
-        mls_buffer_text(b, i == 0 ? ",\"axes\":[" : ",");
-        if (s->axes[i] == MLS_NO_AXIS) {
-            mls_buffer_text(b, "null");
-        } else {
-            mls_buffer_number(b, (uint64_t)s->axes[i]);
-        }
-        mls_buffer_text(b, i == s->rank - 1 ? "]" : "");
-    }
-    if (s->tier != MLS_TIER_NONE) {
-        put_plain(b, ",\"tier\":", mls_tier_name(s->tier));
-    }
-    put_number(b, ",\"version\":", s->version);
-}
-
-/* What follows in an index: where it is, and its checksums. */
-static void put_place(mls_buffer *b, const mls_index_shard *s)
-{
-    const size_t blocks = mls_safetensors_blocks(s->bytes);
-    put_number(b, ",\"file\":", s->file);
-    put_number(b, ",\"offset\":", s->offset);
-    put_number(b, ",\"bytes\":", s->bytes);
-    put_crcs(b, ",\"crc32c\":", &s->crc, 1);
-    if (blocks > 1) {
-        put_crcs(b, ",\"blocks\":", s->crcs, blocks);
-    }
-    mls_buffer_text(b, "}");
-}
-
-mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
-                         mls_buffer *out, uint32_t *crc_out, mls_status *st)
-{
-    mls_buffer *b = out;
-    b->most = TEXT_MOST;
-    put_number(b, MLS_SEAL_START ",\n\"format\":\"mlstate.index\",\"format_version\":",
-               FORMAT_VERSION);
-    put_plain(b, ",\n\"generation\":", index->generation);
-    put_number(b, ",\"rank\":", index->rank);
-    put_number(b, ",\"world_size\":", index->world_size);
-    mls_buffer_text(b, ",\n\"files\":[");
-    for (size_t i = 0; i < index->file_count; i++) {
-        const mls_index_file *file = &index->files[i];
-        put_plain(b, i == 0 ? "\n{\"path\":" : ",\n{\"path\":", file->path);
-        put_number(b, ",\"bytes\":", file->bytes);
-        put_crcs(b, ",\"header_crc32c\":", &file->header_crc, 1);
-        mls_buffer_text(b, "}");
-    }
-    mls_buffer_text(b, "],\n\"shards\":[");
-    for (size_t i = 0; i < index->shard_count; i++) {
-        mls_buffer_text(b, i == 0 ? "\n" : ",\n");
-        mls_index_put_shard(b, &index->shards[i]);
-        put_place(b, &index->shards[i]);
-    }
-    mls_buffer_text(b, "]}\n");
-    if (b->code != MLS_OK) {
-        return mls_fail(st, b->code, "no room for an index of %zu shards",
-                        index->shard_count);
-    }
-    mls_seal(b->data, b->length, crc);
-    *crc_out = crc->update(0, b->data, b->length);
     return MLS_OK;
 }

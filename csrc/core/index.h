@@ -40,6 +40,7 @@ typedef enum mls_tier {
 const char *mls_tier_name(mls_tier tier);
 
 enum {
+    MLS_INDEX_VERSION = 1,      /* of the format: the only one so far */
     MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal */
     MLS_PATH_BYTES = 240        /* of a file's path in the pool, without NUL */
 };

@@ -634,6 +634,13 @@ done:
     return code;
 }
 
+void mls_json_forget(mls_json *doc)
+{
+    mls_free(doc->nodes);
+    doc->nodes = NULL;
+    doc->count = doc->room = 0;
+}
+
 /* A document is three blocks, however many values it has. */
 void mls_json_free(mls_json *doc)
 {

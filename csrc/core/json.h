@@ -47,6 +47,11 @@ mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
 
 void mls_json_free(mls_json *doc); /* accepts NULL */
 
+/* Give back all memory but that of the texts: of the functions of this file only
+ * mls_json_free may be called from now on, and texts that were asked for before stay
+ * good. */
+void mls_json_forget(mls_json *doc);
+
 mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node);
 
 /* Byte offset of a value in the parsed text, for error messages. */

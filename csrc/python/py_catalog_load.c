@@ -16,8 +16,9 @@
 typedef struct wanted {
     const mls_catalog_tensor *tensor;
     mls_part part;
-    PyObject *array;     /* strong: the result, or the target */
-    mlsp_view view;      /* of a target */
+    PyObject *array;     /* strong: the result, or what owns the target's memory */
+    unsigned char *data; /* of a target that is packed */
+    mls_tensor *strided; /* of one that is not; owned */
     size_t first, count; /* of the job's pieces */
 } wanted;
 
@@ -38,7 +39,7 @@ static void load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
         Py_XDECREF(job->wanted[i].array);
-        mlsp_view_release(&job->wanted[i].view);
+        mls_free(job->wanted[i].strided);
     }
     if (job->folder >= 0) {
         (void)close(job->folder);
@@ -396,38 +397,12 @@ PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t 
 
 /* ---- loading: into arrays that exist ---- */
 
-/* View the target of one tensor, and see that it is what its part is. */
-static int view_target(load_job *job, wanted *w, PyObject *targets)
+/* Say how a target differs from what would go there. */
+static void refuse_target(const load_job *job, const mls_index_shard *facts, int rank,
+                          const size_t *dims, const mls_tensor *t)
 {
-    size_t dims[MLS_LAYOUT_RANK];
-    char what[MLS_NAME_BYTES];
-    mls_status st;
-    const mls_index_shard *facts = w->tensor->facts;
-    PyObject *key = mlsp_catalog_key(&facts->id);
-    if (key == NULL || mlsp_dict_get(targets, key, &w->array) != 1) {
-        if (key != NULL && !PyErr_Occurred()) {
-            PyErr_SetObject(PyExc_KeyError, key);
-        }
-        Py_XDECREF(key);
-        return -1;
-    }
-    Py_DECREF(key);
-    PyOS_snprintf(what, sizeof what, "target '%.*s'",
-                  (int)(facts->id.name.length < 120 ? facts->id.name.length : 120),
-                  facts->id.name.data == NULL ? "" : facts->id.name.data);
-    if (mlsp_view_writable(job->state, w->array, what, &w->view) < 0) {
-        return -1;
-    }
-    const mls_tensor *t = &w->view.tensor;
-    const int rank = mlsp_part_dims(&w->part, dims);
-    bool same = t->rank == rank;
-    for (int i = 0; same && i < rank; i++) {
-        same = t->shape[i] == dims[i];
-    }
-    if (same && t->dtype == facts->dtype) {
-        return 0;
-    }
     char have[64], want[64];
+    mls_status st;
     mls_shape_text(have, sizeof have, rank, dims);
     mls_shape_text(want, sizeof want, t->rank, t->shape);
     mls_fail(&st, MLS_E_SHAPE, "the checkpoint has %s of %s, the target is %s of %s",
@@ -436,7 +411,67 @@ static int view_target(load_job *job, wanted *w, PyObject *targets)
     mls_status_expected(&st, "%s", want);
     mls_status_got(&st, "%s", have);
     mlsp_raise_under(job->state, &st, job->path, NULL);
-    return -1;
+}
+
+/* Whether a target is what goes there. */
+static bool fits(const load_job *job, const wanted *w, const mls_tensor *t)
+{
+    size_t dims[MLS_LAYOUT_RANK];
+    const mls_index_shard *facts = w->tensor->facts;
+    const int rank = mlsp_part_dims(&w->part, dims);
+    bool same = t->rank == rank && t->dtype == facts->dtype;
+    for (int i = 0; same && i < rank; i++) {
+        same = t->shape[i] == dims[i];
+    }
+    if (!same) {
+        refuse_target(job, facts, rank, dims, t);
+    }
+    return same;
+}
+
+/* Keep what is needed of a view: where it is packed, that is little. */
+static int keep_target(wanted *w, mlsp_view *view)
+{
+    const mls_tensor *t = &view->tensor;
+    if (!t->swapped && mls_tensor_is_contiguous(t)) {
+        w->data = t->data;
+    } else if ((w->strided = mls_alloc(1, sizeof *w->strided)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    } else {
+        *w->strided = *t;
+    }
+    w->array = view->owner; /* takes the view's reference */
+    view->owner = NULL;
+    return 0;
+}
+
+/* View the target of one tensor, and see that it is what its part is. */
+static int view_target(load_job *job, wanted *w, PyObject *targets)
+{
+    char what[MLS_NAME_BYTES];
+    mlsp_view view;
+    PyObject *array = NULL;
+    const mls_text name = w->tensor->facts->id.name;
+    PyObject *key = mlsp_catalog_key(&w->tensor->facts->id);
+    if (key == NULL || mlsp_dict_get(targets, key, &array) != 1) {
+        if (key != NULL && !PyErr_Occurred()) {
+            PyErr_SetObject(PyExc_KeyError, key);
+        }
+        Py_XDECREF(key);
+        return -1;
+    }
+    Py_DECREF(key);
+    PyOS_snprintf(what, sizeof what, "target '%.*s'",
+                  (int)(name.length < 120 ? name.length : 120),
+                  name.data == NULL ? "" : name.data);
+    int failed = mlsp_view_writable(job->state, array, what, &view);
+    Py_DECREF(array);
+    if (failed == 0) {
+        failed = fits(job, w, &view.tensor) ? keep_target(w, &view) : -1;
+        mlsp_view_release(&view);
+    }
+    return failed;
 }
 
 /* Where targets are not packed, bytes go by way of new memory.  `*out` has one block for
@@ -445,13 +480,12 @@ static int place_targets(load_job *job, unsigned char **blocks)
 {
     for (size_t i = 0; i < job->count; i++) {
         wanted *w = &job->wanted[i];
-        const mls_tensor *t = &w->view.tensor;
-        if (!t->swapped && mls_tensor_is_contiguous(t)) {
-            place(job, w, t->data);
+        size_t bytes = 0;
+        if (w->strided == NULL) {
+            place(job, w, w->data);
             continue;
         }
-        size_t bytes = 0;
-        (void)mls_tensor_bytes(t, &bytes); /* it lies in memory */
+        (void)mls_tensor_bytes(w->strided, &bytes); /* it lies in memory */
         blocks[i] = mls_alloc(bytes, 1);
         if (blocks[i] == NULL) {
             PyErr_NoMemory();
@@ -466,11 +500,11 @@ static int place_targets(load_job *job, unsigned char **blocks)
 static void scatter(load_job *job, unsigned char *const *blocks)
 {
     for (size_t i = 0; i < job->count; i++) {
-        const mls_tensor *t = &job->wanted[i].view.tensor;
+        const mls_tensor *t = job->wanted[i].strided;
         mls_tensor packed;
         mls_status ignored;
-        if (blocks[i] != NULL && mls_tensor_init(&packed, blocks[i], t->dtype, t->rank,
-                                                 t->shape, &ignored) == MLS_OK) {
+        if (t != NULL && mls_tensor_init(&packed, blocks[i], t->dtype, t->rank, t->shape,
+                                         &ignored) == MLS_OK) {
             mls_copy(job->state->kernels, t, &packed, false);
         }
     }
