@@ -17,16 +17,6 @@ void mls_buffer_fini(mls_buffer *b)
     *b = (mls_buffer){0};
 }
 
-/* Where the system refuses, nothing is lost. */
-void mls_buffer_trim(mls_buffer *b)
-{
-    char *data = b->room > b->length ? mls_realloc(b->data, b->length, 1) : NULL;
-    if (data != NULL) {
-        b->data = data;
-        b->room = b->length;
-    }
-}
-
 /* The limit is checked first: a text that is too long is that, however much memory there
  * is. */
 void mls_buffer_put(mls_buffer *b, const char *bytes, size_t length)

@@ -22,9 +22,6 @@ typedef struct mls_buffer {
 
 void mls_buffer_fini(mls_buffer *b); /* accepts a zeroed struct; zeroes it */
 
-/* Give back room that the text does not need. */
-void mls_buffer_trim(mls_buffer *b);
-
 /* Append bytes, a C string, a number in decimal digits. */
 void mls_buffer_put(mls_buffer *b, const char *bytes, size_t length);
 void mls_buffer_text(mls_buffer *b, const char *text);

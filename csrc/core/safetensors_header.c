@@ -228,7 +228,6 @@ static mls_code build_text(mls_header *h, const mls_text_pair *metadata, size_t 
     if (h->text.code != MLS_OK) {
         return fail_text(&h->text, st);
     }
-    mls_buffer_trim(&h->text);
     h->file_bytes = h->text.length + place;
     for (size_t i = 0; i < h->count; i++) {
         h->tensors[i].offset += h->text.length;
