@@ -42,7 +42,13 @@ def make_bench(shim, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="session", params=list(scenarios.ALL))
+PARAMS = [
+    pytest.param(name, marks=[getattr(pytest.mark, mark) for mark in scenario.marks])
+    for name, scenario in scenarios.ALL.items()
+]
+
+
+@pytest.fixture(scope="session", params=PARAMS)
 def bench(request, make_bench):
     """Each good scenario."""
     with make_bench(scenarios.ALL[request.param]) as bench:

@@ -49,7 +49,7 @@ def act(scenario, request):
         scenario.save(root, request["which"])
         SHIM.mls_shim_note(b"returned")
         return {"returned": True}
-    which, arrays = scenario.load(root)
+    which, arrays = scenario.load(root, **({"mmap": True} if request["mmap"] else {}))
     SHIM.mls_shim_disarm()
     wrong = scenarios.differences(arrays, scenario.states[which])
     return {"returned": True, "loaded": which, "wrong": wrong}

@@ -63,6 +63,7 @@ class SaveFile:
     folder = None  # below the root, where the result is one
     ranks = 1
     grow = 1
+    marks: ClassVar = []  # names of pytest marks
     heavy = False  # fewer points are tried in the ordinary test run
     older = None  # what a load may fall back to, with a warning
 
@@ -89,10 +90,11 @@ class SaveFile:
         """Save a state into the folder."""
         mlstate.save_file(self.states[which], f"{root}/state", {"which": which})
 
-    def load(self, root):
+    def load(self, root, *, mmap=False):
         """What a reader finds: which state the metadata name, and the arrays."""
         path = f"{root}/state"  # os.fspath of a Path hides it when memory runs out
-        return mlstate.checkpoint.load_metadata(path)["which"], mlstate.load_file(path)
+        which = mlstate.checkpoint.load_metadata(path)["which"]
+        return which, mlstate.load_file(path, mmap=mmap)
 
     def other_complaints(self, root):
         """What else is wrong with a folder that loads."""
@@ -183,8 +185,8 @@ class SaveCheckpoint(SaveFile):
             pack_below_bytes=self.pack_below_bytes,
         )  # fmt: skip
 
-    def load(self, root):
-        found = mlstate.load(f"{root}/{self.folder}")
+    def load(self, root, *, mmap=False):
+        found = mlstate.load(f"{root}/{self.folder}", mmap=mmap)
         which = found.metadata["which"]
         assert found.optimizer.step == ord(which), "the optimizer's step is another state's"
         return which, together(found.model, found.optimizer)
@@ -239,9 +241,9 @@ class SaveStep(SaveCheckpoint):
         model, optimizer = self.state(which)
         manager.save(step, model=model, optimizer=optimizer, metadata={"which": which})
 
-    def load(self, root):
+    def load(self, root, *, mmap=False):
         with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
-            found = manager.restore_latest()
+            found = manager.restore_latest(mmap=mmap)
         return found.metadata["which"], together(found.model, found.optimizer)
 
     def other_complaints(self, root):
@@ -258,6 +260,7 @@ class SaveByRanks(SaveCheckpoint):
 
     name = "ranks"
     ranks = 2
+    marks: ClassVar = ["torch"]
     heavy = True
 
     def missing(self):

@@ -11,7 +11,11 @@ from test_faults import complain
 OBJECTS = {"library": "mlstate/_core.", "NumPy": "_multiarray_umath."}
 
 
-CASES = [(name, where) for name in scenarios.ALL for where in OBJECTS]
+CASES = [
+    pytest.param((name, where), marks=[getattr(pytest.mark, mark) for mark in scenario.marks])
+    for name, scenario in scenarios.ALL.items()
+    for where in OBJECTS
+]
 # Python's own allocations fail wherever they come from: one object and light scenarios do.
 LIGHT = [
     (name, "library") for name, s in scenarios.ALL.items() if not s.heavy and s.ranks == 1

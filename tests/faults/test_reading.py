@@ -5,7 +5,7 @@ import pytest
 from test_faults import ERRORS, complain
 
 USUAL = ["open", "pread"]  # in the ordinary test run
-READING = ["open", "open_folder", "close_read", "read", "pread", "mmap", "stat", "list"]
+READING = ["open", "open_folder", "close_read", "read", "pread", "stat", "list"]
 
 
 @pytest.mark.parametrize("call", harness.amount(USUAL, READING, READING))
@@ -20,3 +20,16 @@ def test_each_call_fails_once(bench, call):
 
 def test_loading_changes_nothing(bench):
     assert all(counts["change"] == 0 for counts in bench.counts(None))
+
+
+@pytest.mark.parametrize("fault", ["mmap:1:ENOMEM", "mmap:1+:ENOMEM", "mmap:2+:EACCES"])
+def test_mapping_fails(bench, fault):
+    complain(bench.try_loading(fault, mmap=True))
+
+
+def test_reading_the_headers_of_what_is_mapped_fails(bench):
+    complaints = []
+    for call in ("open", "pread"):
+        for n in harness.spread(bench.counts(None)[0][call], bench.most(1, 4)):
+            complaints += bench.try_loading(f"{call}:{n}:EIO", mmap=True)
+    complain(complaints)
