@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from ._manifest import Manifest, parse
 from .errors import FormatError, StoreError
 
 MANIFEST = "manifest.json"
+_MOST_BYTES = 512 << 20  # of a manifest or an index
 SECTIONS = ("params", "optim_state")
 FOLDERS = (*SECTIONS, "index", "roots")
 _ROOT = re.compile(r"(\d{8,19})\.([0-9a-f]{16})\.json\Z", re.ASCII)
@@ -48,13 +50,15 @@ def read_bytes(folder: str, name: str) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                error = FormatError(f"{path}: not a regular file")
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+                what = "too long" if stat.S_ISREG(found.st_mode) else "not a regular file"
+                error = FormatError(f"{path}: {what}")
                 error.path = path
                 raise error
             return file.read()
     except OSError as error:
-        if getattr(error, "errno", None) == 40 or isinstance(error, IsADirectoryError):
+        if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
             wrong = FormatError(f"{path}: not a regular file")
             wrong.path = path
             raise wrong from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from .errors import StoreError
 
 _NAME = "lock"
 _TRIES = 64
+_GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 
 
 def _read(path: str) -> str:
@@ -65,7 +67,7 @@ def _alive(owner: dict[str, Any]) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         pass
@@ -124,7 +126,9 @@ class WriterLock:
         self._pid = os.getpid()
         self._is_new = os.fstat(descriptor).st_size == 0
         generation = self._text(descriptor).get("generation")
-        self.unfinished = generation if isinstance(generation, str) else None
+        # files are deleted by it: what no writer of ours wrote is not believed
+        known = isinstance(generation, str) and _GENERATION.match(generation)
+        self.unfinished = generation if known else None
         self._write(self.unfinished)
         return True
 
@@ -140,7 +144,7 @@ class WriterLock:
 
         try:
             found = json.loads(os.pread(descriptor, 4096, 0))
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
