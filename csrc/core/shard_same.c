@@ -82,6 +82,8 @@ static const unsigned char *bytes_of(const mls_shard_plan *plan,
     return packed;
 }
 
+/* Whether the shard's bytes of before are those of its item, read up to the first that is
+ * not. */
 static bool same_bytes(const mls_shard_plan *plan, const mls_planned *planned, reading *r)
 {
     const mls_index_shard *before = planned->before;
@@ -123,6 +125,9 @@ static void compare_task(void *context, size_t index)
         mls_planned *planned = &c->plan->planned[i];
         if (planned->before != NULL && planned->item->version == 0) {
             planned->same = same_bytes(c->plan, planned, &r);
+        } else if (planned->same) {
+            /* the caller knows his bytes, but not whether the file is still there */
+            planned->same = open_file(c->plan, &r, planned->before);
         }
         if (planned->same && progress != NULL &&
             !progress->report(progress->context, planned->before->bytes)) {
@@ -162,7 +167,11 @@ static mls_code check_versions(mls_shard_plan *plan, mls_status *st)
             mls_fail(st, MLS_E_VALUE, "version %llu of a shard whose version is %llu",
                      (unsigned long long)version, (unsigned long long)old);
             mls_status_name(st, planned->key.data, planned->key.length);
-            mls_status_expected(st, "%llu or more", (unsigned long long)old);
+            if (version > INT64_MAX) { /* no index can hold it */
+                mls_status_expected(st, "at most %llu", (unsigned long long)INT64_MAX);
+            } else {
+                mls_status_expected(st, "%llu or more", (unsigned long long)old);
+            }
             mls_status_got(st, "%llu", (unsigned long long)version);
             return MLS_E_VALUE;
         }
