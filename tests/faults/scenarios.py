@@ -133,7 +133,16 @@ def named_by(folder, root):
     texts = set(strings_of(json.loads((folder / root).read_bytes())))
     for name in [text for text in texts if re.fullmatch(r"index/[\w.]+\.json", text)]:
         texts.update(strings_of(json.loads((folder / name).read_bytes())))
-    return texts
+    return {text for text in texts if re.fullmatch(r"\w+/.+\.(json|safetensors)", text)}
+
+
+def lacking(folder, root):
+    """What a manifest that is there needs and is not there, or cannot be read."""
+    try:
+        return [f"{root} lacks {name}" for name in named_by(folder, root)
+                if not (folder / name).exists()]  # fmt: skip
+    except (OSError, ValueError) as error:
+        return [f"{root} is of no use: {error}"]
 
 
 class SaveCheckpoint(SaveFile):
@@ -207,10 +216,9 @@ class SaveCheckpoint(SaveFile):
         if not folder.exists():
             return sorted(p.name for p in root.iterdir())
         known = {"lock", "manifest.json"}
-        with contextlib.suppress(FileNotFoundError):  # killed before the first was there
-            known |= named_by(folder, "manifest.json")
-        for name in self.roots(folder):
-            known |= {name, *named_by(folder, name)}
+        for name in ["manifest.json", *self.roots(folder)]:
+            with contextlib.suppress(OSError, ValueError):  # judge_content says so
+                known |= {name, *named_by(folder, name)}
         files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
         others = {p.name for p in root.iterdir()} - {self.folder}
         return sorted(files - known) + sorted(others)
@@ -247,9 +255,12 @@ class SaveStep(SaveCheckpoint):
         return found.metadata["which"], together(found.model, found.optimizer)
 
     def other_complaints(self, root):
-        """Power may fail between a first step's own root and the manifest."""
-        has_manifest = (root / self.folder / "manifest.json").exists()
-        return super().other_complaints(root) if has_manifest else []
+        """Each root must be whole, not only the newest."""
+        folder = root / self.folder
+        complaints = [text for name in self.roots(folder) for text in lacking(folder, name)]
+        # power may fail between a first step's own root and the manifest
+        has_manifest = (folder / "manifest.json").exists()
+        return complaints + (super().other_complaints(root) if has_manifest else [])
 
     def roots(self, folder):
         return [p.relative_to(folder).as_posix() for p in (folder / "roots").glob("*.json")]
