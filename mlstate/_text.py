@@ -30,9 +30,14 @@ def shorten(name: str, limit: int) -> str:
     return name if name.isprintable() else repr(name)[1:-1]
 
 
-def table_text(headers: Sequence[str], rows: Sequence[Sequence[str]], limit: int) -> str:
-    """Align rows under their headers; those beyond `limit` are counted in the last line."""
-    shown = [[shorten(cell, 60) for cell in row] for row in [headers, *rows[:limit]]]
+def table_text(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], limit: int, width: int = 60
+) -> str:
+    """Align rows under their headers; those beyond `limit` are counted in the last line.
+
+    Cells longer than `width` are cut in the middle.
+    """
+    shown = [[shorten(cell, width) for cell in row] for row in [headers, *rows[:limit]]]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .._version import __version__
 from ..errors import MLStateError
-from . import coreml, demo
+from . import checkpoint_inspect, checkpoint_verify, coreml, demo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_COMMANDS = (demo, coreml)
+_COMMANDS = (checkpoint_inspect, checkpoint_verify, coreml, demo)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (MLStateError, OSError, ValueError, TypeError) as error:
+    except (MLStateError, OSError, ValueError, TypeError, ImportError) as error:
         _say(_describe(error))
         return 2
     return status
