@@ -62,7 +62,7 @@ def points(bench, call, most, start="A"):
 @pytest.mark.parametrize("call", harness.amount(USUAL, ERRORS, ERRORS))
 def test_each_call_fails_once(bench, call):
     complaints = []
-    for rank, n in points(bench, call, bench.most(1, 3)):
+    for rank, n in points(bench, call, bench.most(1, 2)):
         for how in ERRORS[call][: harness.amount(1, 2)]:
             complaints += bench.try_fault(f"{call}:{n}:{how}", rank)
     complain(complaints)

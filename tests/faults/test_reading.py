@@ -12,7 +12,7 @@ READING = ["open", "open_folder", "close_read", "read", "pread", "stat", "list"]
 def test_each_call_fails_once(bench, call):
     complaints = []
     (counts, *_) = bench.counts(None)
-    for n in harness.spread(counts[call], bench.most(1, 4)):
+    for n in harness.spread(counts[call], bench.most(1, 2)):
         for how in ERRORS[call][: harness.amount(1, 2)]:
             complaints += bench.try_loading(f"{call}:{n}:{how}")
     complain(complaints)
@@ -30,6 +30,6 @@ def test_mapping_fails(bench, fault):
 def test_reading_the_headers_of_what_is_mapped_fails(bench):
     complaints = []
     for call in ("open", "pread"):
-        for n in harness.spread(bench.counts(None)[0][call], bench.most(1, 4)):
+        for n in harness.spread(bench.counts(None)[0][call], bench.most(1, 2)):
             complaints += bench.try_loading(f"{call}:{n}:EIO", mmap=True)
     complain(complaints)
