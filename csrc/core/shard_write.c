@@ -24,6 +24,7 @@
 #    include <stdio.h>
 #    include <stdlib.h>
 #    include <string.h>
+#    include <sys/stat.h>
 #    include <unistd.h>
 
 #    if defined(__linux__)
@@ -66,6 +67,7 @@ typedef struct writer {
     task *tasks;
     size_t task_count;
     bool sync_once;       /* the whole file system at the end */
+    bool indexed;         /* the index has its name */
     pthread_mutex_t lock; /* round everything below, and `output`s but for their bytes */
     void *buffers[MLS_POOL_MAX_THREADS]; /* that nobody uses now */
     size_t buffer_count;
@@ -257,9 +259,22 @@ static mls_code reserve(const output *out, mls_status *st)
     return MLS_OK;
 }
 
-/* Create the temporary.  The generation makes its name one that nobody has. */
+/* The generation makes a name one that nobody has.  Where somebody has it after all, the
+ * file is committed already, and giving ours its name would take it away. */
+static mls_code expect_new(const writer *w, const char *path, mls_status *st)
+{
+    struct stat info;
+    return fstatat(w->job->folder, path, &info, AT_SYMLINK_NOFOLLOW) == 0
+               ? mls_fail_os(st, EEXIST, "cannot create a file")
+               : MLS_OK;
+}
+
+/* Create the temporary, which nobody else has open either. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
+    if (expect_new(w, out->path, st) != MLS_OK) {
+        return st->code;
+    }
     snprintf(out->temporary, sizeof out->temporary, "%s.tmp", out->path);
     do {
         out->fd = openat(w->job->folder, out->temporary,
@@ -526,6 +541,9 @@ static mls_code write_small(const writer *w, const char *path, const mls_buffer 
                             mls_status *st)
 {
     char temporary[MLS_INDEX_PATH_BYTES + 8];
+    if (expect_new(w, path, st) != MLS_OK) {
+        return st->code;
+    }
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
     const int fd = openat(w->job->folder, temporary,
                           O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
@@ -571,6 +589,7 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
     if (code == MLS_OK) {
         out->bytes = text.length;
         code = write_small(w, out->path, &text, st);
+        w->indexed = code == MLS_OK;
     }
     mls_buffer_fini(&text);
     return code;
@@ -578,7 +597,7 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 
 /* ---- the whole ---- */
 
-/* Take back everything that was made. */
+/* Take back everything that was made, and nothing else. */
 static void discard(const writer *w, const char *index)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
@@ -587,7 +606,9 @@ static void discard(const writer *w, const char *index)
             (void)unlinkat(w->job->folder, out->named ? out->path : out->temporary, 0);
         }
     }
-    (void)unlinkat(w->job->folder, index, 0);
+    if (w->indexed) {
+        (void)unlinkat(w->job->folder, index, 0);
+    }
 }
 
 static void release(writer *w)

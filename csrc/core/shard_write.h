@@ -70,8 +70,8 @@ typedef struct mls_shards_written {
  * Memory: about 300 bytes a shard, the header of each new file, and at most 2 MiB a
  * thread for what is on its way. MLS_E_VALUE: a part twice, a name that is no UTF-8, a
  * version that goes back, a layout or part that cannot be; MLS_E_SHAPE; MLS_E_SIZE;
- * MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED.  On failure all files that this call made are
- * deleted. */
+ * MLS_E_IO (EEXIST: the generation was written before); MLS_E_MEMORY; MLS_E_STOPPED.  On
+ * failure all files that this call made are deleted, and no others. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st);
 
