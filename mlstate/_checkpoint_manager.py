@@ -203,10 +203,14 @@ class CheckpointManager:
 
     def _retain(self, folder: str, newest: Manifest) -> None:
         """Give up roots: of a step that was saved again, and those beyond `keep`."""
+        _folder.delete_roots(folder, self._superseded(newest.generation))
+
+    def _superseded(self, newest: str) -> list[_folder.Root]:
+        """Roots to give up; never that of the newest generation."""
         # a root that the system does not let us read now may be good: nothing is given up
         kept = {root.path for root, _ in self._roots(FormatError)[-(self.keep or 0) :]}
-        old = [root for root in _folder.list_roots(folder) if root.path not in kept]
-        _folder.delete_roots(folder, [r for r in old if r.generation != newest.generation])
+        old = [root for root in _folder.list_roots(self.directory) if root.path not in kept]
+        return [root for root in old if root.generation != newest]
 
     def delete(self, step: int) -> None:
         """Delete a step, and the files that no other needs.
@@ -326,6 +330,13 @@ class CheckpointManager:
         raise _folder.store_error(
             FileNotFoundError(2, "no checkpoint there"), "cannot restore", self.directory
         )
+
+
+def find_root(folder: str, step: int) -> str:
+    """The root of a step; of a folder that keeps no steps, the one that there is."""
+    if not _folder.list_roots(folder) and _folder.read_manifest(folder).step == step:
+        return _folder.MANIFEST
+    return CheckpointManager(folder).checkpoint(step)._root
 
 
 def _all_well(group: ProcessGroup | None, well: bool) -> bool:

@@ -35,6 +35,7 @@ from .errors import CompatibilityError, FormatError, MLStateError, StoreError, S
 if TYPE_CHECKING:
     from typing import TypeAlias
 
+    from ._load import LoadedState
     from ._types import NDArray
 
     Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
@@ -333,10 +334,15 @@ def _write_safetensors(
 
 
 def _read_safetensors(path: Path) -> Parts:
+    return read_file(path, mmap=False)
+
+
+def read_file(path: Path, *, mmap: bool) -> Parts:
+    """Read, or map, a plain safetensors file."""
     from .checkpoint import load_file, load_metadata
 
     metadata: dict[str, Any] = dict(load_metadata(path))
-    state = load_file(path)
+    state = load_file(path, mmap=mmap)
     record: Any = {}
     try:
         record = json.loads(metadata.pop(PARTS, "{}"))
@@ -405,7 +411,11 @@ def _read_npz(path: Path) -> Parts:
 def _read_mlstate(path: Path) -> Parts:
     from . import checkpoint
 
-    found = checkpoint.load(path)  # type: ignore[attr-defined, unused-ignore]
+    return parts_of(checkpoint.load(path))
+
+
+def parts_of(found: LoadedState) -> Parts:
+    """Return what a checkpoint gave, as `read_any` does."""
     metadata = dict(found.metadata or {})
     optimizer = found.optimizer
     if optimizer is None and found.step is not None:
@@ -423,7 +433,7 @@ def _write_mlstate(
 ) -> None:
     from . import checkpoint
 
-    checkpoint.save(path, model, optimizer, metadata=metadata)  # type: ignore[attr-defined, unused-ignore]
+    checkpoint.save(path, model, optimizer, metadata=metadata)
 
 
 def _need_torch() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._manifest import Manifest, parse
 from .errors import FormatError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MANIFEST = "manifest.json"
 _MOST_BYTES = 512 << 20  # of a manifest or an index
@@ -159,15 +162,19 @@ def discard(folder: str, generation: str, rank: int | None = None) -> list[str]:
     return _remove(folder, names)
 
 
-def discard_temporaries(folder: str) -> list[str]:
-    """Delete what a killed writer left of small files; no other writer may be at work."""
-    names = [
+def temporary_files(folder: str) -> list[str]:
+    """Paths of what a killed writer left of small files, unless one is at work."""
+    return [
         os.path.join(part, name)
         for part in ("", "roots")
         for name in list_names(folder, part)
         if _TEMPORARY.match(name)
     ]
-    return _remove(folder, names)
+
+
+def discard_temporaries(folder: str) -> list[str]:
+    """Delete what a killed writer left of small files; no other writer may be at work."""
+    return _remove(folder, temporary_files(folder))
 
 
 def known_files(folder: str) -> set[str]:
@@ -227,8 +234,8 @@ def load_catalog(folder: str, manifest: Manifest) -> Any:
     return catalog
 
 
-def needed_files(folder: str) -> set[str]:
-    """Paths of all shard files and indexes that any root needs.
+def needed_files(folder: str, without: Iterable[Root] = ()) -> set[str]:
+    """Paths of all shard files and indexes that any root needs, but for those `without`.
 
     Raises
     ------
@@ -236,7 +243,7 @@ def needed_files(folder: str) -> set[str]:
         A root or an index cannot be read: then nobody knows what is needed.
     """
     needed: set[str] = set()
-    names = [root.path for root in list_roots(folder)]
+    names = [root.path for root in list_roots(folder) if root not in without]
     seen = set()
     for name in (*names, MANIFEST):
         try:

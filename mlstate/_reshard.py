@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
+from ._checkpoint_manager import find_root
 from ._layout import Layout, Shard, steps_of
 from ._load import load_checkpoint
 from ._save import PACK_BELOW, write_ranks
@@ -50,6 +51,7 @@ def reshard(
     *,
     layout: Layout | str,
     world_size: int | None = None,
+    step: int | None = None,
     pack_below_bytes: int = PACK_BELOW,
     progress: Callable[[int], object] | None = None,
 ) -> Checkpoint:
@@ -69,6 +71,8 @@ def reshard(
         How tensors are cut. Tensors that lack an axis of it are not cut along that.
     world_size : int, optional
         Number of ranks. Default: as many as `layout` has parts.
+    step : int, optional
+        Which step of a `CheckpointManager`'s folder. Default: the newest.
     pack_below_bytes : int, default 262144
         As for `save`.
     progress : callable, optional
@@ -86,7 +90,7 @@ def reshard(
     ValueError
         `layout` does not go with `world_size`, or `target` is `source`.
     StoreError
-        The system refused.
+        The system refused, or there is no such step.
 
     Notes
     -----
@@ -114,7 +118,8 @@ def reshard(
     source, target = os.path.abspath(os.fspath(source)), os.path.abspath(os.fspath(target))
     if os.path.exists(target) and os.path.samefile(source, target):
         raise ValueError("the target must be another folder than the source")
-    manifest = _folder.read_manifest(source)
+    root = _folder.MANIFEST if step is None else find_root(source, step)
+    manifest = _folder.read_manifest(source, root)
     catalog = _folder.load_catalog(source, manifest)
     _, problems = catalog.verify(source, None)
     if problems:
@@ -122,10 +127,10 @@ def reshard(
     cut = _Cut(catalog, steps)
 
     def states(rank: int) -> tuple[Any, Any]:
-        part = {} if not steps else {"rank": rank, "layout": Layout._of(steps)}
+        part: dict[str, Any] = {}
         if steps:
-            part["world_size"] = world_size
-        loaded = load_checkpoint(source, mmap=True, verify=False, **part)  # type: ignore[arg-type]
+            part = {"rank": rank, "layout": Layout._of(steps), "world_size": world_size}
+        loaded = load_checkpoint(source, root=root, mmap=True, verify=False, **part)
         return (
             cut.shards("params", loaded.model, rank),
             cut.shards("optim_state", loaded.optimizer, rank),

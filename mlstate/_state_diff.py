@@ -169,3 +169,8 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
     missing, unexpected, shapes, dtypes, found, unchanged = _core.state_diff(as_dict(a), as_dict(b))
     changes = [TensorChange(*change) for change in found]
     return StateDiff(missing, unexpected, shapes, dtypes, changes, unchanged)
+
+
+def table_of(found: StateDiff) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """Title, headers and rows, all of them, of what differs; for other tables than ours."""
+    return found._title(), _HEADERS, found._rows()

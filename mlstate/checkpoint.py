@@ -27,6 +27,7 @@ from ._checkpoint_manager import CheckpointManager
 from ._layout import Layout, Shard
 from ._load import LoadedState, load_checkpoint
 from ._plain_file import load_file, load_metadata, save_file
+from ._prune import PruneReport, prune
 from ._reshard import reshard
 from ._save import PACK_BELOW, write_checkpoint
 from ._verify import Problem, VerifyReport, verify_checkpoint
@@ -43,6 +44,7 @@ __all__ = [
     "Layout",
     "LoadedState",
     "Problem",
+    "PruneReport",
     "Shard",
     "ShardRecord",
     "TensorRecord",
@@ -51,6 +53,7 @@ __all__ = [
     "load",
     "load_file",
     "load_metadata",
+    "prune",
     "reshard",
     "save",
     "save_file",

@@ -14,14 +14,32 @@ from typing import TYPE_CHECKING, NoReturn
 
 from .._version import __version__
 from ..errors import MLStateError
-from . import checkpoint_inspect, checkpoint_verify, coreml, demo
+from . import (
+    checkpoint_convert,
+    checkpoint_diff,
+    checkpoint_inspect,
+    checkpoint_prune,
+    checkpoint_reshard,
+    checkpoint_verify,
+    coreml,
+    demo,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_COMMANDS = (checkpoint_inspect, checkpoint_verify, coreml, demo)
+_COMMANDS = (
+    checkpoint_inspect,
+    checkpoint_verify,
+    checkpoint_diff,
+    checkpoint_reshard,
+    checkpoint_convert,
+    checkpoint_prune,
+    coreml,
+    demo,
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0 good, 1 the answer is no, 2 wrong usage or unreadable input.
+        The exit status: 0 good, 1 the answer is no, 2 wrong usage or an error, 130 interrupted.
     """
     try:
         arguments = _parser().parse_args(argv)
@@ -88,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        return 130  # as shells have it
     except (MLStateError, OSError, ValueError, TypeError, ImportError) as error:
         _say(_describe(error))
         return 2

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _folder
-from .._text import bytes_text, table_text
-from ..checkpoint import Checkpoint, CheckpointManager
+from .._checkpoint_manager import find_root
+from .._text import table_text
+from ..checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +26,6 @@ __all__ = [
     "find",
     "print_table",
     "progress_of",
-    "size_of",
     "steps_text",
 ]
 
@@ -74,14 +74,7 @@ def find(path: str, step: int | None) -> Folder | None:
         raise _folder.store_error(
             FileNotFoundError(2, "no checkpoint of mlstate in this folder"), "cannot read", path
         )
-    return Folder(folder, _folder.MANIFEST if step is None else _root_of(folder, step))
-
-
-def _root_of(folder: str, step: int) -> str:
-    """The root of a step; of a folder that keeps no steps, the one that there is."""
-    if not _folder.list_roots(folder) and _folder.read_manifest(folder).step == step:
-        return _folder.MANIFEST
-    return CheckpointManager(folder).checkpoint(step)._root
+    return Folder(folder, _folder.MANIFEST if step is None else find_root(folder, step))
 
 
 # ---- text ----
@@ -101,13 +94,6 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print all rows; nothing where there are none."""
     if rows:
         print(table_text(headers, rows, len(rows), _WIDTH))
-
-
-def size_of(path: str) -> str:
-    """Say how large a file, or all that lies in a folder, is."""
-    place = Path(path)
-    files = [place] if not place.is_dir() else place.rglob("*")
-    return bytes_text(sum(file.lstat().st_size for file in files if file.is_file()))
 
 
 # ---- progress ----
