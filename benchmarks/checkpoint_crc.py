@@ -1,0 +1,109 @@
+"""CRC32C as mlstate's core computes it, alone and while copying, for `bench_checkpoint.py`.
+
+The extension offers no copy with a checksum, so the core's own source is compiled, where it
+and a C compiler are there, with the options of a release.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Candidate, Report, Row
+
+from mlstate import _core
+
+CORE = Path(__file__).resolve().parent.parent / "csrc" / "core"
+SETS = ("scalar", "avx2", "avx512", "neon")  # in the order of csrc/core/cpu.h
+COMPILER_OPTIONS = ("-O2", "-std=c11", "-ffp-contract=off", "-D_GNU_SOURCE", "-fPIC", "-shared")
+COPY, CHECKSUM = "memcpy, 1 thread", "core: CRC32C"
+FUSED, TWO_PASSES = "core: copy with CRC32C", "memcpy, then core: CRC32C"
+AIM_GBS, AIM_SHARE = 15.0, 0.6
+
+
+class Kernels(ctypes.Structure):
+    """The table of csrc/core/crc32c.h."""
+
+    _fields_ = (
+        (
+            "update",
+            ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t),
+        ),
+        (
+            "copy",
+            ctypes.CFUNCTYPE(
+                ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+            ),
+        ),
+    )
+
+
+def build(folder: Path) -> Any:
+    """Compile the checksums; None where that cannot be done."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or not CORE.is_dir():
+        return None
+    library = folder / "crc32c.so"
+    sources = [*sorted(CORE.glob("crc32c*.c")), CORE / "cpu.c", CORE / "status.c"]
+    subprocess.run([compiler, *COMPILER_OPTIONS, "-o", library, *sources], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.mls_crc_of.restype = ctypes.POINTER(Kernels)
+    return loaded.mls_crc_of(SETS.index(_core.cpu_name())).contents
+
+
+def candidates(folder: Path, mib: int) -> list[Candidate]:
+    """Checksums and copies of so many MiB, between memory that was touched."""
+    source = np.random.default_rng(3).integers(0, 255, mib << 20, np.uint8, endpoint=True)
+    target = np.ones_like(source)
+    at, to, size = source.ctypes.data, target.ctypes.data, source.nbytes
+    found = [
+        Candidate(COPY, partial(np.copyto, target, source), limit=True),
+        Candidate("zlib.crc32", partial(zlib.crc32, source)),
+    ]
+    if hasattr(_core, "crc32c"):
+        found.append(Candidate("the extension: CRC32C", partial(_core.crc32c, source)))
+    kernels = build(folder)
+    if kernels is None:
+        return found
+
+    def two_passes() -> None:
+        np.copyto(target, source)
+        kernels.update(0, to, size)
+
+    return [
+        *found,
+        Candidate(CHECKSUM, partial(kernels.update, 0, at, size)),
+        Candidate(FUSED, partial(kernels.copy, 0, to, at, size)),
+        Candidate(TWO_PASSES, two_passes),
+    ]
+
+
+def verdicts(rows: list[Row], mib: int) -> list[str]:
+    """Say what was reached."""
+    found = {row.name: (mib << 20) / row.median * 1e-6 for row in rows}
+    if FUSED not in found:
+        return ["copy with CRC32C: not measured, it needs csrc/core and a C compiler"]
+    speed, share = found[CHECKSUM], found[FUSED] / found[COPY]
+    said = [f"copy with CRC32C >= {AIM_SHARE:g}x the speed of memcpy: {share:.2f}, "]
+    said[0] += "met" if share >= AIM_SHARE else "NOT MET"
+    if _core.cpu_name() == "avx512":
+        met = "met" if speed >= AIM_GBS else "NOT MET"
+        said.append(f"CRC32C >= {AIM_GBS:g} GB/s with AVX-512: {speed:.1f}, {met}")
+    return said
+
+
+def measure_crc(report: Report, folder: Path, quick: bool, take_turns: Any) -> list[str]:
+    """Time and print; return the verdicts."""
+    mib = 1 if quick else 64
+    rows = take_turns(candidates(folder, mib), 1 if quick else 15)
+    for row in rows:
+        row.extra["GB/s"] = f"{(mib << 20) / row.median * 1e-6:.1f}"
+    report.table(f"CRC32C of {mib} MiB, {_core.cpu_name()}", rows)
+    return verdicts(rows, mib)
