@@ -64,9 +64,9 @@ def fail_everywhere(bench, start="A"):
     """Complaints about the states after each entry, and how many states there were."""
     _, disk, entries = record(bench, start)
     rng = random.Random(SEED)
-    chosen = set(harness.spread(len(entries), bench.most(3, 20)))
+    chosen = set(harness.spread(len(entries), bench.most(3, 10)))
     telling = [number for number, entry in enumerate(entries, 1) if entry.kind in "RDSN"]
-    chosen.update(telling[n - 1] for n in harness.spread(len(telling), bench.most(8, 30)))
+    chosen.update(telling[n - 1] for n in harness.spread(len(telling), bench.most(8, 16)))
     chosen.add(len(entries))
     complaints, seen, allowed = [], set(), start + "B"
     for number, entry in enumerate(entries, 1):
