@@ -1,4 +1,8 @@
-/* align: the axes of a state, found by its shape and its name. */
+/* align: the axes of a state, found by its shape and its name.
+ *
+ * Nothing in a state dict says how a state lies beside its parameter, so it is guessed
+ * from what does not lie: shapes.  Names are asked where a square matrix leaves it open.
+ */
 #include "align.h"
 
 #include <string.h>
@@ -46,6 +50,9 @@ static int lacking(mls_text state, const size_t *shape, int parameter_rank,
     return MLS_NO_AXIS;
 }
 
+/* Three cases, from the plain to the odd: the same shape; the same number of axes, some
+ * of them of one index only; one axis less.  Whatever else a state may be, none of its
+ * axes goes with the parameter's. */
 bool mls_align(mls_text state, int rank, const size_t *shape, int parameter_rank,
                const size_t *parameter_shape, signed char *axes)
 {

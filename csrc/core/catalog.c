@@ -1,4 +1,9 @@
-/* catalog: shards of all indexes sorted by tensor and part. */
+/* catalog: shards of all indexes sorted by tensor and part.
+ *
+ * Pointers only: what an index says stays where it was parsed.  Ranks may each have
+ * stored any part of any tensor, so nothing is known of who has what before all of them
+ * are sorted together.
+ */
 #include "catalog.h"
 
 #include "mem.h"
@@ -57,6 +62,8 @@ static mls_code add(mls_catalog *c, const mls_catalog_shard *next, mls_status *s
     return MLS_OK;
 }
 
+/* An index is sorted already: one alone needs no more than to be grouped.  Room is made
+ * for as many tensors as there are shards, since each shard may be the only one. */
 mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, size_t count,
                           mls_status *st)
 {
@@ -95,6 +102,7 @@ done:
     return MLS_OK;
 }
 
+/* The indexes stay: whoever made them frees them. */
 void mls_catalog_fini(mls_catalog *catalog)
 {
     mls_free(catalog->tensors);
@@ -102,6 +110,8 @@ void mls_catalog_fini(mls_catalog *catalog)
     *catalog = (mls_catalog){0};
 }
 
+/* By halves: tensors are in the order of their ids.  A name is looked up once for each
+ * tensor that is loaded, so a table of hashes would not pay for itself. */
 size_t mls_catalog_find(const mls_catalog *catalog, const mls_tensor_id *id)
 {
     size_t low = 0, high = catalog->tensor_count;
@@ -120,7 +130,8 @@ size_t mls_catalog_find(const mls_catalog *catalog, const mls_tensor_id *id)
     return SIZE_MAX;
 }
 
-/* Whether two parts have an element in common. */
+/* Whether two parts have an element in common: the first run of what they share is
+ * enough to know. */
 static bool meet(const mls_part *a, const mls_part *b)
 {
     mls_overlap overlap;
@@ -171,6 +182,8 @@ static mls_code check_missing(const mls_catalog *catalog,
     return MLS_E_FORMAT;
 }
 
+/* Shards without an element in common are left out here, so that their files need not
+ * even be there: a rank of a large world looks at few of them. */
 mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor *tensor,
                             const mls_part *to, unsigned char *data,
                             mls_stored_shard *stored, mls_piece *pieces, size_t *count,
@@ -199,6 +212,8 @@ mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor
     return code;
 }
 
+/* The first shard that has any of it has all of it, or no shard has: parts of one layout
+ * do not overlap. */
 const mls_catalog_shard *mls_catalog_run(const mls_catalog *catalog,
                                          const mls_catalog_tensor *tensor,
                                          const mls_part *to, uint64_t *offset)

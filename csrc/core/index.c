@@ -31,6 +31,7 @@ const char *mls_section_name(mls_section section)
     return names[section];
 }
 
+/* The first has no name: a shard that states no tier has no such member. */
 const char *mls_tier_name(mls_tier tier)
 {
     static const char *const names[MLS_TIER_COUNT] = {[MLS_TIER_NONE] = "",
@@ -40,6 +41,8 @@ const char *mls_tier_name(mls_tier tier)
     return names[tier];
 }
 
+/* Names are compared as bytes, never by locale: the order is part of the format, and two
+ * machines must agree on it. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
 {
     if (a->section != b->section) {
@@ -55,6 +58,7 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
     return a->has_state ? mls_text_compare(a->state, b->state) : 0;
 }
 
+/* Parts of one tensor follow one another. */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
 {
     const int ids = mls_tensor_id_compare(&a->id, &b->id);
@@ -82,6 +86,7 @@ mls_part mls_index_part(const mls_index_shard *shard)
     return part;
 }
 
+/* Names lie in the document, which goes last. */
 void mls_index_fini(mls_index *index)
 {
     mls_free(index->files);
@@ -138,7 +143,9 @@ static const char *wrong_type(mls_json_type type)
     }
 }
 
-/* Find the members of an object in one walk: they mostly come in the order of the table,
+/* Find the members of an object and see that they have the right types.
+ *
+ * In one walk: they mostly come in the order of the table,
  * so that each is compared once.  Members that are not in the table are left alone. */
 static mls_code find_members(reader *r, mls_json_node object, member *table, size_t count)
 {
@@ -238,6 +245,7 @@ static bool good_path(mls_text path)
     return false;
 }
 
+/* One of the files, which shards name by its number. */
 static mls_code read_file(reader *r, mls_json_node node, mls_index_file *file)
 {
     enum { PATH, BYTES, HEADER_CRC, COUNT };
@@ -345,7 +353,8 @@ static mls_code read_id(reader *r, const member *m, mls_tensor_id *id)
     return MLS_OK;
 }
 
-/* Dimensions go to the index's array of all of them. */
+/* Dimensions go to the index's array of all of them, where room for as many as the text
+ * has was made. */
 static mls_code read_shape(reader *r, const member *m, mls_index_shard *shard)
 {
     size_t *dims = r->index.dims + r->dims_used;
@@ -366,7 +375,7 @@ static mls_code read_shape(reader *r, const member *m, mls_index_shard *shard)
     return MLS_OK;
 }
 
-/* [axis or "flat", parts] */
+/* [axis or "flat", parts]: the only arrays of two kinds of values in the format. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
@@ -388,6 +397,8 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
     return true;
 }
 
+/* Whether the steps make sense together, and with the shape, is asked later, when the
+ * part is made of them. */
 static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
 {
     if (mls_json_size(r->json, m->node) > MLS_LAYOUT_STEPS) {
@@ -404,7 +415,8 @@ static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
     return MLS_OK;
 }
 
-/* For each of the state's axes the parameter's, or null. */
+/* For each of the state's axes the parameter's, or null.  The parameter itself may be in
+ * another index, or nowhere: what is said here is only used to cut. */
 static mls_code read_axes(reader *r, const member *m, mls_index_shard *shard)
 {
     signed char *axes = r->index.axes + r->axes_used;
@@ -430,6 +442,7 @@ static mls_code read_axes(reader *r, const member *m, mls_index_shard *shard)
     return MLS_OK;
 }
 
+/* Not stated is no tier; stated wrongly is an error. */
 static mls_code read_tier(reader *r, const member *m, mls_tier *tier)
 {
     if (m->node == MLS_JSON_NONE) {
@@ -444,7 +457,9 @@ static mls_code read_tier(reader *r, const member *m, mls_tier *tier)
     return MLS_OK;
 }
 
-/* What the shard is, by layout and shape, and that its bytes are those of that. */
+/* What the shard is, by layout and shape, and that its bytes are those of that.  Nothing
+ * but this ties the three to each other; the reader of files relies on it for every
+ * address that it computes. */
 static mls_code check_part(reader *r, const member *m, const mls_index_shard *shard)
 {
     mls_part part;
@@ -469,7 +484,8 @@ static mls_code check_part(reader *r, const member *m, const mls_index_shard *sh
     return MLS_OK;
 }
 
-/* One checksum a block; a shard of one block has but the one. */
+/* One checksum a block; a shard of one block has but the one.  That of the whole shard is
+ * not compared with those of its blocks: whoever verifies reads the blocks. */
 static mls_code read_blocks(reader *r, const member *m, mls_index_shard *shard)
 {
     const size_t count = mls_safetensors_blocks(shard->bytes);
@@ -505,7 +521,8 @@ static mls_code read_blocks(reader *r, const member *m, mls_index_shard *shard)
     return MLS_OK;
 }
 
-/* Where it lies: inside its file. */
+/* Where it lies: inside its file, as far as the file's recorded length tells.  Whether
+ * the file has that length is seen when it is opened. */
 static mls_code read_place(reader *r, const member *m, mls_index_shard *shard)
 {
     uint64_t end;
@@ -530,6 +547,11 @@ static mls_code read_place(reader *r, const member *m, mls_index_shard *shard)
     return MLS_OK;
 }
 
+/* Everything that a shard says of itself.
+ *
+ * Member by member, each on the shoulders of those before: the shape before the layout
+ * that cuts it, both before the bytes that must fit them, the bytes before the checksums
+ * that cover them. */
 static mls_code read_shard(reader *r, mls_json_node node, mls_index_shard *shard)
 {
     member m[MEMBERS];
@@ -786,6 +808,8 @@ static mls_code read_index(reader *r)
     return check_places(r);
 }
 
+/* The seal comes first: of a text that was damaged nothing is parsed, and whatever is
+ * found wrong behind it was written so. */
 mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
                          mls_index *out, mls_status *st)
 {

@@ -19,12 +19,14 @@ static void put_string(mls_buffer *b, const char *key, mls_text text)
     mls_buffer_json(b, text);
 }
 
+/* A member whose value is a count; `key` brings its comma and quotes along. */
 static void put_number(mls_buffer *b, const char *key, uint64_t number)
 {
     mls_buffer_text(b, key);
     mls_buffer_number(b, number);
 }
 
+/* A member whose value is one of our own words. */
 static void put_plain(mls_buffer *b, const char *key, const char *text)
 {
     put_string(b, key, (mls_text){text, strlen(text)});
@@ -105,6 +107,9 @@ static void put_place(mls_buffer *b, const mls_index_shard *s)
     mls_buffer_text(b, "}");
 }
 
+/* One line for each file and each shard: people look at these, and so do tools that
+ * compare lines.  Whether there was room is asked once, at the end: a buffer that failed
+ * takes no more. */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_buffer *out, uint32_t *crc_out, mls_status *st)
 {

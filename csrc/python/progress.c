@@ -51,6 +51,7 @@ static bool report(void *context, uint64_t bytes)
     return good;
 }
 
+/* Nothing is called yet: an object that is no callable is refused before any work. */
 int mlsp_progress_init(mlsp_progress *progress, PyObject *callback)
 {
     if (callback != Py_None && !PyCallable_Check(callback)) {
@@ -63,6 +64,7 @@ int mlsp_progress_init(mlsp_progress *progress, PyObject *callback)
     return 0;
 }
 
+/* From here on the thread state is kept for those moments when the GIL is taken back. */
 void mlsp_progress_begin(mlsp_progress *progress)
 {
     progress->thread = (unsigned long)pthread_self();
@@ -70,11 +72,14 @@ void mlsp_progress_begin(mlsp_progress *progress)
     progress->saved = PyEval_SaveThread();
 }
 
+/* An exception that stopped the work is set in this thread, and stays set. */
 void mlsp_progress_end(mlsp_progress *progress)
 {
     PyEval_RestoreThread(progress->saved);
 }
 
+/* What the last interval left untold, so that the counts add up to the whole.  Called
+ * with the GIL. */
 int mlsp_progress_finish(mlsp_progress *progress)
 {
     return tell(progress);

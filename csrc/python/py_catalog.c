@@ -27,7 +27,9 @@ static void catalog_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* Parse one index; `name` (borrowed) is that of its file, for errors. */
+/* Parse one index; `name` (borrowed) is that of its file, for errors.  A text of
+ * megabytes is parsed without the GIL: the bytes object cannot change, and its caller
+ * holds it. */
 static int add_index(const mlsp_state *state, catalog_object *self, PyObject *text,
                      PyObject *name)
 {
@@ -51,7 +53,8 @@ static int add_index(const mlsp_state *state, catalog_object *self, PyObject *te
     return 0;
 }
 
-/* All indexes, and the catalog over them. */
+/* All indexes, and the catalog over them.  Whatever fails leaves a Catalog that can be
+ * freed: `index_count` says how many indexes there are. */
 static int fill(const mlsp_state *state, catalog_object *self, PyObject *texts,
                 PyObject *names)
 {
@@ -109,6 +112,8 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return self;
 }
 
+/* A world that was smaller has no index of that rank; a Catalog may also hold only some
+ * of the ranks. */
 int mlsp_catalog_index(const mlsp_state *state, PyObject *catalog, int64_t rank,
                        const mls_index **out)
 {
@@ -134,7 +139,9 @@ const mlsp_state *mlsp_catalog_state(PyObject *self)
 
 /* ---- what it holds ---- */
 
-/* New reference to the key under which a state dict has a tensor. */
+/* New reference to the key under which a state dict has a tensor.  An index keeps name
+ * and state apart, as files of other programs might divide them elsewhere than at a dot.
+ */
 PyObject *mlsp_catalog_key(const mls_tensor_id *id)
 {
     PyObject *name = mlsp_str_of(id->name);
@@ -163,7 +170,7 @@ int mlsp_take_section(const mlsp_state *state, PyObject *object, mls_section *ou
     return 0;
 }
 
-/* keys(section) -> [key, ...] */
+/* keys(section) -> [key, ...], in the order of their bytes */
 static PyObject *catalog_keys(PyObject *object, PyObject *argument)
 {
     const catalog_object *self = (catalog_object *)object;
@@ -208,7 +215,10 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
     return tuple;
 }
 
-/* A tensor as a tuple: section, key, parameter, state or None, dtype, shape, layout, axes
+/* What people ask of a tensor, over all of its shards.  The dtype has NumPy's name here:
+ * that of the file is nobody's business.
+ *
+ * A tensor as a tuple: section, key, parameter, state or None, dtype, shape, layout, axes
  * or None, shards that are there, their bytes, the highest version, tier or None. */
 static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tensor *t)
 {
@@ -325,7 +335,9 @@ static PyObject *catalog_heads(PyObject *object, PyObject *unused)
 
 /* ---- verifying ---- */
 
-/* A problem as a tuple: kind, file, key or None, part or None, rank, offset, bytes,
+/* The text may quote the system, in whatever encoding that has.
+ *
+ * A problem as a tuple: kind, file, key or None, part or None, rank, offset, bytes,
  * text. */
 static PyObject *problem_tuple(const mls_index *index, const mls_problem *problem)
 {
@@ -341,7 +353,7 @@ static PyObject *problem_tuple(const mls_index *index, const mls_problem *proble
         (unsigned long long)problem->bytes, text);
 }
 
-/* Add the problems of one index to a list. */
+/* Add the problems of one index to a list; they come by file and offset. */
 static int add_problems(const mls_index *index, const mls_problems *problems,
                         PyObject *list)
 {
@@ -356,7 +368,9 @@ static int add_problems(const mls_index *index, const mls_problems *problems,
     return 0;
 }
 
-/* verify(folder, progress) -> (bytes read, [problem, ...]) */
+/* verify(folder, progress) -> (bytes read, [problem, ...])
+ *
+ * Index by index, so that no more is listed at once than one rank's problems. */
 static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     const catalog_object *self = (catalog_object *)object;
@@ -432,6 +446,7 @@ static PyType_Spec catalog_spec = {
     .slots = catalog_slots,
 };
 
+/* Immutable, so that nobody replaces a method that others rely on. */
 int mlsp_catalog_add(PyObject *module)
 {
     mlsp_state *state = mlsp_state_of(module);

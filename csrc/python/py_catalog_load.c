@@ -35,6 +35,8 @@ typedef struct load_job {
     size_t piece_count;
 } load_job;
 
+/* Needs the GIL: arrays may die here.  Accepts a job that was left half done at any
+ * point. */
 static void load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
@@ -58,7 +60,9 @@ typedef struct cutting {
     size_t world;
 } cutting;
 
-/* (layout or None, index, world) */
+/* (layout or None, index, world)
+ *
+ * Without a layout the world counts: 0 is everybody's whole state. */
 static int take_cutting(const mlsp_state *state, PyObject *object, cutting *out)
 {
     PyObject *layout;
@@ -84,7 +88,10 @@ static int take_cutting(const mlsp_state *state, PyObject *object, cutting *out)
     return 0;
 }
 
-/* The wanted part of one tensor. */
+/* The wanted part of one tensor.  A layout that was given is that of the parameters;
+ * states are cut along those axes of it that they have.  Without one, a tensor that was
+ * cut once is cut in the same way for the new world, and one that was cut twice asks for
+ * a layout: two numbers cannot be made of one. */
 static int cut(const load_job *job, const cutting *how, wanted *w)
 {
     const mls_index_shard *facts = w->tensor->facts;
@@ -114,7 +121,7 @@ static int cut(const load_job *job, const cutting *how, wanted *w)
     return 0;
 }
 
-/* Look up all keys of a list. */
+/* Look up all keys of a list, in its order, which becomes that of the result. */
 static int choose(load_job *job, mls_section section, PyObject *keys, const cutting *how)
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
@@ -181,7 +188,8 @@ static mls_code find_pieces(load_job *job, const char **file, mls_status *st)
     return MLS_OK;
 }
 
-/* Plan the reading, before any memory for its result is asked for. */
+/* Plan the reading, before any memory for its result is asked for: an index may claim
+ * terabytes, and only its files can back that up. */
 static int plan(load_job *job)
 {
     mls_status st;
@@ -203,7 +211,7 @@ static int plan(load_job *job)
     return 0;
 }
 
-/* Say where the bytes of one tensor go. */
+/* Say where the bytes of one tensor go: all its pieces lay into the same part. */
 static void place(load_job *job, const wanted *w, unsigned char *data)
 {
     for (size_t j = w->first; j < w->first + w->count; j++) {
@@ -211,7 +219,8 @@ static void place(load_job *job, const wanted *w, unsigned char *data)
     }
 }
 
-/* Read all pieces. */
+/* Read all pieces, checksummed while they are in the cache.  Which file a failure
+ * concerns is known for all but those of our own. */
 static int read_all(load_job *job, bool verify, PyObject *callback)
 {
     mlsp_progress progress;
@@ -264,7 +273,8 @@ static PyObject *new_array(const wanted *w, const unsigned char *data, PyObject 
     return array;
 }
 
-/* The whole of a file, mapped once; borrowed from the dict. */
+/* The whole of a file, mapped once for all tensors in it; borrowed from the dict.  The
+ * arrays keep the capsules, and these the mappings, when the dict is gone. */
 static PyObject *map_file(load_job *job, PyObject *capsules, const mls_index_file *file)
 {
     mls_status st;
@@ -311,7 +321,8 @@ static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules
     return new_array(w, mlsp_mapping_data(capsule) + offset, capsule);
 }
 
-/* Arrays for all that is wanted; what is mapped needs no reading. */
+/* Arrays for all that is wanted; what is mapped needs no reading, so its pieces are left
+ * out and those of the others move up. */
 static int make_arrays(load_job *job, bool maps)
 {
     size_t used = 0;
@@ -353,7 +364,8 @@ static PyObject *arrays_dict(const load_job *job)
     return dict;
 }
 
-/* The arguments that both ways of loading begin with. */
+/* The arguments that both ways of loading begin with, and all that can be found wrong
+ * before there is anything to undo. */
 static int load_init(load_job *job, PyObject *object, PyObject *path, PyObject *section,
                      PyObject *keys, PyObject *cuts)
 {
@@ -397,7 +409,8 @@ PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t 
 
 /* ---- loading: into arrays that exist ---- */
 
-/* Say how a target differs from what would go there. */
+/* Say how a target differs from what would go there, with both sides as the user has
+ * them. */
 static void refuse_target(const load_job *job, const mls_index_shard *facts, int rank,
                           const size_t *dims, const mls_tensor *t)
 {
@@ -413,7 +426,8 @@ static void refuse_target(const load_job *job, const mls_index_shard *facts, int
     mlsp_raise_under(job->state, &st, job->path, NULL);
 }
 
-/* Whether a target is what goes there. */
+/* Whether a target is what goes there: nothing is converted, since a state that was
+ * loaded in another precision is not the state that was saved. */
 static bool fits(const load_job *job, const wanted *w, const mls_tensor *t)
 {
     size_t dims[MLS_LAYOUT_RANK];
@@ -446,7 +460,8 @@ static int keep_target(wanted *w, mlsp_view *view)
     return 0;
 }
 
-/* View the target of one tensor, and see that it is what its part is. */
+/* View the target of one tensor, and see that it is what its part is.  The array is held
+ * by its owner's reference from then on. */
 static int view_target(load_job *job, wanted *w, PyObject *targets)
 {
     char what[MLS_NAME_BYTES];
@@ -496,7 +511,7 @@ static int place_targets(load_job *job, unsigned char **blocks)
     return 0;
 }
 
-/* Bring what came by way of new memory to its strided place. */
+/* Bring what came by way of new memory to its strided place, in its own byte order. */
 static void scatter(load_job *job, unsigned char *const *blocks)
 {
     for (size_t i = 0; i < job->count; i++) {

@@ -4,6 +4,16 @@
  *
  * Whole states come as dicts, so that no loop over names runs in Python: each value is an
  * array that the rank has whole, or a Shard, whose attributes are read here.
+ *
+ *   shards_write -> gather          snapshots of both dicts, an item for each shard
+ *                                   -> add_whole  an array: its parts that are ours
+ *                                   -> add_shard  a Shard: that part
+ *                -> write_gathered  without the GIL: mls_shards_write
+ *                -> gathering_fini  references given back
+ *
+ * An item holds what the core needs and no more: most states have tens of thousands of
+ * small arrays, and a view of each would take a kilobyte.  Shapes lie one after the other
+ * in one block, since arrays may be given another shape while they are saved.
  */
 #include "checkpoint.h"
 
@@ -16,6 +26,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+/* A constant table, but asking the processor takes a while: once for each call. */
 const mls_crc_kernels *mlsp_crc_of(const mlsp_state *state)
 {
     return mls_crc_of(state->kernels->cpu);
@@ -46,7 +57,8 @@ int mlsp_open_folder(const mlsp_state *state, PyObject *path, int *out)
     return 0;
 }
 
-/* "path/relative", or `path`; a new reference. */
+/* "path/relative", or `path`; a new reference.  Paths of bytes stay as they are: what a
+ * file system has for names need not be text. */
 static PyObject *joined(PyObject *path, const char *relative)
 {
     if (relative == NULL || relative[0] == '\0' || !PyUnicode_Check(path)) {
@@ -55,6 +67,9 @@ static PyObject *joined(PyObject *path, const char *relative)
     return PyUnicode_FromFormat("%U/%s", path, relative);
 }
 
+/* What is wrong with the content of a file starts with the file's name, and the tensor
+ * concerned; an OSError shows its path by itself.  The path that the exception carries is
+ * that of the file, where one is known. */
 PyObject *mlsp_raise_under(const mlsp_state *state, const mls_status *st, PyObject *path,
                            const char *relative)
 {
@@ -119,6 +134,7 @@ int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out)
     return 0;
 }
 
+/* The other way round; what the core has is a layout already. */
 PyObject *mlsp_layout_tuple(const mls_layout *layout)
 {
     PyObject *tuple = PyTuple_New(layout->count);
@@ -134,6 +150,7 @@ PyObject *mlsp_layout_tuple(const mls_layout *layout)
     return tuple;
 }
 
+/* Flat parts are one-dimensional, whatever their tensor is. */
 int mlsp_part_dims(const mls_part *part, size_t *dims)
 {
     if (part->flat) {
@@ -146,7 +163,8 @@ int mlsp_part_dims(const mls_part *part, size_t *dims)
     return part->rank;
 }
 
-/* A shape from a tuple of ints; returns its rank, or -1 with an exception set. */
+/* A shape from a tuple of ints; returns its rank, or -1 with an exception set.  The tuple
+ * is one that Python code made: what it holds was not looked at yet. */
 static int take_shape(const mlsp_state *state, PyObject *object, size_t *shape)
 {
     mls_status st;
@@ -175,7 +193,10 @@ static int take_shape(const mlsp_state *state, PyObject *object, size_t *shape)
     return (int)rank;
 }
 
-/* layout_part(layout, shape, index) -> ((start, ...), (length, ...), begin, end, flat) */
+/* layout_part(layout, shape, index) -> ((start, ...), (length, ...), begin, end, flat)
+ *
+ * The box that a part is of its tensor, and the range of the box's elements: what slices
+ * and a reshape make of an array. */
 static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -283,7 +304,8 @@ mls_tensor_id mlsp_id_of(mls_section section, mls_text key)
                            .has_state = true};
 }
 
-/* An array, held while the GIL is released; what is not packed has a view of its own. */
+/* An array, held while the GIL is released; what is not packed has a view of its own. The
+ * owner is what keeps the memory: the array, or a capsule that it gave out. */
 typedef struct held {
     PyObject *owner; /* strong */
     mls_tensor *strided;
@@ -306,6 +328,8 @@ typedef struct gathering {
     size_t dims_used, dims_room;
 } gathering;
 
+/* Needs the GIL.  Accepts one that was left half done: `count` says how many arrays are
+ * held. */
 static void gathering_fini(gathering *g)
 {
     for (size_t i = 0; i < g->count; i++) {
@@ -364,7 +388,8 @@ static mls_shard_item *add_item(gathering *g, const mls_tensor_id *id, mls_dtype
     return &g->items[g->count++];
 }
 
-/* Shapes follow one another in the order of the items. */
+/* Shapes follow one another in the order of the items.  Only now does the block stay
+ * where it is, so only now may anybody point into it. */
 static void point_to_shapes(gathering *g)
 {
     const size_t *dims = g->dims;
@@ -374,7 +399,8 @@ static void point_to_shapes(gathering *g)
     }
 }
 
-/* The memory of the last item: packed, or by a view of its own. */
+/* The memory of the last item: packed, or by a view of its own.  An array without
+ * elements may have no address, which is not the same as having none. */
 static int set_memory(gathering *g, mls_shard_item *item, const mls_tensor *memory,
                       size_t first)
 {
@@ -397,7 +423,7 @@ static int set_memory(gathering *g, mls_shard_item *item, const mls_tensor *memo
     return 0;
 }
 
-/* "params 'x'", for errors about an array. */
+/* "params 'x'", for errors about an array.  Cut, and never in a file. */
 static void describe(const mls_tensor_id *id, const char *key, char what[MLS_NAME_BYTES])
 {
     PyOS_snprintf(what, MLS_NAME_BYTES, "%s '%.130s'", mls_section_name(id->section),
@@ -430,7 +456,9 @@ static int said_shape(const gathering *g, PyObject *value, size_t *shape)
     return rank;
 }
 
-/* Where a state's axes are not its parameter's own, fill in `axes` and return them. */
+/* Where a state's axes are not its parameter's own, fill in `axes` and return them. Asked
+ * only where arrays are cut: the core finds out by itself what it writes down.  A
+ * parameter that cannot say its shape is as good as one that is not there. */
 static const signed char *axes_of(const gathering *g, PyObject *model,
                                   const mls_tensor_id *id, const mls_tensor *t,
                                   signed char *axes)
@@ -449,7 +477,8 @@ static const signed char *axes_of(const gathering *g, PyObject *model,
     return differ ? axes : NULL;
 }
 
-/* One part of an array that the rank has whole. */
+/* One part of an array that the rank has whole: a box of it, which is a view, and of flat
+ * parts the first element that counts. */
 static int add_part(gathering *g, const mls_tensor_id *id, const mlsp_view *view,
                     const mls_layout *layout, size_t index)
 {
@@ -474,7 +503,9 @@ static int add_part(gathering *g, const mls_tensor_id *id, const mlsp_view *view
     return set_memory(g, item, &box, part.begin);
 }
 
-/* An array that this rank has whole: all of it, or the parts that are this rank's. */
+/* An array that this rank has whole: all of it, or the parts that are this rank's.  Ranks
+ * take turns by the number of the part, so that a tensor of many parts is everyone's
+ * work, and one that cannot be cut is the first rank's. */
 static int add_whole(gathering *g, PyObject *model, const mls_tensor_id *id,
                      const mlsp_view *view)
 {
@@ -510,7 +541,7 @@ static int shard_number(const gathering *g, PyObject *shard, const char *name,
     return failed;
 }
 
-/* The tier's name, or "". */
+/* Where the shard says it is kept; the class has checked the name. */
 static int shard_tier(PyObject *shard, mls_tier *out)
 {
     mls_text text;
@@ -540,7 +571,9 @@ static int shard_shape(const gathering *g, PyObject *shard, mls_layout *layout,
     return rank;
 }
 
-/* The array of a Shard must have the elements of its part, in whatever shape. */
+/* The array of a Shard must have the elements of its part, in whatever shape: flat parts
+ * often come as views of something larger.  The class has checked this when the Shard was
+ * made, but arrays can be given another shape. */
 static int check_part(const gathering *g, const mls_shard_item *item,
                       const mls_tensor *memory, const char *what)
 {
@@ -563,7 +596,8 @@ static int check_part(const gathering *g, const mls_shard_item *item,
     return -1;
 }
 
-/* A Shard, which is this rank's unless it is a copy of another's. */
+/* A Shard, which is this rank's unless it is a copy of another's.  Its attributes may be
+ * anything by now, so each is taken as any argument is. */
 static int add_shard(gathering *g, const mls_tensor_id *id, const char *what,
                      PyObject *shard)
 {
@@ -633,7 +667,8 @@ static int add_value(gathering *g, PyObject *model, mls_section section,
     return failed;
 }
 
-/* `dicts` are the model's and the optimizer's, either may be None. */
+/* `dicts` are the model's and the optimizer's, either may be None.  Both are taken as
+ * they are at one moment; code of others (an array's own) may change them afterwards. */
 static int gather(gathering *g, PyObject *const *dicts)
 {
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
@@ -668,7 +703,8 @@ static PyObject *written_dict(const mls_shards_written *w)
         "new_files", (unsigned long long)w->new_files);
 }
 
-/* With everything gathered: write it. */
+/* With everything gathered: write it.  The folder is opened once, and everything happens
+ * in that very folder, even if somebody moves it meanwhile. */
 static PyObject *write_gathered(gathering *g, PyObject *path, mls_shard_job *job,
                                 PyObject *callback)
 {
@@ -796,7 +832,8 @@ static PyObject *crc32c(PyObject *module, PyObject *data)
     return PyLong_FromUnsignedLong(found);
 }
 
-/* Write all of `data` in the place of `path`, durably. */
+/* Write all of `data` in the place of `path`, durably: roots of checkpoints, which decide
+ * what is there. */
 static mls_code replace(const char *path, const char *data, size_t length, mls_status *st)
 {
     mls_atomic_file file;
