@@ -32,7 +32,7 @@ void mlsp_progress_end(mlsp_progress *progress);
 /* After the end, with the GIL: tell the rest.  -1 with an exception set. */
 int mlsp_progress_finish(mlsp_progress *progress);
 
-/* ---- py_shards.c ---- */
+/* ---- py_layout.c ---- */
 
 /* A layout from a tuple of pairs (axis, or -1 for flat; parts).  -1 with an exception
  * set. */
@@ -41,6 +41,12 @@ int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out)
 /* New references: a layout as such a tuple; the shape of a part. */
 PyObject *mlsp_layout_tuple(const mls_layout *layout);
 int mlsp_part_dims(const mls_part *part, size_t *dims); /* returns the rank */
+
+/* A shape from a tuple of ints, at most MLS_LAYOUT_RANK of them; its rank, or -1 with an
+ * exception set. */
+int mlsp_take_shape(const mlsp_state *state, PyObject *object, size_t *shape);
+
+/* ---- py_shards.c ---- */
 
 /* A folder, opened for work under it; close it.  -1 with an exception set. */
 int mlsp_open_folder(const mlsp_state *state, PyObject *path, int *out);

@@ -238,6 +238,7 @@ extern PyMethodDef mlsp_mlpackage_methods[];
 extern PyMethodDef mlsp_load_methods[];
 extern PyMethodDef mlsp_names_methods[];
 extern PyMethodDef mlsp_state_methods[];
+extern PyMethodDef mlsp_layout_methods[];
 extern PyMethodDef mlsp_shards_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */
