@@ -27,7 +27,8 @@ static mls_code no_memory(const mls_shard_plan *plan, mls_status *st)
     return mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", plan->job->count);
 }
 
-/* Name the tensor concerned in `st`, which holds a failure. */
+/* Name the tensor concerned in `st`, which holds a failure.  Its parameter's name says
+ * enough: a state is where its parameter is. */
 static mls_code about(const mls_shard_item *item, mls_status *st)
 {
     mls_status_name(st, item->id.name.data, item->id.name.length);
@@ -43,7 +44,8 @@ static int compare_items(const void *a, const void *b)
     return ids != 0 ? ids : x->part < y->part ? -1 : x->part > y->part;
 }
 
-/* Bytes of the key under which a file has the tensor. */
+/* Bytes of the key under which a file has the tensor: the one that a state dict has, so
+ * that any reader of safetensors shows what people know. */
 static size_t key_length(const mls_tensor_id *id)
 {
     return id->name.length + (id->has_state ? 1 + id->state.length : 0);
@@ -81,7 +83,8 @@ static mls_code allocate(mls_shard_plan *plan, mls_status *st)
                : MLS_OK;
 }
 
-/* What a shard is, from its item; `dims` is room for its part's shape. */
+/* What a shard is, from its item; `dims` is room for its part's shape.  Layout and shape are
+ * looked at here, once: everything behind relies on parts that can be made. */
 static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
                          mls_planned *planned, size_t *dims, mls_status *st)
 {
@@ -142,7 +145,8 @@ static mls_code check_id(const mls_shard_item *item, mls_text key, mls_status *s
     return about(item, st);
 }
 
-/* Fill in shards and planned, in order.  `sorted` are the items. */
+/* Fill in shards and planned, in order.  `sorted` are the items: in the order of an index,
+ * so that duplicates are neighbours, and so that what is written is sorted already. */
 static mls_code describe_all(mls_shard_plan *plan, const mls_shard_item **sorted,
                              mls_status *st)
 {
@@ -210,7 +214,8 @@ static bool same_shard(const mls_index_shard *a, const mls_index_shard *b)
     return same;
 }
 
-/* Both lists are sorted alike. */
+/* Both lists are sorted alike, so one walk pairs them.  A shard that is another one now, by
+ * shape, dtype or layout, has no predecessor: its versions start anew. */
 static void match_before(mls_shard_plan *plan)
 {
     const mls_index *before = plan->job->before;
@@ -227,6 +232,7 @@ static void match_before(mls_shard_plan *plan)
     }
 }
 
+/* The items are the caller's and stay as they are: only pointers to them are sorted. */
 mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
                              mls_status *st)
 {
@@ -257,6 +263,8 @@ mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
     return MLS_OK;
 }
 
+/* The index shares everything that it points to with the items and with this plan, so there
+ * is nothing more of it to free. */
 void mls_shard_plan_fini(mls_shard_plan *plan)
 {
     for (size_t i = 0; i < plan->file_count; i++) {
@@ -282,6 +290,7 @@ typedef struct use {
     size_t moved; /* where a kept file is in the new index */
 } use;
 
+/* By file of before, in one walk over each of the two indexes. */
 static mls_code count_use(const mls_shard_plan *plan, use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -365,7 +374,8 @@ static mls_code set_versions(mls_shard_plan *plan, mls_status *st)
 
 /* ---- new files ---- */
 
-/* A shard that must be written, and how its file is chosen. */
+/* A shard that must be written, and how its file is chosen: one of its own, or the next
+ * segment that takes the nth shard of its tensor. */
 typedef struct placing {
     size_t shard;
     size_t nth; /* of the shards of one tensor, or SIZE_MAX: a file of its own */
@@ -381,7 +391,8 @@ static int compare_placings(const void *a, const void *b)
                                   : 0;
 }
 
-/* Everything that is not kept, in the order in which it goes into files. */
+/* Everything that is not kept, in the order in which it goes into files.  Counting starts
+ * anew with each tensor, whether or not its earlier shards are written. */
 static size_t list_placings(const mls_shard_plan *plan, placing *out)
 {
     size_t count = 0, nth = 0;
@@ -398,7 +409,7 @@ static size_t list_placings(const mls_shard_plan *plan, placing *out)
     return count;
 }
 
-/* How many of `left` placings share the next file. */
+/* How many of `left` placings share the next file.  At least one, however large it is. */
 static size_t next_file(const mls_shard_plan *plan, const placing *placings, size_t left)
 {
     const mls_index_shard *shards = plan->index.shards;
@@ -440,7 +451,8 @@ static mls_code name_file(const mls_shard_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
-/* The text that says of each tensor in a file which shard it is. */
+/* The text that says of each tensor in a file which shard it is: with it a file speaks for
+ * itself when its index is lost. */
 static void describe_file(const mls_shard_plan *plan, const placing *placings,
                           size_t count, mls_buffer *text)
 {
@@ -455,7 +467,8 @@ static void describe_file(const mls_shard_plan *plan, const placing *placings,
     mls_buffer_text(text, "}");
 }
 
-/* Lay out one file, and give its shards their places. */
+/* Lay out one file, and give its shards their places.  The header sorts the tensors, so who
+ * is where is read off it. */
 static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t count,
                            mls_status *st)
 {
@@ -506,7 +519,8 @@ static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t
     return MLS_OK;
 }
 
-/* At most one file for each shard that is written, and those of before. */
+/* At most one file for each shard that is written, and those of before.  Pages of the table
+ * that stay unused are never touched, and cost nothing. */
 static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -519,6 +533,8 @@ static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
     return MLS_OK;
 }
 
+/* First what stays, since the new index starts with the files that it goes on to use; then
+ * versions, which the files' headers repeat; then the files. */
 mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
 {
     mls_code code = allocate_files(plan, st);

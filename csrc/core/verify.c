@@ -154,9 +154,9 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
             cut ? "the file is cut off" : "the file is longer than it was");
     } else if (tell) {
         add(v,
-            st.code == MLS_E_FORMAT ? MLS_PROBLEM_FOREIGN
-            : st.os_error == ENOENT ? MLS_PROBLEM_MISSING
-                                    : MLS_PROBLEM_UNREADABLE,
+            st.code == MLS_E_FORMAT || st.os_error == EISDIR ? MLS_PROBLEM_FOREIGN
+            : st.os_error == ENOENT                          ? MLS_PROBLEM_MISSING
+                                                             : MLS_PROBLEM_UNREADABLE,
             file, SIZE_MAX, 0, record->bytes, st.text);
     }
     return false;
