@@ -20,6 +20,7 @@
 #    include <unistd.h>
 #endif
 
+/* Words that scripts may rely on. */
 const char *mls_problem_name(mls_problem_kind kind)
 {
     static const char *const names[MLS_PROBLEM_COUNT] = {
@@ -29,6 +30,7 @@ const char *mls_problem_name(mls_problem_kind kind)
     return names[kind];
 }
 
+/* Texts lie in the problems themselves. */
 void mls_problems_fini(mls_problems *problems)
 {
     mls_free(problems->list);
@@ -65,7 +67,7 @@ typedef struct verifier {
 
 /* ---- the list ---- */
 
-/* Note that this cannot go on. */
+/* Note that this cannot go on: memory ran out, or somebody wants to stop. */
 static void give_up(verifier *v, mls_code code)
 {
     pthread_mutex_lock(&v->lock);
@@ -73,6 +75,7 @@ static void give_up(verifier *v, mls_code code)
     pthread_mutex_unlock(&v->lock);
 }
 
+/* Asked between blocks, so that stopping takes no longer than reading one. */
 static bool gave_up(verifier *v)
 {
     pthread_mutex_lock(&v->lock);
@@ -101,6 +104,7 @@ static void append(verifier *v, const mls_problem *problem)
     found->list[found->count++] = *problem;
 }
 
+/* One more for the list. */
 static void add(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
                 uint64_t offset, uint64_t bytes, const char *text)
 {
@@ -112,7 +116,7 @@ static void add(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
     pthread_mutex_unlock(&v->lock);
 }
 
-/* For qsort: by file and offset. */
+/* For qsort: by file and offset, since tasks end in any order. */
 static int compare_problems(const void *a, const void *b)
 {
     const mls_problem *x = a, *y = b;
@@ -121,7 +125,7 @@ static int compare_problems(const void *a, const void *b)
                                    : x->offset > y->offset;
 }
 
-/* Tell whoever waits. */
+/* Tell whoever waits, and count: what was read is part of the report. */
 static void report(verifier *v, uint64_t bytes)
 {
     pthread_mutex_lock(&v->lock);
@@ -134,7 +138,8 @@ static void report(verifier *v, uint64_t bytes)
 
 /* ---- a file ---- */
 
-/* A file that is not there, or is another one, is a problem of the file.  False then. */
+/* A file that is not there, or is another one, is a problem of the file.  False then.
+ * Told by the task that looks at the file, and by none of those that read its shards. */
 static bool open_file(verifier *v, size_t file, bool tell, int *fd)
 {
     const mls_index_file *record = &v->index->files[file];
@@ -243,7 +248,8 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
     return code;
 }
 
-/* The task of a file: everything about it but its tensors' bytes. */
+/* The task of a file: everything about it but its tensors' bytes.  Shards that nobody
+ * needs any more may lie in front of the first that counts; they are passed over. */
 static void verify_file(verifier *v, size_t first)
 {
     const mls_index_shard *shard = &v->index->shards[v->order[first]];
@@ -268,7 +274,8 @@ static void verify_file(verifier *v, size_t first)
 
 /* ---- bytes ---- */
 
-/* One block of a shard. */
+/* One block of a shard: the smallest range that damage is narrowed down to, since a
+ * checksum says only that some byte of it changed. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -295,7 +302,7 @@ static void verify_block(verifier *v, int fd, size_t number, size_t start,
     report(v, length);
 }
 
-/* The task of some shards of one file. */
+/* The task of some shards of one file, in the order in which they lie there. */
 static void verify_shards(verifier *v, const task *t)
 {
     const mls_index_shard *first = &v->index->shards[v->order[t->first]];
@@ -320,6 +327,7 @@ static void verify_shards(verifier *v, const task *t)
     mls_free(buffer);
 }
 
+/* Which of the two kinds a task is, its count says. */
 static void verify_task(void *context, size_t index)
 {
     verifier *v = context;
@@ -351,7 +359,8 @@ static int compare_places(const void *a, const void *b)
                                     : (x->shard < y->shard ? -1 : x->shard > y->shard);
 }
 
-/* Numbers of all shards by file and offset.  Gives. */
+/* Numbers of all shards by file and offset: the order in which disks like to be read, and
+ * in which the shards of one file are neighbours.  Gives. */
 static mls_code sort_shards(const mls_index *index, size_t **out, mls_status *st)
 {
     place *places = mls_alloc(index->shard_count, sizeof *places);
