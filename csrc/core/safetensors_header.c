@@ -1,5 +1,8 @@
 /* safetensors_header: laid out with zeros for length and checksums, which are filled in
  * when all else is written.
+ *
+ * Everything has its place by rule: metadata by key, tensors by item size and name,
+ * members as the package writes them.  So the same content gives the same bytes.
  */
 #include "safetensors_header.h"
 
@@ -102,7 +105,8 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
     return MLS_OK;
 }
 
-/* A copy of the metadata with our two entries, by key.  Gives. */
+/* A copy of the metadata with our two entries, by key.  Gives.  The caller's own entries
+ * may be ours too, but never these two: that is a duplicate. */
 static mls_code sort_metadata(const mls_text_pair *metadata, size_t count,
                               mls_text_pair **out, mls_status *st)
 {
@@ -170,7 +174,8 @@ static void put_metadata(mls_header *h, const mls_text_pair *metadata, size_t co
     mls_buffer_text(b, "}");
 }
 
-/* One tensor's entry; its members in the order in which the package writes them. */
+/* One tensor's entry; its members in the order in which the package writes them.  Offsets
+ * count from the first tensor. */
 static void put_tensor(mls_buffer *b, const mls_header_tensor *t)
 {
     mls_buffer_text(b, ",");
@@ -197,7 +202,7 @@ static void pad(mls_buffer *b, size_t alignment)
     }
 }
 
-/* Why the text could not be made. */
+/* Why the text could not be made: too long for the format, or for memory. */
 static mls_code fail_text(const mls_buffer *b, mls_status *st)
 {
     return b->code == MLS_E_MEMORY
@@ -235,6 +240,7 @@ static mls_code build_text(mls_header *h, const mls_text_pair *metadata, size_t 
     return MLS_OK;
 }
 
+/* Nothing of the caller's is changed but the order of the tensors, and what is given. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
                          const mls_text_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st)
@@ -277,6 +283,7 @@ uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
     return own;
 }
 
+/* The tensors are the caller's. */
 void mls_header_fini(mls_header *header)
 {
     mls_free(header->crcs);

@@ -83,8 +83,8 @@ static mls_code allocate(mls_shard_plan *plan, mls_status *st)
                : MLS_OK;
 }
 
-/* What a shard is, from its item; `dims` is room for its part's shape.  Layout and shape are
- * looked at here, once: everything behind relies on parts that can be made. */
+/* What a shard is, from its item; `dims` is room for its part's shape.  Layout and shape
+ * are looked at here, once: everything behind relies on parts that can be made. */
 static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
                          mls_planned *planned, size_t *dims, mls_status *st)
 {
@@ -145,8 +145,9 @@ static mls_code check_id(const mls_shard_item *item, mls_text key, mls_status *s
     return about(item, st);
 }
 
-/* Fill in shards and planned, in order.  `sorted` are the items: in the order of an index,
- * so that duplicates are neighbours, and so that what is written is sorted already. */
+/* Fill in shards and planned, in order.  `sorted` are the items: in the order of an
+ * index, so that duplicates are neighbours, and so that what is written is sorted
+ * already. */
 static mls_code describe_all(mls_shard_plan *plan, const mls_shard_item **sorted,
                              mls_status *st)
 {
@@ -214,8 +215,8 @@ static bool same_shard(const mls_index_shard *a, const mls_index_shard *b)
     return same;
 }
 
-/* Both lists are sorted alike, so one walk pairs them.  A shard that is another one now, by
- * shape, dtype or layout, has no predecessor: its versions start anew. */
+/* Both lists are sorted alike, so one walk pairs them.  A shard that is another one now,
+ * by shape, dtype or layout, has no predecessor: its versions start anew. */
 static void match_before(mls_shard_plan *plan)
 {
     const mls_index *before = plan->job->before;
@@ -263,8 +264,8 @@ mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
     return MLS_OK;
 }
 
-/* The index shares everything that it points to with the items and with this plan, so there
- * is nothing more of it to free. */
+/* The index shares everything that it points to with the items and with this plan, so
+ * there is nothing more of it to free. */
 void mls_shard_plan_fini(mls_shard_plan *plan)
 {
     for (size_t i = 0; i < plan->file_count; i++) {
@@ -451,8 +452,8 @@ static mls_code name_file(const mls_shard_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
-/* The text that says of each tensor in a file which shard it is: with it a file speaks for
- * itself when its index is lost. */
+/* The text that says of each tensor in a file which shard it is: with it a file speaks
+ * for itself when its index is lost. */
 static void describe_file(const mls_shard_plan *plan, const placing *placings,
                           size_t count, mls_buffer *text)
 {
@@ -467,8 +468,8 @@ static void describe_file(const mls_shard_plan *plan, const placing *placings,
     mls_buffer_text(text, "}");
 }
 
-/* Lay out one file, and give its shards their places.  The header sorts the tensors, so who
- * is where is read off it. */
+/* Lay out one file, and give its shards their places.  The header sorts the tensors, so
+ * who is where is read off it. */
 static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t count,
                            mls_status *st)
 {
@@ -519,8 +520,8 @@ static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t
     return MLS_OK;
 }
 
-/* At most one file for each shard that is written, and those of before.  Pages of the table
- * that stay unused are never touched, and cost nothing. */
+/* At most one file for each shard that is written, and those of before.  Pages of the
+ * table that stay unused are never touched, and cost nothing. */
 static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -533,8 +534,8 @@ static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
     return MLS_OK;
 }
 
-/* First what stays, since the new index starts with the files that it goes on to use; then
- * versions, which the files' headers repeat; then the files. */
+/* First what stays, since the new index starts with the files that it goes on to use;
+ * then versions, which the files' headers repeat; then the files. */
 mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
 {
     mls_code code = allocate_files(plan, st);

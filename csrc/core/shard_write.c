@@ -41,7 +41,8 @@ enum {
     FEW_FILES = 4           /* are synced one by one */
 };
 
-/* A file in the making. */
+/* A file in the making.  What must be taken back after a failure is written down as soon
+ * as it exists. */
 typedef struct output {
     mls_planned_file *planned;
     const char *path;
@@ -91,6 +92,7 @@ static void *new_buffer(void)
     return aligned;
 }
 
+/* The address of the whole block lies in front of the part that is used. */
 static void free_buffer(void *buffer)
 {
     void *whole;
@@ -98,6 +100,7 @@ static void free_buffer(void *buffer)
     mls_free(whole);
 }
 
+/* One that was given back, else a new one: at most as many as there are threads. */
 static void *take_buffer(writer *w)
 {
     pthread_mutex_lock(&w->lock);
@@ -106,6 +109,7 @@ static void *take_buffer(writer *w)
     return buffer != NULL ? buffer : new_buffer();
 }
 
+/* Kept for the next task: fresh memory would cost as much as the copying. */
 static void give_buffer(writer *w, void *buffer)
 {
     pthread_mutex_lock(&w->lock);
@@ -131,7 +135,7 @@ typedef struct sink {
     uint64_t offset;
 } sink;
 
-/* Tell whoever waits; false where he wants to stop. */
+/* Tell whoever waits; he may want to stop, which is a failure like any other. */
 static mls_code report(const sink *s, size_t bytes)
 {
     const mls_progress *progress = s->w->job->progress;
@@ -161,7 +165,7 @@ static mls_code write_aligned(sink *s, size_t bytes)
     return code;
 }
 
-/* Send on what was gathered. */
+/* Send on what was gathered.  Bytes count as done when the system has them. */
 static mls_code flush(sink *s)
 {
     mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
@@ -294,7 +298,9 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* The first task of a file opens it; others wait. */
+/* The first task of a file opens it; others wait.  Files are opened late, and closed
+ * early, so that a hundred thousand of them need no more descriptors than there are
+ * threads. */
 static mls_code need_output(writer *w, output *out, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -306,7 +312,9 @@ static mls_code need_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* The header, which is what makes it a file, in steps of the buffer. */
+/* The header, which is what makes it a file, in steps of the buffer.  It ends where the
+ * first tensor starts, at a multiple of the alignment, so it needs no padding of its own.
+ */
 static mls_code write_header(sink *s)
 {
     mls_header *header = &s->out->planned->header;
@@ -378,7 +386,8 @@ static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_sta
     return last ? finish_output(&s) : MLS_OK;
 }
 
-/* Of several failures the first is told. */
+/* Of several failures the first is told: by the order of tasks, not by time, so that it
+ * is the same one however many threads there are. */
 static void note_failure(writer *w, size_t index, const mls_status *st)
 {
     pthread_mutex_lock(&w->lock);
@@ -434,6 +443,7 @@ static size_t cut_file(const mls_planned_file *file, size_t number, task *out)
     return count;
 }
 
+/* All of them, in the order of files: threads take them from the front. */
 static mls_code make_tasks(writer *w, mls_status *st)
 {
     size_t most = w->plan.file_count;
@@ -484,7 +494,8 @@ static bool can_sync_once(int folder)
     return false;
 }
 
-/* The names in one of the pool's folders. */
+/* The names in one of the pool's folders: a file that is on the disk without a name is
+ * lost. */
 static mls_code sync_folder(int pool, const char *path, mls_status *st)
 {
     const int fd = openat(pool, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -568,6 +579,8 @@ static mls_code write_small(const writer *w, const char *path, const mls_buffer 
     return code;
 }
 
+/* Every checksum is known now.  The index is the last file: whoever has one may rely on
+ * all that it lists. */
 static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 {
     mls_index *index = &w->plan.index;
@@ -611,6 +624,7 @@ static void discard(const writer *w, const char *index)
     }
 }
 
+/* Descriptors are open only after a failure. */
 static void release(writer *w)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
@@ -627,7 +641,8 @@ static void release(writer *w)
     pthread_mutex_destroy(&w->lock);
 }
 
-/* From the plan to files that have their names. */
+/* From the plan to files that have their names.  Nothing of it is durable yet, but for
+ * files that are synced one by one. */
 static mls_code write_files(writer *w, mls_status *st)
 {
     mls_code code = make_tasks(w, st);

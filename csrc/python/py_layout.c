@@ -5,6 +5,8 @@
  */
 #include "checkpoint.h"
 
+/* Checked pair by pair, in the user's terms; the core has the last word, on what the
+ * steps are together. */
 int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out)
 {
     mls_layout layout = {0};
@@ -146,8 +148,8 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
                          (Py_ssize_t)part.end, part.flat ? Py_True : Py_False);
 }
 
-/* The axes of a state from a tuple of ints and None; NULL for None.  False with an
- * exception set. */
+/* The axes of a state from a tuple of ints and None, which stands for an axis that its
+ * parameter lacks.  False with an exception set. */
 static bool take_axes(const mlsp_state *state, PyObject *object, int64_t rank,
                       signed char *axes)
 {
