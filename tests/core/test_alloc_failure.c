@@ -1,7 +1,8 @@
 /* Every allocation fails once: the n-th one for every n, in reading, writing and parsing
- * files, and in making and comparing trees of names.
+ * files and checkpoints, and in making and comparing trees of names.
  * Each must end in MLS_E_MEMORY with nothing leaked, the outputs untouched and the old
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
+#include "catalog.h"
 #include "fsio.h"
 #include "index.h"
 #include "json.h"
@@ -12,7 +13,10 @@
 #include "rename.h"
 #include "runner.h"
 #include "safetensors.h"
+#include "shard_plan.h"
 #include "shard_read.h"
+#include "shards.h"
+#include "verify.h"
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -139,11 +143,6 @@ static void reading_a_file_survives_every_failure(void)
     write_old();
     CHECK(fail_each(read_whole) >= 1);
     unlink(path);
-}
-
-static mls_text text(const char *chars)
-{
-    return (mls_text){.data = chars, .length = strlen(chars)};
 }
 
 static mls_code write_state(mls_status *st)
@@ -313,6 +312,112 @@ static void parsing_an_index_survives_every_failure(void)
     mls_buffer_fini(&index_text);
 }
 
+/* ---- checkpoints ---- */
+
+static mls_index committed; /* what the next jobs find */
+
+static const size_t small_shape[] = {1000}, large_shape[] = {300000};
+static unsigned char shard_bytes[300000];
+
+/* Two small ones that share a file, a large one, and a state with axes of its own. */
+static void make_items(mls_shard_item *items)
+{
+    items[0] = item_of("a", NULL, MLS_U8, 1, small_shape, shard_bytes);
+    items[1] = item_of("b", NULL, MLS_U8, 1, small_shape, shard_bytes);
+    items[2] = item_of("c", NULL, MLS_U8, 1, large_shape, shard_bytes);
+    items[3] = item_of("a", "m", MLS_U8, 2, index_shape, shard_bytes);
+}
+
+static mls_shard_job second_job(const mls_shard_item *items)
+{
+    mls_shard_job job = job_of(items, 4, generations[1], &committed);
+    job.kernels = mls_kernels_of(MLS_CPU_SCALAR);
+    job.crc = &mls_crc_scalar;
+    return job;
+}
+
+static mls_code plan_shards(mls_status *st)
+{
+    mls_shard_item items[4];
+    make_items(items);
+    const mls_shard_job job = second_job(items);
+    mls_shard_plan plan = {.file_count = 77};
+    mls_code code = mls_shard_plan_init(&plan, &job, st);
+    if (code == MLS_OK) {
+        plan.planned[0].same = plan.planned[0].before != NULL;
+        code = mls_shard_plan_place(&plan, st);
+        CHECK(code != MLS_OK || plan.file_count == 3);
+        mls_shard_plan_fini(&plan);
+    }
+    CHECK(plan.files == NULL && plan.index.shards == NULL);
+    return code;
+}
+
+/* The small ones changed since; nothing but what was committed may be left. */
+static mls_code write_shards(mls_status *st)
+{
+    mls_shard_item items[4];
+    make_items(items);
+    shard_bytes[0] = 1;
+    items[2].version = 1;
+    const mls_shard_job job = second_job(items);
+    mls_shards_written written = {.shard_count = 77};
+    const mls_code code = mls_shards_write(&job, &written, st);
+    const long kept = countdown;
+    countdown = 0; /* looking must not fail */
+    CHECK(written.shard_count == (code == MLS_OK ? 4U : 77U));
+    CHECK(pool_files() == (code == MLS_OK ? 4U + 3U : 4U));
+    countdown = kept;
+    return code;
+}
+
+static mls_code verify_shards(mls_status *st)
+{
+    mls_problems found = {.count = 77};
+    const mls_code code =
+        mls_index_verify(pool_fd, &committed, &mls_crc_scalar, NULL, NULL, &found, st);
+    CHECK(found.count == (code == MLS_OK ? 1 : 77)); /* a file is gone */
+    if (code == MLS_OK) {
+        mls_problems_fini(&found);
+    }
+    return code;
+}
+
+static mls_code list_shards(mls_status *st)
+{
+    const mls_index *const indexes[] = {&committed, &committed};
+    mls_catalog catalog = {.tensor_count = 77};
+    const mls_code code = mls_catalog_init(&catalog, indexes, 2, st);
+    CHECK(catalog.tensor_count == (code == MLS_OK ? 4 : 77));
+    if (code == MLS_OK) {
+        mls_catalog_fini(&catalog);
+    }
+    return code;
+}
+
+/* Each on a checkpoint that was committed. */
+static void checkpoints_survive_every_failure(void)
+{
+    mls_shard_item items[4];
+    mls_shards_written written;
+    countdown = 0;
+    kernels = mls_kernels_of(MLS_CPU_SCALAR);
+    crc = &mls_crc_scalar;
+    enter_pool(NULL);
+    make_items(items);
+    const mls_shard_job job = job_of(items, 4, generations[0], NULL);
+    committed = write_all(&job, &written);
+    if (committed.shard_count == 4) {
+        CHECK(fail_each(plan_shards) >= 30);
+        CHECK(fail_each(write_shards) >= 30);
+        CHECK(fail_each(list_shards) == 3);
+        CHECK(unlinkat(pool_fd, committed.files[1].path, 0) == 0);
+        CHECK(fail_each(verify_shards) >= 20);
+    }
+    mls_index_fini(&committed);
+    leave_pool();
+}
+
 /* ---- loading ---- */
 
 static mls_code plan_loading(mls_status *st)
@@ -410,6 +515,7 @@ static const test_case tests[] = {
     TEST(reading_a_shard_survives_every_failure),
     TEST(building_an_index_survives_every_failure),
     TEST(parsing_an_index_survives_every_failure),
+    TEST(checkpoints_survive_every_failure),
     TEST(planning_to_load_survives_every_failure),
     TEST(a_tree_of_names_survives_every_failure),
     TEST(outlining_names_survives_every_failure),
