@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +11,7 @@ from .. import _folder
 from .._checkpoint_manager import find_root
 from .._text import table_text
 from ..checkpoint import Checkpoint
+from ..errors import MLStateError
 
 if TYPE_CHECKING:
     import argparse
@@ -120,9 +121,16 @@ class _Line:
 
 
 @contextmanager
-def progress_of(what: str, total: int) -> Iterator[Callable[[int], object] | None]:
-    """Give what is to be called with numbers of bytes; None unless a person looks on."""
-    if total <= 0 or sys.stderr is None or not sys.stderr.isatty():
+def progress_of(what: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
+    """Give what is to be called with numbers of bytes; None unless a person looks on.
+
+    `count` says how many there will be; 0 where nobody knows, and then there is no progress.
+    """
+    total = 0
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(MLStateError):
+            total = count()
+    if not total:
         yield None
         return
     try:

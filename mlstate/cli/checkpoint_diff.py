@@ -164,8 +164,11 @@ def run_diff(arguments: argparse.Namespace) -> int:
         _side(arguments.first, arguments.first_step),
         _side(arguments.second, arguments.second_step),
     ]
-    total = sum(sides[0].size(s, key)[0] for s in (0, 1) for key in sides[0].keys(s))
-    with progress_of("compare", total) as progress:
+
+    def size() -> int:
+        return sum(sides[0].size(s, key)[0] for s in (0, 1) for key in sides[0].keys(s))
+
+    with progress_of("compare", size) as progress:
         found = [_compare(section, sides, progress) for section in (0, 1)]
     identical = all(one.identical for one in found)
     if arguments.json:

@@ -6,7 +6,6 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from .. import _folder
 from .._text import bytes_text
 from ..checkpoint import Layout, reshard
 from .checkpoint_common import add_command, count_text, find, progress_of
@@ -65,8 +64,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     where = find(arguments.source, arguments.step)
     if where is None:
         raise ValueError(f"{arguments.source} is a file: mlstate convert makes a checkpoint of it")
-    total = sum(r.data_bytes for r in _folder.read_manifest(where.path, where.root).indexes)
-    with progress_of("reshard", total) as progress:
+    with progress_of("reshard", lambda: where.checkpoint().nbytes) as progress:
         made = reshard(
             where.path,
             arguments.target,

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _folder
-from .._plain_verify import verify_file
-from .._text import bytes_text
+from .._plain_verify import read_header, verify_file
+from .._text import bytes_text, shorten
 from .._verify import VerifyReport, verify_checkpoint, verify_root
 from ..errors import MLStateError
 from .checkpoint_common import Folder, add_command, count_text, find, print_table, progress_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _HEADERS = ("problem", "file", "tensor", "bytes", "what")
+_WIDTH = 300  # of a file's name
 
 
 class _Verified(NamedTuple):
@@ -49,11 +50,14 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 # ---- looking ----
 
 
-def _size(folder: str, root: str) -> int:
-    """Bytes that will be read, for the progress; 0 where nobody knows."""
-    with suppress(MLStateError):
-        return sum(r.data_bytes for r in _folder.read_manifest(folder, root).indexes)
-    return 0
+def _size(folder: str, roots: list[str]) -> int:
+    """Bytes that will be read."""
+    total = 0
+    for root in roots:
+        with suppress(MLStateError):  # of what cannot be read, nothing will be
+            catalog = _folder.load_catalog(folder, _folder.read_manifest(folder, root))
+            total += sum(catalog.files().values())
+    return total
 
 
 def _roots(folder: str) -> list[str]:
@@ -73,7 +77,7 @@ def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
     rest = VerifyReport(folder)
     found = []
     names = _roots(folder)
-    with progress_of("verify", sum(_size(folder, name) for name in names)) as progress:
+    with progress_of("verify", lambda: _size(folder, names)) as progress:
         for name in names:
             report = VerifyReport(folder)
             verify_root(folder, name, report, progress)
@@ -85,15 +89,16 @@ def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
 
 
 def _verify_one(where: Folder, repair: bool) -> tuple[list[_Verified], VerifyReport]:
-    with progress_of("verify", _size(where.path, where.root)) as progress:
+    with progress_of("verify", lambda: _size(where.path, [where.root])) as progress:
         report = verify_checkpoint(where.path, root=where.root, repair=repair, progress=progress)
     return [_Verified(where.root, report)], report
 
 
 def _verify_plain(path: str) -> tuple[_Verified, bool]:
-    from pathlib import Path
+    def size() -> int:
+        return sum(tensor.nbytes for tensor in read_header(path).tensors)
 
-    with progress_of("verify", Path(path).stat().st_size) as progress:
+    with progress_of("verify", size) as progress:
         report, has_checksums = verify_file(path, progress)
     return _Verified(None, report), has_checksums
 
@@ -149,7 +154,8 @@ def _print_one(root: str | None, report: VerifyReport, checksums: bool) -> None:
 def _print_files(what: str, names: list[str]) -> None:
     if names:
         print(f"{count_text(len(names), 'file')} {what}:")
-        print_table(("",), [[f"  {name}"] for name in names])
+        for name in names:
+            print(f"  {shorten(name, _WIDTH)}")
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
