@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from . import _folder
 from ._layout import Layout
 from ._load import LoadedState, load_checkpoint
-from ._text import bytes_text, table_html, table_text
+from ._text import bytes_text, table_text
 from ._verify import VerifyReport, verify_checkpoint
 
 _ROWS = 20
@@ -273,7 +273,7 @@ class Checkpoint:
         parts = [
             f"Checkpoint: {tensors:,} tensor{'' if tensors == 1 else 's'}",
             bytes_text(self.nbytes),
-            f"{len(self.files()):,} files",
+            f"{len(self.files()):,} file{'' if len(self.files()) == 1 else 's'}",
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
         ]
         parts += [] if self.step is None else [f"step {self.step}"]
@@ -297,4 +297,6 @@ class Checkpoint:
         return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
 
     def _repr_html_(self) -> str:
-        return table_html(self._title(), _HEADERS, self._rows())
+        from ._checkpoint_html import checkpoint_html
+
+        return checkpoint_html(self._title(), self.tensors())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core, _folder
 from ._lock import WriterLock
-from ._text import bytes_text, table_html, table_text
+from ._text import bytes_text, table_text
 from .errors import ChecksumError, FormatError, MLStateError
 
 if TYPE_CHECKING:
@@ -124,7 +124,9 @@ class VerifyReport:
         return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
 
     def _repr_html_(self) -> str:
-        return table_html(self._title(), _HEADERS, self._rows())
+        from ._checkpoint_html import report_html
+
+        return report_html(self._title(), self)
 
 
 _HEADERS = ["problem", "file", "tensor", "bytes", "what"]

@@ -333,7 +333,7 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     >>> path = tempfile.mkdtemp() + "/ckpt"
     >>> _ = mlstate.save(path, {"w": np.zeros((4, 2), np.float32)}, step=3)
     >>> mlstate.checkpoint.inspect(path)
-    Checkpoint: 1 tensor, 32 B, 1 files, 1 rank, step 3, ...
+    Checkpoint: 1 tensor, 32 B, 1 file, 1 rank, step 3, ...
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """

@@ -7,12 +7,37 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from matplotlib.figure import Figure
 
-__all__ = ["plot_occupancy"]
+    from ._checkpoint_groups import Group
+    from .checkpoint import Checkpoint
+
+__all__ = ["plot_checkpoint", "plot_occupancy"]
 
 _USED, _FREE, _TEXT = "#2b6cb0", "#e2e8f0", "#1a202c"
+_STATES = ("#2b6cb0", "#dd8a2c", "#38a169", "#8e5bb8", "#c94f63", "#4a9c9c", "#8a8f98")
+_BARS = 30
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "pictures need matplotlib: pip install 'mlstate[plot]'", name="matplotlib"
+        ) from error
+
+    class Picture(Figure):
+        """A figure that notebooks show without pyplot, which takes a second to import."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    return Picture(figsize=(width, height), layout="constrained")
 
 
 def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
@@ -47,23 +72,8 @@ def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
     for label, tokens, length in stages:
         if not 0 <= tokens <= length:
             raise ValueError(f"'{label}' holds {tokens} tokens in {length} positions")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib: pip install 'mlstate[plot]'", name="matplotlib"
-        ) from error
-
-    class Picture(Figure):
-        """A figure that notebooks show without pyplot, which takes a second to import."""
-
-        def _repr_png_(self) -> bytes:
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue()
-
     rows = range(len(stages))
-    figure = Picture(figsize=(8, 1.3 + 0.45 * len(stages)), layout="constrained")
+    figure = _figure(8, 1.3 + 0.45 * len(stages))
     axes = figure.add_subplot()
     axes.barh(rows, [stage[2] for stage in stages], color=_FREE, label="free")
     axes.barh(rows, [stage[1] for stage in stages], color=_USED, label="tokens")
@@ -79,4 +89,95 @@ def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     figure.legend(loc="outside lower right", ncols=2, frameon=False)
+    return figure
+
+
+def _shortened(groups: list[Group]) -> list[tuple[str, dict[str, int]]]:
+    """Labels and bytes; where there are too many bars, the mean of those in the middle."""
+    named = [(group.name or "(no layer)", group.nbytes) for group in groups]
+    if len(named) <= _BARS:
+        return named
+    half = _BARS // 2
+    hidden = [nbytes for _, nbytes in named[half : 1 - half]]
+    columns = dict.fromkeys(column for nbytes in hidden for column in nbytes)
+    mean = {c: sum(nbytes.get(c, 0) for nbytes in hidden) // len(hidden) for c in columns}
+    return [*named[:half], (f"… {len(hidden)} more, mean", mean), *named[1 - half :]]
+
+
+def _stack(
+    axes: Any,
+    rows: Sequence[tuple[str, dict[str, int]]],
+    columns: list[str],
+    unit: float,
+    space: int,
+) -> None:
+    """Draw horizontal bars, one colour for each column, the first of `space` rows on top."""
+    starts = [0.0] * len(rows)
+    for column, colour in zip(columns, _STATES, strict=False):
+        widths = [nbytes.get(column, 0) / unit for _, nbytes in rows]
+        axes.barh(range(len(rows)), widths, left=starts, color=colour, label=column)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    labels = [f"{name[:18]}…{name[-19:]}" if len(name) > 38 else name for name, _ in rows]
+    axes.set_yticks(range(len(rows)), labels, parse_math=False)
+    axes.set_ylim(space - 0.4, -0.6)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+
+
+def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
+    """Draw where a checkpoint's bytes are: by layer, and by the rank that stored them.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        What `mlstate.save`, `mlstate.checkpoint.inspect` and
+        ``CheckpointManager.checkpoint(step)`` return.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Weights and each optimizer state have a colour. Of more than 30 layers or ranks,
+        those in the middle are one bar, which shows their mean.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> from mlstate.plot import plot_checkpoint
+    >>> state = {"a.w": np.ones(1000), "b.w": np.ones(3000)}
+    >>> checkpoint = mlstate.save(tempfile.mkdtemp() + "/ckpt", state)
+    >>> len(plot_checkpoint(checkpoint).axes)
+    2
+    """
+    from ._checkpoint_groups import Group, column_of, columns_of, groups_of
+
+    records = checkpoint.tensors()
+    columns = columns_of(records)
+    kinds = {(record.section, record.key): column_of(record, columns) for record in records}
+    ranks = [Group(f"rank {rank}") for rank in range(checkpoint.world_size)]
+    for shard in checkpoint.shards():
+        nbytes, column = ranks[shard.rank].nbytes, kinds[shard.section, shard.key]
+        nbytes[column] = nbytes.get(column, 0) + shard.nbytes
+    layers = _shortened(groups_of(records, columns))
+    stored = _shortened(ranks)
+
+    most = max((sum(n.values()) for _, n in layers + stored), default=0)
+    power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
+    unit, label = 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
+    space = max(len(layers), len(stored), 3)
+    figure = _figure(10, 1.6 + 0.27 * space)
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    _stack(left, layers, columns, unit, space)
+    _stack(right, stored, columns, unit, space)
+    left.set_title("Bytes of each layer", loc="left")
+    right.set_title("Stored by each rank", loc="left")
+    for axes in (left, right):
+        axes.set_xlabel(label)
+    handles, names = left.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=6, frameon=False)
     return figure

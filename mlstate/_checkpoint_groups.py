@@ -1,0 +1,109 @@
+"""A checkpoint's tensors by layer and by state, for tables and pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ._checkpoint import TensorRecord
+
+WEIGHTS, OTHER = "weights", "other states"
+_STATES = 5  # that are told apart
+
+
+def layer_of(parameter: str) -> str:
+    """Name of the layer: up to the first number, else all but the last part.
+
+    Examples
+    --------
+    >>> layer_of("h.3.attn.weight"), layer_of("norm.weight"), layer_of("w")
+    ('h.3', 'norm', '')
+    """
+    parts = parameter.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if part.isdecimal():
+            return ".".join(parts[: place + 1])
+    return ".".join(parts[:-1])
+
+
+class Parameter:
+    """A parameter with its states."""
+
+    __slots__ = ("dtype", "name", "nbytes", "shape", "shards", "version")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dtype = ""
+        self.shape: tuple[int, ...] | None = None
+        self.shards = 0
+        self.version = 0
+        self.nbytes: dict[str, int] = {}
+
+    def add(self, record: TensorRecord, column: str) -> None:
+        """Count one tensor in."""
+        if column == WEIGHTS:
+            self.dtype, self.shape = record.dtype, record.shape
+        self.shards += record.shards
+        self.version = max(self.version, record.version)
+        self.nbytes[column] = self.nbytes.get(column, 0) + record.nbytes
+
+
+class Group:
+    """A layer: its parameters, and bytes by state."""
+
+    __slots__ = ("name", "nbytes", "parameters", "total")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.parameters: dict[str, Parameter] = {}
+        self.nbytes: dict[str, int] = {}
+        self.total = 0
+
+
+def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
+    """Which column a tensor counts to."""
+    name = WEIGHTS if record.section == "params" else record.state or OTHER
+    return name if name in columns else OTHER
+
+
+def columns_of(records: Iterable[TensorRecord]) -> list[str]:
+    """Weights, then the states that take most bytes, by name; what is left goes together."""
+    sizes: dict[str, int] = {}
+    weights = False
+    for record in records:
+        if record.section == "params":
+            weights = True
+        else:
+            name = record.state or OTHER
+            sizes[name] = sizes.get(name, 0) + record.nbytes
+    named = sorted((name for name in sizes if name != OTHER), key=lambda n: (-sizes[n], n))
+    columns = sorted(named[:_STATES])
+    if len(named) > _STATES or OTHER in sizes:
+        columns.append(OTHER)
+    return [WEIGHTS, *columns] if weights else columns
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """An order in which layer 10 comes after layer 9."""
+    parts = name.split(".")
+    return [(p.isdecimal(), int(p) if p.isascii() and p.isdecimal() else 0, p) for p in parts]
+
+
+def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group]:
+    """All layers, in the order of their names; numbers in these count as numbers."""
+    groups: dict[str, Group] = {}
+    for record in records:
+        name = layer_of(record.parameter)
+        group = groups.get(name)
+        if group is None:
+            group = groups[name] = Group(name)
+        parameter = group.parameters.get(record.parameter)
+        if parameter is None:
+            parameter = group.parameters[record.parameter] = Parameter(record.parameter)
+        column = column_of(record, columns)
+        parameter.add(record, column)
+        group.nbytes[column] = group.nbytes.get(column, 0) + record.nbytes
+        group.total += record.nbytes
+    return sorted(groups.values(), key=lambda group: _natural(group.name))

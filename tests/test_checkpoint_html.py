@@ -1,0 +1,173 @@
+"""Checkpoints and reports as a page shows them: well formed, escaped, complete or counted."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate._checkpoint_groups import OTHER, WEIGHTS, columns_of, groups_of, layer_of
+from mlstate._checkpoint_html import report_html
+from mlstate.checkpoint import Problem, VerifyReport
+
+MOST_BYTES = 30_000
+CLOSED_BY_OTHERS = {"p", "td", "th", "tr"}  # HTML closes these by itself
+EMPTY = {"br"}
+
+
+class Page(HTMLParser):
+    """Nesting and texts of a page; a tag that is not closed in order fails."""
+
+    def __init__(self, text):
+        super().__init__()
+        assert len(text.encode()) < MOST_BYTES
+        self.tags, self.open, self.texts, self.attributes = [], [], [], set()
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes |= {name for name, _ in attrs}
+        self.tags.append(tag)
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.open and self.open[-1] != tag and self.open[-1] in CLOSED_BY_OTHERS:
+            self.open.pop()
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return "\n".join(self.texts)
+
+
+def page(shown):
+    found = Page(shown._repr_html_())
+    assert found.attributes <= {"class", "open", "style"}  # no script, nothing from elsewhere
+    assert "script" not in found.tags
+    return found
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(model, optimizer=None, **keywords):
+        return mlstate.save(tmp_path / "ckpt", model, optimizer, **keywords)
+
+    return save
+
+
+def test_layers_unfold_to_parameters_with_their_states(saved):
+    model = {f"h.{i}.{n}": np.ones(256, np.float32) for i in range(12) for n in ("w", "b")}
+    states = {f"{name}.{s}": array for name, array in model.items() for s in "mv"}
+    found = page(saved({**model, "norm.w": np.ones(4)}, states, step=7))
+    assert found.tags.count("details") == 13
+    layers = [text for text in found.texts if re.fullmatch(r"h\.\d+|norm", text)]
+    assert layers == [*(f"h.{i}" for i in range(12)), "norm"]  # 10 after 9
+    assert found.texts.count("6.00 KiB, 2 parameters") == 12
+    assert found.texts.count("(256,)") == 24
+    assert {"weights", "m", "v"} <= set(found.texts)
+    assert "step 7" in found.text
+    assert "more" not in found.text
+
+
+def test_bars_are_as_long_as_layers_are_large(saved):
+    text = saved({"a.w": np.ones(100), "b.w": np.ones(25)}, {"a.w.m": np.ones(100)})._repr_html_()
+    widths = re.findall(r'<s class=c(\d) style="width:([\d.]+)%">', text)
+    assert widths == [("0", "50.0"), ("1", "50.0"), ("0", "12.5")]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"model.layers.{i // 200}.m{i % 200}.w" for i in range(20_000)],
+        [f"w{i}" for i in range(20_000)],
+        [f"m{i}.w" for i in range(20_000)],
+        [".".join(["a"] * 150) + f".{i}" for i in range(2_000)],
+        [f"{'<&>' * 30}.{i % 100}.{chr(34) * 90}{i}" for i in range(2_000)],
+        [f"{chr(0x1F600) * 60}{i}.\n{i}" for i in range(2_000)],
+    ],
+    ids=["model", "flat", "layers", "deep", "escaped", "unprintable"],
+)
+def test_every_checkpoint_fits_a_page_and_counts_what_it_leaves_out(saved, names):
+    found = page(saved({name: np.zeros(1, np.uint8) for name in names}))
+    assert f"{len(names):,} tensors" in found.text
+    assert "more" in found.text
+    counted = sum(
+        int(count.replace(",", ""))
+        for count in re.findall(r", ([\d,]+) parameters?$", found.text, re.M)
+    )
+    assert counted == len(names)
+
+
+def test_names_are_escaped(saved):
+    hostile = "<script>alert(1)</script>.<img src=x onerror=y>"
+    shown = saved({hostile: np.ones(1)}, {f"{hostile}.<b>": np.ones(1)})
+    assert "<script" not in shown._repr_html_() and "<img" not in shown._repr_html_()
+    assert "<script>alert(1)</script>" in page(shown).text
+
+
+def test_nothing_and_empty_tensors_are_shown(saved):
+    assert "0 tensors" in page(saved({})).text
+    assert "(0, 3)" in page(saved({"a.w": np.zeros((0, 3))})).text
+
+
+def test_states_without_a_parameter_are_shown(saved):
+    found = page(saved(None, {"a.w.m": np.ones(2), "b": np.ones(2)}))
+    assert "weights" not in found.texts
+    assert {"m", OTHER} <= set(found.texts)
+
+
+def test_a_good_report_is_one_line(saved):
+    shown = saved({"w": np.ones(3)}).verify()
+    found = page(shown)
+    assert "✓" in found.texts and "good" in found.text
+    assert "table" not in found.tags
+
+
+def test_a_report_names_tensor_file_and_bytes(saved):
+    checkpoint = saved({"w": np.ones(3)})
+    [shard] = checkpoint.shards()
+    with (Path(checkpoint.path) / shard.path).open("r+b") as file:
+        file.seek(shard.offset)
+        file.write(b"!")
+    (Path(checkpoint.path) / "<notes>.txt").touch()
+    found = page(checkpoint.verify())
+    assert "✗" in found.texts
+    assert {"altered", "w", shard.path, "4,096 to 4,120", "<notes>.txt"} <= set(found.texts)
+    assert "1 file that mlstate did not write" in found.texts
+
+
+@pytest.mark.parametrize("name", ["w", "<&>" * 200, "\n" * 200], ids=["plain", "<", "newline"])
+def test_long_reports_fit_a_page(name):
+    report = VerifyReport("/ckpt")
+    report.problems = [
+        Problem("altered", f"params/{'x' * 230}", name, 0, 0, i, 9, "<" * 200) for i in range(9_000)
+    ]
+    report.leftover = ["<" * 240] * 9_000
+    report.strange = ["\n" * 240] * 9_000
+    found = Page(report_html("/ckpt: 9000 problems", report))
+    shown = found.texts.count("altered")
+    assert shown
+    assert f"… {9_000 - shown:,} more" in found.texts
+
+
+def test_layers_end_at_the_first_number():
+    assert [layer_of(n) for n in ("a.0.b.1.w", "a.b.w", "w", "0", "0.w", "")] == [
+        "a.0", "a.b", "", "", "0", "",
+    ]  # fmt: skip
+
+
+def test_many_states_share_a_column(saved):
+    optimizer = {f"w.s{i}": np.ones(i + 1) for i in range(9)}
+    records = saved({"w": np.ones(1)}, optimizer).tensors()
+    columns = columns_of(records)
+    assert columns == [WEIGHTS, "s4", "s5", "s6", "s7", "s8", OTHER]
+    [group] = groups_of(records, columns)
+    assert group.total == sum(group.nbytes.values()) == 8 + sum(8 * (i + 1) for i in range(9))
