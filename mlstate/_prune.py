@@ -53,11 +53,14 @@ class PruneReport(NamedTuple):
         """Bytes of the files that were deleted."""
         return sum(self.files.values())
 
-    def __str__(self) -> str:
+    def _title(self) -> str:
         done = "would delete" if self.dry_run else "deleted"
         count = len(self.files)
         what = f"{count:,} file{'' if count == 1 else 's'}, {bytes_text(self.nbytes)}"
-        return f"{self.path}: {done} {what if count else 'nothing'}"
+        return f"{done} {what if count else 'nothing'}"
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self._title()}"
 
 
 def _sizes(folder: str, names: Iterable[str]) -> dict[str, int]:

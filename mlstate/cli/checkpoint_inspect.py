@@ -79,7 +79,7 @@ def _say(what: str, value: Any) -> None:
         print(f"{what}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
 
 
-def _print_checkpoint(found: Checkpoint, shards: bool) -> None:
+def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     tensors = found.tensors()
     parts = [
         "checkpoint" if found.step is None else f"step {found.step}",
@@ -87,7 +87,7 @@ def _print_checkpoint(found: Checkpoint, shards: bool) -> None:
         f"{bytes_text(found.nbytes)} in {count_text(len(found.files()), 'file')}",
         count_text(found.world_size, "rank"),
     ]
-    print(f"{found.path}: {', '.join(parts)}")
+    print(f"{shown}: {', '.join(parts)}")
     print(f"saved {found.created} by {found.writer}, generation {found.generation}")
     for what, kind in (("model", found.model), ("optimizer", found.optimizer)):
         _say(what, kind if kind != {"kind": "state"} else None)
@@ -138,7 +138,7 @@ def _inspect_file(path: str, as_json: bool) -> None:
         return
     checksums = "with checksums" if header.has_checksums else "no checksums"
     tensors_text = count_text(len(header.tensors), "tensor")
-    print(f"{place}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
+    print(f"{path}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
     _say("metadata", metadata)
     rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in header.tensors]
     print_table(("tensor", "dtype", "shape", "bytes"), rows)
@@ -154,5 +154,5 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_checkpoint_data(found, arguments.shards), indent=2))
     else:
-        _print_checkpoint(found, arguments.shards)
+        _print_checkpoint(found, arguments.path, arguments.shards)
     return 0

@@ -43,7 +43,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(data, indent=2))
         return 0
-    print(report)
+    print(f"{arguments.path}: {report._title()}")
     if report.steps:
         gone = "would go" if report.dry_run else "gone"
         kept = steps_text(report.kept)

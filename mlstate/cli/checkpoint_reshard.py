@@ -88,5 +88,5 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     else:
         ranks = count_text(made.world_size, "rank")
         amount = f"{bytes_text(made.nbytes)} in {count_text(len(files), 'file')}"
-        print(f"{made.path}: {amount}, for {ranks}")
+        print(f"{arguments.target}: {amount}, for {ranks}")
     return 0

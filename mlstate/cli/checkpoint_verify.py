@@ -135,7 +135,8 @@ def _data(
     }
 
 
-def _print_one(root: str | None, report: VerifyReport, checksums: bool) -> None:
+def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
+    root, report = verified
     problems = report.problems
     parts = ["good" if not problems else count_text(len(problems), "problem")]
     if report.step is not None and not report.repaired:
@@ -143,7 +144,7 @@ def _print_one(root: str | None, report: VerifyReport, checksums: bool) -> None:
     parts.append(f"{bytes_text(report.bytes)} read")
     if root is None and not problems and not checksums:
         parts[-1] = "no checksums: only its structure was looked at"
-    where = report.path if root in (None, _folder.MANIFEST) else f"{report.path}/{root}"
+    where = path if root in (None, _folder.MANIFEST) else f"{path}/{root}"
     print(f"{where}: {', '.join(parts)}")
     print_table(_HEADERS, [
         [p.kind, p.path, p.name or "", f"{p.offset}-{p.offset + p.length}", p.text]
@@ -176,7 +177,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         print(json.dumps(_data(found, rest, checksums, good), indent=2))
         return 0 if good else 1
     for verified in found:
-        _print_one(*verified, checksums)
+        _print_one(arguments.path, verified, checksums)
     _print_files("left over, which mlstate prune deletes", rest.leftover)
     _print_files("of another program", rest.strange)
     if rest.repaired is not None:
