@@ -222,11 +222,11 @@ def load_catalog(folder: str, manifest: Manifest) -> Any:
     paths = tuple(os.path.join(folder, record.path) for record in manifest.indexes)
     catalog = _core.Catalog(tuple(texts), paths)
     for record, head in zip(manifest.indexes, catalog.heads(), strict=True):
-        generation, rank, world_size, shards = head
-        if (generation, world_size, shards) != (
+        generation, rank, world_size, *held = head
+        if (generation, world_size, held) != (
             manifest.generation,
             manifest.world_size,
-            record.shards,
+            [record.shards, record.data_bytes],
         ) or record.path != f"index/{generation}.{rank}.json":
             other = FormatError(f"{record.path}: the index of another checkpoint")
             other.path = os.path.join(folder, record.path)

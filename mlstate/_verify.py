@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import _core, _folder
 from ._lock import WriterLock
 from ._text import bytes_text, table_text
-from .errors import ChecksumError, FormatError, MLStateError
+from .errors import ChecksumError, FormatError, MLStateError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,7 +201,11 @@ def verify_checkpoint(
     verify_root(folder, root, report, progress)
     with suppress(MLStateError):  # what is needed is not known: the problems say why
         report.leftover = _folder.prune(folder, dry_run=True)
-    report.strange = _folder.strange_files(folder)
+    try:
+        report.strange = _folder.strange_files(folder)
+    except StoreError:  # one of its folders is none, which the problems say
+        if not report.problems:
+            raise
     if repair and report.problems:
         _repair(folder, report)
     return report

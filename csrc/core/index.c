@@ -573,7 +573,7 @@ static mls_code read_shard(reader *r, mls_json_node node, mls_index_shard *shard
         (code = read_axes(r, &m[AXES], shard)) != MLS_OK ||
         (code = read_tier(r, &m[TIER], &shard->tier)) != MLS_OK ||
         (code = read_number(r, &m[VERSION], 1, INT64_MAX, &shard->version)) != MLS_OK ||
-        (code = read_size(r, &m[PART], SIZE_MAX, &shard->part)) != MLS_OK ||
+        (code = read_size(r, &m[PART], PTRDIFF_MAX, &shard->part)) != MLS_OK ||
         (code = read_place(r, m, shard)) != MLS_OK ||
         (code = check_part(r, m, shard)) != MLS_OK) {
         return code;

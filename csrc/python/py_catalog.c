@@ -27,6 +27,21 @@ static void catalog_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
+/* Say in which file of the checkpoint an index is that is none. */
+static void fail_index(const mlsp_state *state, const mls_status *st, PyObject *path)
+{
+    mls_status named = *st;
+    const char *text = PyUnicode_Check(path) ? PyUnicode_AsUTF8(path) : NULL;
+    if (text == NULL) {
+        PyErr_Clear(); /* a path that is no UTF-8 is told by the error's own field */
+    } else {
+        const char *file = strrchr(text, '/');
+        PyOS_snprintf(named.text, sizeof named.text, "index/%.60s: %.230s",
+                      file == NULL ? text : file + 1, st->text);
+    }
+    mlsp_raise(state, &named, path);
+}
+
 /* Parse one index; `name` (borrowed) is that of its file, for errors.  A text of
  * megabytes is parsed without the GIL: the bytes object cannot change, and its caller
  * holds it. */
@@ -46,7 +61,7 @@ static int add_index(const mlsp_state *state, catalog_object *self, PyObject *te
         code = mls_index_parse(bytes, (size_t)length, crc, index, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        mlsp_raise_under(state, &st, name, NULL);
+        fail_index(state, &st, name);
         return -1;
     }
     self->index_count++;
@@ -313,7 +328,7 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
     return dict;
 }
 
-/* heads() -> [(generation, rank, world_size, shards), ...] */
+/* heads() -> [(generation, rank, world_size, shards, their bytes), ...] */
 static PyObject *catalog_heads(PyObject *object, PyObject *unused)
 {
     const catalog_object *self = (catalog_object *)object;
@@ -321,9 +336,13 @@ static PyObject *catalog_heads(PyObject *object, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
+        unsigned long long bytes = 0; /* no more than the files have */
+        for (size_t j = 0; j < index->shard_count; j++) {
+            bytes += index->shards[j].bytes;
+        }
         PyObject *tuple = Py_BuildValue(
-            "(sKKn)", index->generation, (unsigned long long)index->rank,
-            (unsigned long long)index->world_size, (Py_ssize_t)index->shard_count);
+            "(sKKnK)", index->generation, (unsigned long long)index->rank,
+            (unsigned long long)index->world_size, (Py_ssize_t)index->shard_count, bytes);
         if (tuple == NULL) {
             Py_CLEAR(list);
         } else {
