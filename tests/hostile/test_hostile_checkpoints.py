@@ -1,0 +1,518 @@
+"""Checkpoints whose manifest or indexes lie, contradict themselves, or are something else.
+
+Each case must raise an exception of ours that names a file of the checkpoint, at once; never
+crash, hang, or give arrays. Every lie is sealed, and the manifest knows the index that lies,
+so that it is not a checksum that refuses it.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+from checkpoint_victim import START, refused, resealed, sealed
+
+import mlstate
+from mlstate.checkpoint import inspect
+from mlstate.errors import FormatError, MLStateError
+
+# ---- values of the wrong kind ----
+
+VALUES = [
+    None, True, False, -1, 0.5, 1.0, 1e308, 2**63, 2**64, -(2**63), 10**400,
+    "", "x", "\x00", "../../x", "0" * 5000, [], [[]], [None], {}, {"kind": []}, {"a": {"b": [1]}},
+]  # fmt: skip
+
+
+def whole(least, most=2**63 - 1):
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def never(value):
+    return False
+
+
+def text(value):
+    return isinstance(value, str)
+
+
+MANIFEST_MEMBERS = {
+    "format": never,
+    "format_version": never,
+    "generation": never,
+    "sequence": whole(1),
+    "created": text,
+    "writer": text,
+    "step": lambda value: value is None or whole(0)(value),
+    "world_size": never,
+    "model": lambda value: value is None,
+    "optimizer": lambda value: value is None,
+    "metadata": lambda value: isinstance(value, dict),
+    "indexes": never,
+}
+RECORD_MEMBERS = dict.fromkeys(("path", "bytes", "crc32c", "shards"), never)
+INDEX_MEMBERS = dict.fromkeys(
+    ("format", "format_version", "generation", "rank", "world_size", "files"), never
+) | {"shards": lambda value: value == []}
+FILE_MEMBERS = dict.fromkeys(("path", "bytes", "header_crc32c"), never)
+SHARD_MEMBERS = dict.fromkeys(
+    ("section", "dtype", "shape", "part", "axes", "tier", "version", "file", "offset", "bytes"),
+    never,
+) | {
+    "name": text,
+    "state": lambda value: text(value) and "." not in value,
+    "layout": lambda value: value == [],
+    "crc32c": never,
+    "blocks": never,
+}
+GONE = object()
+
+
+def wrong(members, optional=()):
+    """Every member with every value that it must not have, or gone."""
+    found = [(name, value) for name, ok in members.items() for value in VALUES if not ok(value)]
+    return found + [(name, GONE) for name in members if name not in optional]
+
+
+def with_member(document, path, value):
+    made = copy.deepcopy(document)
+    holder = made
+    for name in path[:-1]:
+        holder = holder[name]
+    if value is GONE:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    return made
+
+
+# which document, where in it, and what is put there
+WRONG_VALUES = {
+    "manifest": [((name,), value) for name, value in wrong(MANIFEST_MEMBERS)],
+    "manifest's index": [(("indexes", 0, name), value) for name, value in wrong(RECORD_MEMBERS)],
+    "index": [((name,), value) for name, value in wrong(INDEX_MEMBERS)],
+    "index's file": [(("files", 0, name), value) for name, value in wrong(FILE_MEMBERS)],
+    "index's shard": [
+        (("shards", -1, name), value)
+        for name, value in wrong(SHARD_MEMBERS, ("state", "axes", "tier", "blocks"))
+    ],
+    "what is no object": [
+        ((*place, 0), value)
+        for place in (("files",), ("shards",))
+        for value in VALUES
+        if not isinstance(value, dict)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_VALUES)
+def test_wrong_values_are_refused(kind, one):
+    for path, value in WRONG_VALUES[kind]:
+        what = f"{kind}: {path} = {'gone' if value is GONE else repr(value)[:40]}"
+        if kind.startswith("manifest"):
+            one.put_manifest(with_member(one.manifest, path, value))
+        else:
+            one.put_index(with_member(one.index(), path, value))
+        error = refused(one, what)
+        assert "another checkpoint" not in str(error) or path[0] in ("generation", "shards"), what
+
+
+# ---- lies of the right kind: members of the shard of w, in the index of one ----
+
+W = {"section": "params", "name": "w"}
+SHARD_LIES = {
+    "shapes": [
+        {"shape": shape}
+        for shape in (
+            [6, 5], [25], [], [4, 6, 2], [4, 0], [0], [2**62, 4], [2**63 - 1], [2**64 - 1, 0],
+            [2**32, 2**32], [3] * 16, [4, 6] + [1] * 15, [2**61, 8, 0], [-4, -6], [4.0, 6],
+            ["4", 6], [[4], 6], [None, 6], [True, 24], [4, 2**64 + 6],
+        )
+    ],
+    "layouts": [
+        {"layout": layout}
+        for layout in (
+            [[0, 2]], [[0, 0]], [[0, -1]], [[2, 1]], [[16, 1]], [[-1, 1]], [["flat", 2]],
+            [["flat", 1], [0, 1]], [["flat", 1], ["flat", 1]], [["rows", 1]], [["", 1]],
+            [[None, 1]], [[0]], [[0, 1, 1]], [0, 1], [[0, "1"]], [[0, 1.0]], [[0, 2**64]],
+            [[0, 1]] * 5,
+            [[0, 2**63], [1, 2]], [[0, 2**32], [1, 2**32]], {"0": 1}, "flat", [["0", 1]],
+            [[0.0, 1]], [[True, 1]], [[[0], 1]], [{"axis": 0, "parts": 1}],
+        )
+    ],
+    "parts": [
+        {"part": part, "layout": layout}
+        for part in (1, 2, 2**31, 2**32, 2**63 - 1, 2**64 - 1)
+        for layout in ([], [[0, 1]])
+    ] + [{"part": 2, "layout": [[0, 2]]}, {"part": 4, "layout": [[0, 4]]}],
+    "axes": [
+        {"axes": axes}
+        for axes in (
+            [0], [0, 1, 2], [0, 16], [0, -2], [0, 2**64], ["0", 1], [0, 1.0], [[], 1],
+            [True, False], {"0": 0},
+        )
+    ],
+    "bytes": [{"bytes": count} for count in (0, 1, 95, 97, 192, 2**31, 2**40, 2**63 - 1)],
+    "offsets": [
+        {"offset": offset}
+        for offset in (
+            0, 7, 4104, 4096 + 103, 2**31, 2**40, 2**63 - 1, 2**63 - 97, 2**64 - 96, 2**64 - 1,
+        )
+    ],
+    "dtypes": [
+        {"dtype": dtype}
+        for dtype in (
+            "F64", "F16", "U8", "C64", "BOOL", "f32", "F32 ", "float32", "F99", "F4", "F32\x00",
+            "O", "U32\n", "é",
+        )
+    ],
+    "files": [{"file": number} for number in (2, 3, 2**31, 2**32, 2**63, 2**64 - 1)],
+    "names": [
+        {"section": "optim_state", "name": "a.b"},
+        {"state": "m"},
+        {"state": ""},
+        {"section": "optim_state", "state": "a.b"},
+        {"section": "index"},
+        {"section": "params/../roots"},
+        {"section": "Params"},
+    ],
+    "versions": [{"version": version} for version in (0, -1, 2**63, 2**64, 10**30)],
+    "tiers": [{"tier": tier} for tier in ("", "Hot", "hot ", "frozen", "\x00", "gpu")],
+    "checksums": [
+        {"crc32c": digits}
+        for digits in (
+            "", "0", "0000000", "000000000", "0000000G", "ABCDEF00", " 0000000", "0x000000",
+        )
+    ] + [{"blocks": digits} for digits in ("", "00000000", "0000000000000000", "x" * 16)],
+}  # fmt: skip
+
+
+def shard_of(index, **members):
+    [found] = [s for s in index["shards"] if members.items() <= s.items()]
+    return found
+
+
+@pytest.mark.parametrize("kind", SHARD_LIES)
+def test_lies_about_a_shard_are_refused(kind, one):
+    for lie in SHARD_LIES[kind]:
+        index = one.index()
+        shard_of(index, **W).update(lie)
+        one.put_index(index)
+        error = refused(one, f"{kind}: {lie}")
+        assert isinstance(error, FormatError)
+        assert "another checkpoint" not in str(error), lie  # the index itself is refused
+        assert error.name in ("w", "b", lie.get("name"), None), lie
+
+
+def test_a_lie_is_refused_in_every_way_of_reading(one):
+    for lie in ({"shape": [6, 5]}, {"offset": 2**40}, {"layout": [[0, 0]]}):
+        index = one.index()
+        shard_of(index, **W).update(lie)
+        one.put_index(index)
+        refused(one, lie, only=None)
+    one.put_manifest({**one.manifest, "world_size": 2})
+    refused(one, "world_size", only=None)
+
+
+# ---- paths that lead elsewhere ----
+
+INDEX_PATHS = [
+    "", "/", ".", "..", "manifest.json", "index", "index/", "index/.", "/etc/passwd",
+    "../one/index/{name}", "index/../index/{name}", "./index/{name}", "index//{name}",
+    "/index/{name}", "index/{name}/", "index/{name}\x00", "index/{name}\n", "Index/{name}",
+    "index\\{name}", "{name}", "roots/{name}", "params/{name}", "index/x{name}",
+    "index/{generation}.1.json",
+    "index/{generation}.00.json", "index/{generation}.-0.json", "index/0123456789abcdef.0.json",
+    "index/{generation}.0.JSON", "file:index/{name}", "~/{name}",
+]  # fmt: skip
+
+FILE_PATHS = [
+    "", "/", ".", "..", "params", "params/", "params/.", "params/..", "/etc/passwd",
+    "../one/{path}", "params/../{path}", "./{path}", "/{path}", "//{path}", "{path}/", "{path}/.",
+    "{path}\x00", "{path}\x00.safetensors", "{path}\n", " {path}", "{path} ", "{path}.", "{path}~",
+    "params/../../etc/x.safetensors", "params//x.safetensors", "params/a/x.safetensors",
+    "params\\x.safetensors", "params/..\\x.safetensors", "params/C:x.safetensors",
+    "params/.x.safetensors", "params/..safetensors", "params/.safetensors",
+    "params/X.safetensors", "Params/x.safetensors", "params/x.SAFETENSORS", "params/x.json",
+    "params/%2e%2e%2fx.safetensors", "params/x\u2215y.safetensors", "params/é.safetensors",
+    "params/\u202ex.safetensors", "params/x y.safetensors", "params/x*.safetensors",
+    "params/$HOME.safetensors", "params/`x`.safetensors", "params/x;y.safetensors",
+    "index/x.safetensors", "roots/x.safetensors", "lock", "manifest.json",
+    "file:///params/x.safetensors", "params/" + "x" * 222 + ".safetensors",
+    "params/" + "../" * 50 + "x.safetensors", "x" * 10000,
+]  # fmt: skip
+
+
+def test_indexes_elsewhere_are_not_read(one):
+    generation = one.manifest["generation"]
+    for path in INDEX_PATHS:
+        manifest = one.manifest
+        manifest["indexes"][0]["path"] = path.format(
+            name=f"{generation}.0.json", generation=generation
+        )
+        one.put_manifest(manifest)
+        assert isinstance(refused(one, path), FormatError)
+
+
+def test_shard_files_elsewhere_are_not_read(one):
+    for path in FILE_PATHS:
+        index = one.index()
+        index["files"][0]["path"] = path.format(path=index["files"][0]["path"])
+        one.put_index(index)
+        assert isinstance(refused(one, path), FormatError)
+
+
+# ---- things said twice, and things that do not go together ----
+
+
+def changed(document, change):
+    change(document)
+    return document
+
+
+def _twice(index, **members):
+    index["shards"].append({**shard_of(index, **W), **members})
+
+
+INDEX_LIES = {
+    "a shard twice": lambda x: _twice(x),
+    "a shard twice, elsewhere": lambda x: _twice(x, offset=8, version=2),
+    "one place for two shards": lambda x: _twice(x, name="v"),
+    "one place for two sections": lambda x: _twice(x, section="optim_state"),
+    "a shard inside another": lambda x: _twice(x, name="v", shape=[1], bytes=4, offset=4100),
+    "a shard over the end of another": lambda x: _twice(
+        x, name="v", dtype="U8", shape=[7], bytes=7, offset=4190
+    ),
+    "a shard over the start of another": lambda x: _twice(
+        x, name="v", dtype="U8", shape=[100], bytes=100, offset=4000
+    ),
+    "a shard behind the end": lambda x: _twice(x, name="v", offset=4096 + 97),
+    "a file twice": lambda x: x["files"].append(x["files"][0]),
+    "a file twice, with other bytes": lambda x: x["files"].append({**x["files"][0], "bytes": 8}),
+    "another generation": lambda x: x.update(generation="0123456789abcdef"),
+    "another rank": lambda x: x.update(rank=1, world_size=2),
+    "another world": lambda x: x.update(world_size=2),
+    "two dtypes of one tensor": lambda x: _twice(
+        x, layout=[[0, 2]], part=1, dtype="U8", bytes=12, offset=8
+    ),
+    "parts of two layouts": lambda x: _twice(x, layout=[[0, 4]], part=1, bytes=24, offset=8),
+    "a manifest": lambda x: x.update(format="mlstate.manifest"),
+    "a later version": lambda x: x.update(format_version=2),
+}
+
+MANIFEST_LIES = {
+    "a rank twice": lambda m: m["indexes"].append(m["indexes"][0]),
+    "no ranks": lambda m: m.update(indexes=[], world_size=0),
+    "fewer ranks": lambda m: m.update(world_size=2),
+    "a world of 16 million": lambda m: m.update(world_size=1 << 24),
+    "a world beyond": lambda m: m.update(world_size=(1 << 24) + 1),
+    "more shards": lambda m: m["indexes"][0].update(shards=4),
+    "fewer shards": lambda m: m["indexes"][0].update(shards=2),
+    "more bytes": lambda m: m["indexes"][0].update(data_bytes=2**62),
+    "a longer index": lambda m: m["indexes"][0].update(bytes=2**62),
+    "another index": lambda m: m["indexes"][0].update(crc32c="00000000"),
+    "another generation": lambda m: m.update(generation="0123456789abcdef"),
+    "an index": lambda m: m.update(format="mlstate.index"),
+    "a later version": lambda m: m.update(format_version=2),
+    "a kind that is not known": lambda m: m["model"].update(kind="gguf"),
+    "a kind of the other section": lambda m: m["model"].update(kind="optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", INDEX_LIES)
+def test_indexes_that_contradict_themselves_are_refused(name, one):
+    one.put_index(changed(one.index(), INDEX_LIES[name]))
+    error = refused(one, name, only=None)
+    assert isinstance(error, FormatError)
+
+
+@pytest.mark.parametrize("name", MANIFEST_LIES)
+def test_manifests_that_contradict_themselves_are_refused(name, one):
+    one.put_manifest(changed(one.manifest, MANIFEST_LIES[name]))
+    refused(one, name, only=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_count": -1}, {"layer_count": "1"}, {"layer_count": 1e300}, {"layer_count": None},
+        {"model_type": []}, {"model_type": None}, {"more": 1}, {"update": {}}, {"__class__": "x"},
+        {"self": 1}, {"layer_count": {"a": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attributes_that_make_no_state_are_refused(change, one):
+    one.put_manifest(changed(one.manifest, lambda m: m["model"].update(change)))
+    with pytest.raises(FormatError):
+        mlstate.load(str(one))
+
+
+RANK_LIES = {
+    "one index for two ranks": lambda v: v.put_index(v.index(0), 1),
+    "an index that says it is of rank 0": lambda v: v.put_index({**v.index(1), "rank": 0}, 1),
+    "another world": lambda v: v.put_index({**v.index(1), "world_size": 3}, 1),
+    **{
+        f"another {name} of one tensor": lambda v, name=name, value=value: v.put_index(
+            changed(v.index(1), lambda x: shard_of(x, **W).update({name: value})), 1
+        )
+        for name, value in (
+            ("dtype", "I32"), ("shape", [3, 6]), ("layout", [["flat", 2]]), ("layout", [[0, 3]]),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANK_LIES)
+def test_ranks_that_contradict_one_another_are_refused(name, two):
+    RANK_LIES[name](two)
+    assert isinstance(refused(two, name, only=None), FormatError)
+
+
+def test_a_part_that_nobody_stored_is_missed(two):
+    index = two.index(1)
+    index["shards"].remove(shard_of(index, **W))
+    two.put_index(index, 1)
+    for mmap in (False, True):
+        with pytest.raises(FormatError, match="not all there") as caught:
+            mlstate.load(str(two), mmap=mmap)
+        assert caught.value.name == "w"
+    whole_part = mlstate.load(str(two), rank=0, world_size=2, layout="rows").model["w"]
+    assert whole_part.tolist() == np.arange(12).reshape(2, 6).tolist()
+
+
+# ---- texts ----
+
+TEXTS = [
+    b"", b" ", b"\n", b"{}", b"[]", b"null", b"0", b'""', b"{", b"\x00" * 100,
+    b"\xff\xfe{\x00}\x00",
+    START, START + b"}", START + b",}", START + b'},"x":1', b"\xef\xbb\xbf" + START + b"}",
+    START.upper() + b"}", b"PK\x03\x04" + bytes(60), b"\x80\x04\x95" + bytes(50) + b".",
+    b'{"format":"mlstate.manifest","checksum":"00000000"}', b"<html>404</html>",
+    b"\x1f\x8b" + bytes(30),
+]  # fmt: skip
+
+# put behind the head of a good text, and sealed
+INSIDE = {
+    "a key twice": b'"world_size":1,',
+    "a key twice, in escapes": b'"\\u0077orld_size":1,',
+    "two keys of another name": b'"x":1,"x":2,',
+    "two keys inside a member": b'"x":{"y":1,"y":1},',
+    "half of a surrogate pair": b'"x":"\\ud800",',
+    "a half that a letter follows": b'"x":"\\ud800a",',
+    "no UTF-8": b'"x":"\xff",',
+    "an encoded surrogate": b'"x":"\xed\xa0\x80",',
+    "an overlong character": b'"x":"\xc0\x80",',
+    "a control character": b'"x":"\n",',
+    "an unknown escape": b'"x":"\\x41",',
+    "NaN": b'"x":NaN,',
+    "Infinity": b'"x":-Infinity,',
+    "a leading zero": b'"x":01,',
+    "a plus": b'"x":+1,',
+    "a bare point": b'"x":1.,',
+    "hexadecimal": b'"x":0x1,',
+    "a comment": b"/* */",
+    "single quotes": b"'x':1,",
+    "no quotes": b"x:1,",
+    "two commas": b",",
+    "a NUL": b"\x00",
+    "a value without a key": b"1,",
+    "a literal in capitals": b'"x":True,',
+    **{f"{n} open brackets": b'"x":' + b"[" * n for n in (1, 1000, 100_000, 1_000_000)},
+    **{f"{n} brackets": b'"x":' + b"[" * n + b"]" * n + b"," for n in (5000, 100_000, 1_000_000)},
+    **{f"{n} braces": b'"x":' + b'{"y":' * n + b"1" + b"}" * n + b"," for n in (5000, 100_000)},
+}
+
+
+def test_what_is_no_text_of_ours_is_refused(one):
+    for data in TEXTS:
+        one.put("manifest.json", data)
+        refused(one, f"manifest {data[:40]!r}")
+    for data in TEXTS:
+        one.put_index(data)
+        refused(one, f"index {data[:40]!r}")
+    for data in filter(lambda data: data.startswith(START), TEXTS):
+        one.put("manifest.json", resealed(data))
+        refused(one, f"sealed manifest {data[:40]!r}")
+        one.put_index(resealed(data))
+        refused(one, f"sealed index {data[:40]!r}")
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_json_that_is_none_is_refused(name, one):
+    for document, put in (
+        (one.manifest, lambda data: one.put("manifest.json", data)),
+        (one.index(), one.put_index),
+    ):
+        data = sealed(document)
+        put(resealed(data[:23] + INSIDE[name] + data[23:]))
+        refused(one, name)
+
+
+def test_every_byte_of_the_texts_flipped(one):
+    index = one.path("index")
+    for name in ("manifest.json", index):
+        good = one.good[name]
+        for at in range(len(good)):
+            for flip in (0x01, 0x20) if name == index else (0x01, 0x20, 0x80, 0xFF):
+                data = bytearray(good)
+                data[at] ^= flip
+                one.put(name, data)
+                with pytest.raises(FormatError) as caught:
+                    mlstate.load(str(one))
+                assert caught.value.path == str(one.folder / name)
+        one.put(name, good)
+
+
+def test_every_byte_of_the_texts_flipped_and_sealed(one):
+    """What is refused is refused by us; what is not, is another good text."""
+    for name, put in (
+        ("manifest.json", lambda data: one.put("manifest.json", data)),
+        (one.path("index"), one.put_index),
+    ):
+        good = one.good[name]
+        refusals = 0
+        for at in range(22, len(good)):
+            data = bytearray(good)
+            data[at] ^= 0x01
+            put(resealed(bytes(data)))
+            try:
+                inspect(str(one)).tensors()
+            except MLStateError as error:
+                refusals += 1
+                assert str(error.path).startswith(str(one))
+        assert refusals > len(good) // 3
+
+
+def test_the_texts_cut_at_every_byte(one):
+    for name in ("manifest.json", one.path("index")):
+        good = one.good[name]
+        for length in range(len(good)):
+            one.put(name, good[:length])
+            with pytest.raises(FormatError):
+                mlstate.load(str(one))
+        one.put(name, good + b" ")
+        refused(one, "one byte more")
+        one.put(name, good)
+
+
+# ---- the corpus itself ----
+
+
+def test_the_good_checkpoints_are_good(one, two):
+    for victim in (one, two):
+        for rank in range(victim.manifest["world_size"]):
+            victim.restore()
+            victim.put_index(victim.index(rank), rank)
+            assert mlstate.verify(str(victim))
+            assert mlstate.load(str(victim)).model["w"].sum() == 276
+
+
+def test_there_are_enough_of_them():
+    cases = [*WRONG_VALUES.values(), *SHARD_LIES.values(), INDEX_PATHS, FILE_PATHS]
+    cases += [
+        INDEX_LIES,
+        MANIFEST_LIES,
+        RANK_LIES,
+        TEXTS * 2,
+        [*INSIDE] * 2,
+    ]
+    assert sum(map(len, cases)) >= 900

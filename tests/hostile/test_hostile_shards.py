@@ -1,0 +1,362 @@
+"""Checkpoints with shard files, folders, locks and roots that lie, or are something else.
+
+Each case must raise an exception of ours, at once, and take no memory that the files do not
+account for; a save over it mends it or refuses, and loses nothing that was good.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import tracemalloc
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_victim import Victim, refused, resealed, saved, sealed, ways
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, inspect, reshard
+from mlstate.errors import ChecksumError, FormatError, MLStateError, StoreError
+
+# ---- shard files ----
+
+
+def test_every_byte_of_a_header_flipped_is_found(one):
+    """Loading goes by the index and does not look at headers; verify does."""
+    name = one.path("params")
+    good = one.good[name]
+    for at in range(4096):
+        data = bytearray(good)
+        data[at] ^= (0x01, 0x20, 0x80, 0xFF)[at % 4]
+        one.put(name, data)
+        report = mlstate.verify(str(one))
+        assert [problem.path for problem in report.problems] == [name], at
+        assert report.problems[0].kind in ("header", "foreign"), at
+
+
+def test_every_byte_of_the_tensors_flipped_is_found(one):
+    name = one.path("params")
+    good = one.good[name]
+    assert len(good) == 4096 + 96 + 6
+    for at in range(4096, len(good)):
+        data = bytearray(good)
+        data[at] ^= 0x10
+        one.put(name, data)
+        for way in ({}, {"verify": "first"}, {"names": ["w", "b"]}):
+            with pytest.raises(ChecksumError) as caught:
+                mlstate.load(str(one), **way)
+            assert caught.value.name == ("w" if at < 4096 + 96 else "b")
+            assert caught.value.path == str(one.folder / name)
+        [problem] = mlstate.verify(str(one)).problems
+        assert (problem.kind, problem.path, problem.name) == ("altered", name, caught.value.name)
+        assert problem.offset <= at < problem.offset + problem.length
+        assert len(mlstate.load(str(one), verify=False).model) == 2
+
+
+def test_shard_files_of_another_length_are_refused(one):
+    name = one.path("params")
+    good = one.good[name]
+    for data in [good[:n] for n in (0, 1, 7, 8, 9, 4095, 4096, 4100, len(good) - 1)] + [
+        good + b"\0",
+        good * 2,
+    ]:
+        one.put(name, data)
+        refused(one, len(data), only={"load", "mmap", "unverified", "into", "reshard", "part"})
+
+
+def test_shard_files_that_are_others_are_found(one, tmp_path):
+    """Of the same length and with good checksums, but not what was committed."""
+    name = one.path("params")
+    other = Victim(saved(tmp_path / "other"))
+    foreign = bytearray(other.good[other.path("params")])
+    assert len(foreign) == len(one.good[name])
+    one.put(name, foreign)  # the same tensors: nothing is lost, and nothing is wrong
+    assert mlstate.verify(str(one))
+    for data in (bytes(len(foreign)), os.urandom(len(foreign)), b"{}" * (len(foreign) // 2)):
+        one.put(name, data)
+        refused(one, "another file", only={"load", "verified first", "into", "reshard"})
+
+
+def test_headers_that_lie_about_their_length_are_found(one):
+    name = one.path("params")
+    for length in (0, 1, 2, 4087, 4089, 5000, 2**31, 2**32, 2**62, 2**63, 2**64 - 8, 2**64 - 1):
+        one.put(name, length.to_bytes(8, "little") + one.good[name][8:])
+        report = mlstate.verify(str(one))
+        assert [problem.path for problem in report.problems] == [name]
+
+
+# ---- something else in the place of a file ----
+
+
+def put_directory(path, good):
+    path.mkdir()
+
+
+def put_fifo(path, good):
+    os.mkfifo(path)
+
+
+def put_loop(path, good):
+    path.symlink_to(path)
+
+
+def put_link(path, good):
+    elsewhere = path.parent.parent.parent / f"real-{path.name}"
+    elsewhere.write_bytes(good)
+    path.symlink_to(elsewhere)
+
+
+def put_dangling(path, good):
+    path.symlink_to("nowhere")
+
+
+def put_zeros(path, good):
+    path.symlink_to("/dev/zero")
+
+
+def put_device(path, good):
+    try:
+        os.mknod(path, 0o20666, os.makedev(1, 5))
+    except OSError:
+        pytest.skip("only root makes devices")
+
+
+def put_socket(path, good):
+    bound = socket.socket(socket.AF_UNIX)
+    here = Path.cwd()
+    os.chdir(path.parent)  # names of sockets are short
+    try:
+        bound.bind(path.name)
+    except OSError:
+        pytest.skip("a socket's name cannot be as long")
+    finally:
+        os.chdir(here)
+        bound.close()
+
+
+def put_sparse(path, good):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def put_nothing(path, good):
+    pass
+
+
+def put_empty(path, good):
+    path.write_bytes(b"")
+
+
+OTHERS = [
+    put_directory, put_fifo, put_loop, put_link, put_dangling, put_zeros, put_device, put_socket,
+    put_sparse, put_nothing, put_empty,
+]  # fmt: skip
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
+@pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__[4:])
+@pytest.mark.parametrize("part", ["manifest.json", "index", "params", "optim_state"])
+def test_what_is_no_file_is_refused(part, put, one):
+    name = part if part == "manifest.json" else one.path(part)
+    put(one.replace(name), one.good[name])
+    only = {"load", "mmap", "unverified", "verified first", "reshard"}
+    refused(one, f"{part}: {put.__name__}", only | {"inspect"} if "i" in part[:2] else only)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
+@pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__[4:])
+@pytest.mark.parametrize("part", ["index", "params", "optim_state"])
+def test_what_is_no_folder_is_refused(part, put, one):
+    if put is put_directory or put is put_link:
+        return
+    put(one.replace(part), b"")
+    refused(one, f"{part}: {put.__name__}", {"load", "mmap", "unverified", "verified first"})
+
+
+@pytest.mark.parametrize("data", [None, b"", b"x"])
+def test_what_is_no_checkpoint_at_all(data, tmp_path):
+    path = tmp_path / "none"
+    if data is not None:
+        path.write_bytes(data)
+    for read in ways(str(path), str(tmp_path / "other")).values():
+        with pytest.raises(StoreError):
+            read()
+    with pytest.raises(StoreError):
+        mlstate.verify(str(path))
+
+
+# ---- saving over what lies ----
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"\xff" * 50, b"[" * 4000, b"{" * 4000, b'{"generation":"w"}', b'{"generation":5}',
+        b'{"generation":"../../x"}', b'{"generation":"b"}', b'{"generation":null,"pid":-1}',
+        b'{"generation":"0123456789abcde\\u0000"}', b'"' + b"x" * 5000, b"1" * 4096,
+    ],
+    ids=lambda text: text[:20].decode("latin-1"),
+)  # fmt: skip
+def test_a_lock_that_lies_deletes_nothing(text, tmp_path):
+    """A lock names what a dead writer left: nothing that a root needs goes by it."""
+    model = {"a.w-b": np.ones(4), "a.b-0": np.ones(3), "x": np.zeros(2)}
+    path = str(tmp_path / "ckpt")
+    mlstate.save(path, model, pack_below_bytes=0)
+    (tmp_path / "ckpt" / "lock").write_bytes(text)
+    mlstate.save(path, model, pack_below_bytes=0)
+    assert mlstate.verify(path)
+    assert len(mlstate.load(path).model) == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
+@pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__[4:])
+def test_a_lock_that_is_no_file(put, one):
+    put(one.folder / "lock" if not (one.folder / "lock").exists() else one.replace("lock"), b"")
+    with suppress(StoreError):  # refused: what was there is there
+        mlstate.save(str(one), {"w": np.ones(2)})
+    assert mlstate.verify(str(one))
+
+
+@pytest.mark.filterwarnings("ignore:old files of the checkpoint were not deleted")
+@pytest.mark.parametrize("put", [*OTHERS, None], ids=lambda put: put.__name__[4:] if put else "x")
+@pytest.mark.parametrize("part", ["manifest.json", "index", "params"])
+def test_saving_over_damage_is_refused_or_mends_it(part, put, one):
+    name = part if part == "manifest.json" else one.path(part)
+    path = one.replace(name)
+    if put is None:
+        path.write_bytes(b"x" * len(one.good[name]))
+    else:
+        put(path, one.good[name])
+    try:
+        mlstate.save(str(one), {"w": np.arange(3.0)})
+    except MLStateError:
+        assert part == "manifest.json"
+        return
+    assert mlstate.verify(str(one))
+    assert mlstate.load(str(one)).model["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"x" * 300, None], ids=["empty", "json", "x", "old"])
+def test_roots_that_lie_are_passed_over(data, tmp_path):
+    manager = CheckpointManager(str(tmp_path), keep=5)
+    for step in (1, 2):
+        manager.save(step, {"w": np.full(3, step)})
+    newest = max((tmp_path / "roots").iterdir())
+    if data is None:  # a root whose name says something else
+        data = newest.read_bytes().replace(b'"step": 2', b'"step": 1')
+    newest.write_bytes(data)
+    (tmp_path / "roots" / "99999999.0123456789abcdef.json").write_bytes(b"junk")
+    (tmp_path / "roots" / ("9" * 19 + ".0123456789abcdef.json")).mkdir()
+    (tmp_path / "roots" / ("9" * 25 + ".0123456789abcdef.json")).write_bytes(b"")
+    with pytest.warns(UserWarning, match="cannot be restored"):
+        state = manager.restore_latest()
+    assert state.step == 1
+    assert manager.steps() == [1]
+
+
+def test_repair_takes_no_root_that_lies(tmp_path):
+    manager = CheckpointManager(str(tmp_path), keep=5)
+    for step in (1, 2):
+        manager.save(step, {"w": np.full(3, step)})
+    (tmp_path / "manifest.json").write_bytes(b"junk")
+    newest = max((tmp_path / "roots").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-20])
+    report = mlstate.verify(str(tmp_path), repair=True)
+    assert report.repaired is not None
+    assert mlstate.load(str(tmp_path)).step == 1
+
+
+# ---- memory ----
+
+
+def lying_shard(**members):
+    base = {"section": "params", "name": "huge", "dtype": "F64", "shape": [2**40], "layout": []}
+    base |= {"part": 0, "version": 1, "file": 0, "offset": 4096, "bytes": 8, "crc32c": "00000000"}
+    return base | members
+
+
+HUGE = {
+    "a part of a huge tensor": {"layout": [[0, 2**40]]},
+    "the last part": {"layout": [["flat", 2**40]], "part": 2**40 - 1},
+    "an empty part": {"layout": [[0, 2**41]], "part": 2**41 - 1, "bytes": 0},
+    "a product of parts": {"shape": [2**30, 2**25], "layout": [[0, 2**30], [1, 2**25]]},
+    "a small file that is said to be large": {"shape": [2**17], "bytes": 2**20},
+}
+
+
+@pytest.mark.skipif("MLSTATE_UNDER_SANITIZER" in os.environ, reason="ASan pads every block")
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_tensors_of_small_files_take_no_memory(name, one):
+    index = one.index()
+    index["shards"] = [lying_shard(**HUGE[name])]
+    index["files"] = index["files"][:1]
+    if HUGE[name].get("bytes", 0) > 8:
+        index["files"][0]["bytes"] = 2**44  # as large as any
+    one.put_index(index)
+    manifest = json.loads((one.folder / "manifest.json").read_bytes())
+    manifest["indexes"][0]["data_bytes"] = index["shards"][0]["bytes"]
+    one.put_manifest(manifest)
+    inspect(str(one)).tensors()  # it may be said, but not be had
+    tracemalloc.start()
+    try:
+        for mmap in (False, True):
+            with pytest.raises(FormatError):
+                mlstate.load(str(one), mmap=mmap)
+        assert not mlstate.verify(str(one)) or "bytes" not in HUGE[name]
+        with pytest.raises(FormatError):
+            reshard(str(one), str(one) + "-other", layout="rows", world_size=2)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+# What costs most for its length: bytes of the text -> peak memory, in a process of its own.
+COSTLY = {
+    "numbers": lambda n: b'"x":[' + b"1," * (n // 2) + b"1]",
+    "lists": lambda n: b'"x":[' + b"[]," * (n // 3) + b"1]",
+    "keys": lambda n: b'"x":{' + b",".join(b'"%x":1' % i for i in range(n // 9)) + b"}",
+    "a key twice at the end": lambda n: (
+        b'"x":{' + b",".join(b'"%x":1' % i for i in range(n // 9)) + b',"0":1}'
+    ),
+    "a text": lambda n: b'"x":"' + b"x" * n + b'"',
+}
+
+CHILD = """
+import sys, mlstate
+def peak():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("VmHWM:"))
+import json
+before = peak()
+try:
+    mlstate.load(sys.argv[1])
+except mlstate.FormatError:
+    pass
+print(1024 * (peak() - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.skipif("MLSTATE_UNDER_SANITIZER" in os.environ, reason="ASan pads every block")
+@pytest.mark.parametrize("part", ["manifest", "index"])
+@pytest.mark.parametrize("kind", COSTLY)
+def test_memory_and_time_grow_with_the_text(kind, part, one):
+    document = one.manifest if part == "manifest" else one.index()
+    good = sealed(document)
+    data = resealed(good[:23] + COSTLY[kind](2_000_000) + b"," + good[23:])
+    if part == "manifest":
+        one.put("manifest.json", data)
+    else:
+        one.put_index(data)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(one)],
+        capture_output=True, text=True, timeout=60, env=environment, check=True,
+    )  # fmt: skip
+    assert time.monotonic() - start < 20
+    assert int(done.stdout) < 60 * len(data) + (8 << 20)
