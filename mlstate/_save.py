@@ -19,7 +19,7 @@ from ._optimizer_state import OptimizerStateDict
 from ._state_dict import StateDict
 from ._version import __version__
 from .collectives import SingleGroup
-from .errors import CollectiveError, MLStateError, StoreError
+from .errors import CollectiveError, FormatError, MLStateError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -172,16 +172,35 @@ class _Save:
         lock = WriterLock(self.path)
         lock.acquire()
         self.lock = lock
-        with suppress(FileNotFoundError):
-            self.before = _folder.read_manifest(self.path)
-            self.sequence = self.before.sequence + 1
-        if self.keep_root:  # one may be there that did not become the manifest
-            newest = max((root.sequence for root in _folder.list_roots(self.path)), default=0)
-            self.sequence = max(self.sequence, newest + 1)
+        self.before = self._committed()
+        # a root may be there that did not become the manifest
+        newest = [root.sequence for root in _folder.list_roots(self.path)]
+        newest += [] if self.before is None else [self.before.sequence]
+        self.sequence = max(newest, default=0) + 1
         if lock.unfinished is not None:
             self._sweep(lock.unfinished)
         self.generation = os.urandom(8).hex()
         lock.note(self.generation)
+
+    def _committed(self) -> Manifest | None:
+        """The checkpoint that is there; None: none, or one that is damaged, as a warning says.
+
+        A manifest that is whole and not understood is that of a newer program: an error.
+        """
+        try:
+            return _folder.read_manifest(self.path)
+        except FileNotFoundError:
+            return None
+        except FormatError as error:
+            data = _folder.read_bytes(self.path, _folder.MANIFEST)
+            try:
+                _core.seal_check(data, self.path)
+            except FormatError:
+                import warnings
+
+                warnings.warn(f"what is there is damaged, and replaced: {error}", stacklevel=6)
+                return None
+            raise
 
     def _sweep(self, generation: str) -> None:
         """A writer died; what it did not commit goes."""
@@ -190,7 +209,8 @@ class _Save:
             kept.add(self.before.generation)
         _folder.discard_temporaries(self.path)
         if generation in kept:
-            _folder.prune(self.path)
+            with suppress(MLStateError):  # a root that is damaged: nothing is deleted
+                _folder.prune(self.path)
         else:
             _folder.discard(self.path, generation)
 

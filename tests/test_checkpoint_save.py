@@ -239,6 +239,22 @@ def test_a_damaged_checkpoint_can_be_saved_over(path):
     assert mlstate.verify(path)
 
 
+def test_a_damaged_manifest_is_replaced_with_a_warning_and_a_newer_one_is_not(path):
+    mlstate.save(path, {"w": random(10)})
+    manifest = path / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole.replace(b'"world_size": 1', b'"world_size": 2'))
+    with pytest.warns(UserWarning, match="damaged, and replaced"):
+        mlstate.save(path, {"w": random(11)})
+    assert same({"w": random(11)}, mlstate.load(path).model)
+    newer = manifest.read_bytes().replace(b'"format_version": 1', b'"format_version": 2')
+    newer = mlstate._core.seal(b'{"checksum":"00000000"' + newer[22:])
+    manifest.write_bytes(newer)
+    with pytest.raises(mlstate.FormatError, match="format version is 2"):
+        mlstate.save(path, {"w": random(12)})
+    assert manifest.read_bytes() == newer
+
+
 def test_tensors_come_and_go_and_change_their_shape(path):
     mlstate.save(path, {"a": random(10), "b": random((4, 4)), "c": random(3)})
     state = {"b": random((2, 8)), "c": random(3).astype(np.float64), "d": random(5)}
