@@ -36,6 +36,8 @@ static bool lacks(const size_t *shape, int parameter_rank, const size_t *paramet
 static int lacking(mls_text state, const size_t *shape, int parameter_rank,
                    const size_t *parameter_shape)
 {
+    /* Adafactor of transformers says "exp_avg_sq_row", torch's own "row_var": the word is
+     * what they have in common */
     const int hint = holds(state, "row")   ? parameter_rank - 1
                      : holds(state, "col") ? parameter_rank - 2
                                            : MLS_NO_AXIS;
@@ -64,6 +66,8 @@ bool mls_align(mls_text state, int rank, const size_t *shape, int parameter_rank
     if (same || rank == 0) {
         return false;
     }
+    /* an axis that is lacking is looked for first: the shapes that allow both readings
+     * are those of sums, and a broadcast axis has length 1 in the state */
     const int without = rank == parameter_rank - 1
                             ? lacking(state, shape, parameter_rank, parameter_shape)
                             : MLS_NO_AXIS;

@@ -23,7 +23,8 @@ static int compare_shards(const void *a, const void *b)
                                              : x->index->rank > y->index->rank;
 }
 
-/* Whether two shards say the same of their tensor. */
+/* Whether two shards say the same of their tensor.  Two layouts could cut it into parts
+ * of the same elements and still number them differently: they count as different. */
 static bool same_tensor(const mls_index_shard *a, const mls_index_shard *b)
 {
     bool same =
@@ -38,7 +39,9 @@ static bool same_tensor(const mls_index_shard *a, const mls_index_shard *b)
     return same;
 }
 
-/* Put the next shard to its tensor, or to a new one. */
+/* Put the next shard to its tensor, or to a new one.  A part that the shard before it is
+ * as well was stored by several ranks, which held the same of it: one is enough to
+ * read. */
 static mls_code add(mls_catalog *c, const mls_catalog_shard *next, mls_status *st)
 {
     mls_catalog_tensor *tensor =
@@ -86,6 +89,7 @@ mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, siz
             sorted[all++] = (mls_catalog_shard){indexes[i], &indexes[i]->shards[j]};
         }
     }
+    /* one index is in order by itself, which spares a single rank the sorting */
     if (count > 1) {
         qsort(sorted, all, sizeof *sorted, compare_shards);
     }
@@ -140,7 +144,8 @@ static bool meet(const mls_part *a, const mls_part *b)
     return mls_overlap_next(&overlap, &run);
 }
 
-/* How many elements two parts have in common. */
+/* How many elements two parts have in common.  Runs are counted, not elements, so this
+ * costs no more than planning what to read. */
 static size_t common(const mls_part *a, const mls_part *b)
 {
     size_t count = 0;

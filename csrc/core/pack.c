@@ -22,6 +22,9 @@ static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, siz
     return box;
 }
 
+/* Each turn of the outer loop takes one box.  The axis that it grows along is the
+ * outermost one at which the run stands at the start of an index and has all of that
+ * index left. */
 void mls_pack(const mls_kernels *kernels, const mls_tensor *t, size_t first, size_t count,
               unsigned char *to)
 {
@@ -32,6 +35,7 @@ void mls_pack(const mls_kernels *kernels, const mls_tensor *t, size_t first, siz
         inner[i] = whole;
         whole *= t->shape[i];
     }
+    /* a tensor without elements has no run to pack, so nothing is divided by 0 below */
     const size_t end = first + count;
     while (first < end) {
         int axis = 0;
@@ -42,6 +46,7 @@ void mls_pack(const mls_kernels *kernels, const mls_tensor *t, size_t first, siz
         mls_tensor box = *t;
         size_t taken = 1;
         if (t->rank > 0) {
+            /* as many indices as the axis and the run both have from here on */
             const size_t left = t->shape[axis] - first / inner[axis] % t->shape[axis];
             const size_t fits = (end - first) / inner[axis];
             const size_t n = fits < left ? fits : left;

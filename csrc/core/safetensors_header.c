@@ -86,7 +86,8 @@ static mls_code sort_tensors(mls_header *h, mls_status *st)
     return MLS_OK;
 }
 
-/* Room for the checksums of all blocks, now that the order is known. */
+/* Room for the checksums of all blocks, now that the order is known.  One run for all
+ * tensors, as in the text; they start at zero, where a running checksum does. */
 static mls_code place_checksums(mls_header *h, mls_status *st)
 {
     for (size_t i = 0; i < h->count; i++) {
@@ -142,7 +143,8 @@ static mls_code sort_metadata(const mls_text_pair *metadata, size_t count,
 
 /* ---- the text, with zeros for checksums ---- */
 
-/* `count` checksums to be; remembers where their digits start. */
+/* `count` checksums to be; remembers where their digits start.  As a place, not as an
+ * address: the text moves while it grows. */
 static void put_digits(mls_buffer *b, size_t count, size_t *at)
 {
     mls_buffer_text(b, "\"");
@@ -194,7 +196,8 @@ static void put_tensor(mls_buffer *b, const mls_header_tensor *t)
     mls_buffer_text(b, "]}");
 }
 
-/* Spaces up to the next multiple, which the format allows behind the object. */
+/* Spaces up to the next multiple, which the format allows behind the object.  They are
+ * part of the header, so its checksum covers every byte up to the first tensor. */
 static void pad(mls_buffer *b, size_t alignment)
 {
     while (b->code == MLS_OK && b->length % alignment != 0) {
@@ -240,7 +243,9 @@ static mls_code build_text(mls_header *h, const mls_text_pair *metadata, size_t 
     return MLS_OK;
 }
 
-/* Nothing of the caller's is changed but the order of the tensors, and what is given. */
+/* Nothing of the caller's is changed but the order of the tensors, and what is given.
+ * In this order: names decide the order of the file, the order decides whose checksums
+ * are where, and the number of all decides how long the text is. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
                          const mls_text_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st)

@@ -22,6 +22,7 @@ enum {
 
 /* ---- items in order ---- */
 
+/* All tables of a plan grow with its shards, so one message serves for each of them. */
 static mls_code no_memory(const mls_shard_plan *plan, mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", plan->job->count);
@@ -35,7 +36,8 @@ static mls_code about(const mls_shard_item *item, mls_status *st)
     return st->code;
 }
 
-/* For qsort, over pointers to items. */
+/* For qsort, over pointers to items: these are large, and the caller's array stays as it
+ * is. */
 static int compare_items(const void *a, const void *b)
 {
     const mls_shard_item *x = *(const mls_shard_item *const *)a;
@@ -51,7 +53,8 @@ static size_t key_length(const mls_tensor_id *id)
     return id->name.length + (id->has_state ? 1 + id->state.length : 0);
 }
 
-/* Dimensions that the shape of any part of the tensor may have. */
+/* Dimensions that the shape of any part of the tensor may have: a flat part has one, even
+ * where the tensor has none. */
 static size_t dims_of(const mls_shard_item *item)
 {
     return item->rank > 0 ? (size_t)item->rank : 1;
@@ -117,7 +120,8 @@ static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
     return MLS_OK;
 }
 
-/* Write the shard's key to `to`. */
+/* Write the shard's key to `to`.  States have no dots, so the last dot of a key parts it
+ * again, and no two tensors of a section have one key. */
 static void join_key(const mls_tensor_id *id, mls_text *key, char *to)
 {
     *key = (mls_text){to, key_length(id)};
@@ -133,6 +137,7 @@ static void join_key(const mls_tensor_id *id, mls_text *key, char *to)
 static mls_code check_id(const mls_shard_item *item, mls_text key, mls_status *st)
 {
     const mls_tensor_id *id = &item->id;
+    /* what stands behind the key's last dot: of a tensor without state the whole name */
     const mls_text undivided = id->has_state ? id->state : id->name;
     if (!mls_utf8_valid(key.data, key.length)) {
         mls_fail(st, MLS_E_VALUE, "a name is not valid UTF-8");
@@ -200,7 +205,8 @@ static void align_states(mls_shard_plan *plan)
     }
 }
 
-/* Whether two records are of one shard, whatever it holds. */
+/* Whether two records are of one shard, whatever it holds.  One that is cut differently
+ * now has other elements, even where part and bytes are the same. */
 static bool same_shard(const mls_index_shard *a, const mls_index_shard *b)
 {
     bool same = mls_index_compare(a, b) == 0 && a->dtype == b->dtype &&
@@ -291,7 +297,8 @@ typedef struct use {
     size_t moved; /* where a kept file is in the new index */
 } use;
 
-/* By file of before, in one walk over each of the two indexes. */
+/* By file of before, in one walk over each of the two indexes.  Shards that are gone
+ * since count as dead, like those that changed. */
 static mls_code count_use(const mls_shard_plan *plan, use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -323,7 +330,8 @@ static void decide(mls_shard_plan *plan, use *u, size_t file)
     }
 }
 
-/* Give what stays where it is its record in the new index. */
+/* Give what stays where it is its record in the new index.  Files are decided on as they
+ * turn up, so that the new index lists only those that something lives in. */
 static mls_code keep_same(mls_shard_plan *plan, mls_status *st)
 {
     use *uses = NULL;
@@ -402,6 +410,8 @@ static size_t list_placings(const mls_shard_plan *plan, placing *out)
         const bool again = i > 0 && mls_tensor_id_compare(&shard[-1].id, &shard->id) == 0;
         nth = again ? nth + 1 : 0;
         if (!plan->planned[i].kept) {
+            /* counted over all shards of the tensor, kept ones too: what matters is only
+             * that no two have the same number */
             const bool small = shard->bytes < plan->job->pack_below;
             out[count++] = (placing){.shard = i, .nth = small ? nth : SIZE_MAX};
         }
@@ -439,6 +449,7 @@ static mls_code name_file(const mls_shard_plan *plan, const placing *first, char
     } else {
         char encoded[MLS_FILENAME_BYTES + 1];
         size_t parts = 1;
+        /* its number in the index tells names apart that are cut alike */
         (void)mls_filename_encode(plan->planned[first->shard].key, first->shard, encoded);
         (void)mls_layout_parts(&shard->layout, &parts, st); /* looked at before */
         snprintf(name, sizeof name, "%s.%zu-%zu", encoded, shard->part, parts);
@@ -507,6 +518,7 @@ static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t
         mls_free(file->tensors);
         return code;
     }
+    /* only now, as nothing can fail any more */
     for (size_t i = 0; i < count; i++) {
         const mls_header_tensor *tensor = &file->tensors[i];
         mls_index_shard *shard = &plan->index.shards[tensor->number];

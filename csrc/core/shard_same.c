@@ -34,7 +34,8 @@ typedef struct comparing {
     atomic_bool no_memory, stopped;
 } comparing;
 
-/* What a task has at hand: the file that it read last stays open for the next shard. */
+/* What a task has at hand: the file that it read last stays open for the next shard,
+ * since neighbours in an index mostly share a segment. */
 typedef struct reading {
     int fd;
     size_t file;                  /* of the index of before */
@@ -68,7 +69,8 @@ static bool open_file(const mls_shard_plan *plan, reading *r,
     return true;
 }
 
-/* The item's bytes `start` .. `start + length`, where they lie or packed. */
+/* The item's bytes `start` .. `start + length`, where they lie or packed.  Both are
+ * multiples of any item's size: steps are powers of two, and so are the sizes. */
 static const unsigned char *bytes_of(const mls_shard_plan *plan,
                                      const mls_shard_item *item, size_t start,
                                      size_t length, unsigned char *packed)
@@ -106,7 +108,8 @@ static bool same_bytes(const mls_shard_plan *plan, const mls_planned *planned, r
     return true;
 }
 
-/* One batch. */
+/* One batch.  What is the same is done with, and reported; what is not is reported when
+ * it is written.  Tasks write to different shards of the plan, so they need no lock. */
 static void compare_task(void *context, size_t index)
 {
     comparing *c = context;
@@ -141,7 +144,8 @@ static void compare_task(void *context, size_t index)
     mls_free(r.read);
 }
 
-/* Cut the shards into batches; returns how many. */
+/* Cut the shards into batches; returns how many.  One of a few bytes is not worth a task,
+ * and one without a record of before costs nothing. */
 static size_t make_batches(const mls_shard_plan *plan, batch *out)
 {
     size_t count = 0, bytes = 0;
@@ -180,6 +184,8 @@ static mls_code check_versions(mls_shard_plan *plan, mls_status *st)
     return MLS_OK;
 }
 
+/* Versions first: they refuse before anything is read.  Without a record of before there
+ * is nothing to compare with, and everything is new. */
 mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st)
 {
     const mls_code code = check_versions(plan, st);

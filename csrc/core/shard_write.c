@@ -195,7 +195,9 @@ static mls_code put_plain(sink *s, const unsigned char *from, size_t bytes, uint
     return code;
 }
 
-/* Put a piece of one block, which fits the buffer, into it. */
+/* Put a piece of one block, which fits the buffer, into it.  Copy and checksum are one
+ * pass over the memory where it lies packed; else the packed bytes are still in the
+ * cache. */
 static void put_buffered(sink *s, const mls_shard_item *item, size_t start, size_t bytes,
                          uint32_t *crc)
 {
@@ -212,7 +214,8 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t start, size
     s->used += bytes;
 }
 
-/* Bytes `start` .. `end` of one tensor, `start` being that of a block. */
+/* Bytes `start` .. `end` of one tensor, `start` being that of a block: so no block
+ * belongs to two tasks, and its checksum is one task's to build up piece by piece. */
 static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
                            size_t end)
 {
@@ -334,7 +337,8 @@ static mls_code write_header(sink *s)
     return MLS_OK;
 }
 
-/* Its last bytes, its length, its way to the disk, its name. */
+/* Its last bytes, its length, its way to the disk, its name.  The header goes last: a
+ * file that was not finished is none that anybody could take for whole. */
 static mls_code finish_output(sink *s)
 {
     output *out = s->out;
@@ -363,6 +367,8 @@ static mls_code finish_output(sink *s)
 
 /* ---- tasks ---- */
 
+/* The bytes of one task; whoever does the last one of a file finishes that.  The lock
+ * round the count makes the checksums of all others visible to him. */
 static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];
@@ -446,6 +452,7 @@ static size_t cut_file(const mls_planned_file *file, size_t number, task *out)
 /* All of them, in the order of files: threads take them from the front. */
 static mls_code make_tasks(writer *w, mls_status *st)
 {
+    /* each file has one task at least, and one for each further TASK_BYTES */
     size_t most = w->plan.file_count;
     for (size_t i = 0; i < w->plan.file_count; i++) {
         most += w->plan.files[i].tensors[0].bytes / TASK_BYTES; /* far below SIZE_MAX */
@@ -473,6 +480,7 @@ static mls_code make_tasks(writer *w, mls_status *st)
 static bool can_sync_once(int folder)
 {
 #    if defined(__linux__)
+    /* ext4, XFS, Btrfs, F2FS, tmpfs, ramfs: others may take the call and do nothing */
     static const unsigned long known[] = {0xEF53,     0x58465342, 0x9123683E,
                                           0xF2F52010, 0x01021994, 0x858458F6};
     struct statfs info;
@@ -658,6 +666,8 @@ static mls_code write_files(writer *w, mls_status *st)
     return MLS_OK;
 }
 
+/* Step by step, each of which may end it; up to the last one nothing is committed, and
+ * whatever was made is taken back. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st)
 {

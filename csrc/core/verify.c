@@ -84,7 +84,8 @@ static bool gave_up(verifier *v)
     return result;
 }
 
-/* Add a copy of `problem`; needs the lock. */
+/* Add a copy of `problem`; needs the lock.  The list ends somewhere: a pool that was
+ * emptied would else have one problem for each of a million files. */
 static void append(verifier *v, const mls_problem *problem)
 {
     mls_problems *found = &v->found;
@@ -226,7 +227,8 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
 }
 
 /* The header's own checksum tells whether it changed; the recorded one whether it is this
- * file's. */
+ * file's.  A good header with another checksum is a file of another time: some copy went
+ * wrong, but no disk did. */
 static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 {
     const mls_index_shard *shard = &v->index->shards[v->order[first]];
@@ -424,6 +426,8 @@ static bool count_tasks(const mls_index *index, size_t *out)
     return most < SIZE_MAX / sizeof(task);
 }
 
+/* Problems are gathered by all threads and sorted at the end, so that the same damage
+ * gives the same list. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
                           mls_pool *pool, const mls_progress *progress, mls_problems *out,
                           mls_status *st)
