@@ -291,6 +291,13 @@ def test_repair_says_what_it_did_or_could_not_do(place, run):
     assert out[-1] == "not repaired: there is no older step that is good"
 
 
+def test_repair_puts_a_manifest_where_there_is_none(place, run):
+    Path("run/manifest.json").unlink()
+    assert run("inspect", "run")[0] == 2
+    assert run("verify", "run", "--repair")[0] == 0
+    assert mlstate.load("run").step == 30
+
+
 def test_verify_a_plain_file(place, run, run_json):
     status, data = run_json("verify", "w.safetensors")
     assert (status, data["good"], data["checksums"]) == (0, True, True)
@@ -574,7 +581,17 @@ def test_prune_refuses(place, run):
 
 # ---- all of them ----
 
-TAKE_ONE = ["inspect", "verify", "prune"]
+
+def test_a_path_that_cannot_be_printed_takes_one_line(place, run):
+    odd = os.fsdecode(b"a\xff\nb")
+    Path("ckpt").rename(odd)
+    for command in (["inspect"], ["verify"], ["prune"]):
+        status, out, err = run(*command, odd)
+        assert (status, err) == (0, [])
+        assert out[0].startswith("a\\udcff\\nb: ")
+    assert run("reshard", odd, f"{odd}2", "--layout", "rows=2")[1][0].startswith("a\\udcff\\nb2: ")
+    status, out, _ = run("convert", odd, "x.npz", "--step", 7)
+    assert status == 0
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "prune", "diff", "reshard"])

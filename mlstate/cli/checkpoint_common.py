@@ -25,6 +25,7 @@ __all__ = [
     "add_command",
     "count_text",
     "find",
+    "path_text",
     "print_table",
     "progress_of",
     "steps_text",
@@ -84,6 +85,11 @@ def find(path: str, step: int | None) -> Folder | None:
 def count_text(count: int, what: str) -> str:
     """Write a number of things, which are regular words."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def path_text(path: str) -> str:
+    """Write a path in one line, whatever is in it."""
+    return path if path.isprintable() else repr(path)[1:-1]
 
 
 def steps_text(steps: Sequence[int | None]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._convert import FORMATS, format_of, parts_of, read_any, write_any
 from .._text import bytes_text
-from .checkpoint_common import add_command, count_text, find
+from .checkpoint_common import add_command, count_text, find, path_text
 
 if TYPE_CHECKING:
     import argparse
@@ -71,5 +71,5 @@ def run_convert(arguments: argparse.Namespace) -> int:
         for name, part in parts.items()
         if part is not None
     ]
-    print(f"{target} ({write}): {'; '.join(written)}")
+    print(f"{path_text(arguments.target)} ({write}): {'; '.join(written)}")
     return 0

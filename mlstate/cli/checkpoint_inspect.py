@@ -13,6 +13,7 @@ from .checkpoint_common import (
     add_command,
     count_text,
     find,
+    path_text,
     print_table,
     steps_text,
 )
@@ -87,7 +88,7 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
         f"{bytes_text(found.nbytes)} in {count_text(len(found.files()), 'file')}",
         count_text(found.world_size, "rank"),
     ]
-    print(f"{shown}: {', '.join(parts)}")
+    print(f"{path_text(shown)}: {', '.join(parts)}")
     print(f"saved {found.created} by {found.writer}, generation {found.generation}")
     for what, kind in (("model", found.model), ("optimizer", found.optimizer)):
         _say(what, kind if kind != {"kind": "state"} else None)
@@ -138,7 +139,7 @@ def _inspect_file(path: str, as_json: bool) -> None:
         return
     checksums = "with checksums" if header.has_checksums else "no checksums"
     tensors_text = count_text(len(header.tensors), "tensor")
-    print(f"{path}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
+    print(f"{path_text(path)}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
     _say("metadata", metadata)
     rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in header.tensors]
     print_table(("tensor", "dtype", "shape", "bytes"), rows)

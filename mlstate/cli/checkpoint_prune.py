@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._text import bytes_text
 from ..checkpoint import prune
-from .checkpoint_common import add_command, count_text, find, print_table, steps_text
+from .checkpoint_common import add_command, count_text, find, path_text, print_table, steps_text
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +43,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(data, indent=2))
         return 0
-    print(f"{arguments.path}: {report._title()}")
+    print(f"{path_text(arguments.path)}: {report._title()}")
     if report.steps:
         gone = "would go" if report.dry_run else "gone"
         kept = steps_text(report.kept)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._text import bytes_text
 from ..checkpoint import Layout, reshard
-from .checkpoint_common import add_command, count_text, find, progress_of
+from .checkpoint_common import add_command, count_text, find, path_text, progress_of
 
 if TYPE_CHECKING:
     import argparse
@@ -88,5 +88,5 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     else:
         ranks = count_text(made.world_size, "rank")
         amount = f"{bytes_text(made.nbytes)} in {count_text(len(files), 'file')}"
-        print(f"{arguments.target}: {amount}, for {ranks}")
+        print(f"{path_text(arguments.target)}: {amount}, for {ranks}")
     return 0

@@ -11,7 +11,15 @@ from .._plain_verify import read_header, verify_file
 from .._text import bytes_text, shorten
 from .._verify import VerifyReport, verify_checkpoint, verify_root
 from ..errors import MLStateError
-from .checkpoint_common import Folder, add_command, count_text, find, print_table, progress_of
+from .checkpoint_common import (
+    Folder,
+    add_command,
+    count_text,
+    find,
+    path_text,
+    print_table,
+    progress_of,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -144,7 +152,7 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
     parts.append(f"{bytes_text(report.bytes)} read")
     if root is None and not problems and not checksums:
         parts[-1] = "no checksums: only its structure was looked at"
-    where = path if root in (None, _folder.MANIFEST) else f"{path}/{root}"
+    where = path_text(path) + ("" if root in (None, _folder.MANIFEST) else f"/{root}")
     print(f"{where}: {', '.join(parts)}")
     print_table(_HEADERS, [
         [p.kind, p.path, p.name or "", f"{p.offset}-{p.offset + p.length}", p.text]
