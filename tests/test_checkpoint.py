@@ -746,3 +746,17 @@ def test_strided_blocks_have_the_checksums_of_packed_ones(tmp_path):
     mlstate.save_file({"w": data.T}, strided)
     assert packed.read_bytes() == strided.read_bytes()
     assert np.array_equal(mlstate.load_file(strided)["w"], data.T)
+
+
+def test_the_message_says_tensor_file_and_reason_once(tmp_path):
+    name = "transformer.h.11.attention.projection.weight"
+    checkpoint = mlstate.save(tmp_path / "c", {name: np.ones(100_000)})
+    [shard] = checkpoint.shards()
+    with (tmp_path / "c" / shard.path).open("r+b") as file:
+        file.seek(shard.offset + 9)
+        file.write(b"!")
+    with pytest.raises(mlstate.ChecksumError) as caught:
+        mlstate.load(tmp_path / "c")
+    text = str(caught.value)
+    assert text.count(name) == 2  # of the tensor, and in the file's name
+    assert shard.path in text and text.endswith("the file is damaged")

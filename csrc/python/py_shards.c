@@ -79,7 +79,9 @@ PyObject *mlsp_raise_under(const mlsp_state *state, const mls_status *st, PyObje
     }
     const bool about_file = st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM;
     const char *file = about_file && relative != NULL ? relative : "";
-    if (st->name[0] != '\0') {
+    if (strncmp(st->text, "tensor '", strlen("tensor '")) == 0) {
+        /* the core named tensor and file: saying it twice would cut off the reason */
+    } else if (st->name[0] != '\0') {
         PyOS_snprintf(named.text, sizeof named.text, "%.120s%s'%.60s': %.130s", file,
                       file[0] != '\0' ? ": " : "", st->name, st->text);
     } else if (file[0] != '\0') {
