@@ -416,7 +416,9 @@ def memory(run: Run) -> None:
     size = bytes_of(run.state.values()) / (1 << 20)
     report, lines = run.report, []
     report.say(f"\n{run.title('peak of memory')}")
-    report.say("(MiB beyond the state and the result; a process each; mapped files count in 'all')")
+    report.say(
+        "(MiB beyond the state and the result; a process each; 'own', seen each ms, leaves out mapped files)"
+    )
     report.say(f"{'':<{report.WIDTH}}{'own':>9}{'all':>9}{'first ms':>10}")
     names = [n for n in run.ways if n != Dcp.name or len(run.state) < MANY]
     for name in names[: 1 if run.quick else None]:
@@ -429,8 +431,8 @@ def memory(run: Run) -> None:
             report.say(f"{label:<{report.WIDTH}}{own:>9.1f}{every:>9.1f}{found['ms']:>10.0f}")
             lines.append({"name": label, "own_mib": own, "all_mib": every, "ms": found["ms"]})
     aims = [
-        f"{line['name']} <= 16 MiB own: {line['own_mib']:.1f}, "
-        + ("met" if line["own_mib"] <= 16 else "NOT MET")
+        f"{line['name']} <= 16 MiB: {max(line['own_mib'], line['all_mib']):.1f}, "
+        + ("met" if max(line["own_mib"], line["all_mib"]) <= 16 else "NOT MET")
         for line in lines
         if line["name"].startswith(OURS)
     ]
