@@ -417,7 +417,7 @@ def memory(run: Run) -> None:
     report, lines = run.report, []
     report.say(f"\n{run.title('peak of memory')}")
     report.say(
-        "(MiB beyond the state and the result; a process each; 'own', seen each ms, leaves out mapped files)"
+        "(MiB beyond state and result; a process each; 'own', seen each ms: without mapped files)"
     )
     report.say(f"{'':<{report.WIDTH}}{'own':>9}{'all':>9}{'first ms':>10}")
     names = [n for n in run.ways if n != Dcp.name or len(run.state) < MANY]
