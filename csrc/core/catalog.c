@@ -23,22 +23,6 @@ static int compare_shards(const void *a, const void *b)
                                              : x->index->rank > y->index->rank;
 }
 
-/* Whether two shards say the same of their tensor.  Two layouts could cut it into parts
- * of the same elements and still number them differently: they count as different. */
-static bool same_tensor(const mls_index_shard *a, const mls_index_shard *b)
-{
-    bool same =
-        a->dtype == b->dtype && a->rank == b->rank && a->layout.count == b->layout.count;
-    for (int i = 0; same && i < a->rank; i++) {
-        same = a->shape[i] == b->shape[i];
-    }
-    for (int i = 0; same && i < a->layout.count; i++) {
-        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
-               a->layout.steps[i].parts == b->layout.steps[i].parts;
-    }
-    return same;
-}
-
 /* Put the next shard to its tensor, or to a new one.  A part that the shard before it is
  * as well was stored by several ranks, which held the same of it: one is enough to
  * read. */
@@ -50,7 +34,7 @@ static mls_code add(mls_catalog *c, const mls_catalog_shard *next, mls_status *s
         mls_tensor_id_compare(&tensor->facts->id, &next->shard->id) != 0) {
         tensor = &c->tensors[c->tensor_count++];
         *tensor = (mls_catalog_tensor){.facts = next->shard, .from = c->shard_count};
-    } else if (!same_tensor(tensor->facts, next->shard)) {
+    } else if (!mls_index_same_tensor(tensor->facts, next->shard)) {
         const mls_text name = next->shard->id.name;
         mls_fail(st, MLS_E_FORMAT,
                  "the ranks do not agree on a tensor's dtype, shape or layout");

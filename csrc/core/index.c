@@ -76,6 +76,21 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
     return bytes <= PTRDIFF_MAX;
 }
 
+/* Axes and tier may differ: they do not say what the bytes are. */
+bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
+{
+    bool same =
+        a->dtype == b->dtype && a->rank == b->rank && a->layout.count == b->layout.count;
+    for (int i = 0; same && i < a->rank; i++) {
+        same = a->shape[i] == b->shape[i];
+    }
+    for (int i = 0; same && i < a->layout.count; i++) {
+        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
+               a->layout.steps[i].parts == b->layout.steps[i].parts;
+    }
+    return same;
+}
+
 mls_part mls_index_part(const mls_index_shard *shard)
 {
     mls_part part = {0};

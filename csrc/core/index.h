@@ -121,6 +121,9 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape);
 /* The part of its tensor that a shard of a good index is. */
 mls_part mls_index_part(const mls_index_shard *shard);
 
+/* Whether two shards say the same of their tensor: dtype, shape and layout. */
+bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b);
+
 /* Shards are sorted by this: id, then part. */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b);
 

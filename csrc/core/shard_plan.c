@@ -205,22 +205,6 @@ static void align_states(mls_shard_plan *plan)
     }
 }
 
-/* Whether two records are of one shard, whatever it holds.  One that is cut differently
- * now has other elements, even where part and bytes are the same. */
-static bool same_shard(const mls_index_shard *a, const mls_index_shard *b)
-{
-    bool same = mls_index_compare(a, b) == 0 && a->dtype == b->dtype &&
-                a->rank == b->rank && a->layout.count == b->layout.count;
-    for (int i = 0; same && i < a->rank; i++) {
-        same = a->shape[i] == b->shape[i];
-    }
-    for (int i = 0; same && i < a->layout.count; i++) {
-        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
-               a->layout.steps[i].parts == b->layout.steps[i].parts;
-    }
-    return same;
-}
-
 /* Both lists are sorted alike, so one walk pairs them.  A shard that is another one now,
  * by shape, dtype or layout, has no predecessor: its versions start anew. */
 static void match_before(mls_shard_plan *plan)
@@ -233,7 +217,9 @@ static void match_before(mls_shard_plan *plan)
                mls_index_compare(&before->shards[old], shard) < 0) {
             old++;
         }
-        if (old < before->shard_count && same_shard(&before->shards[old], shard)) {
+        if (old < before->shard_count &&
+            mls_index_compare(&before->shards[old], shard) == 0 &&
+            mls_index_same_tensor(&before->shards[old], shard)) {
             plan->planned[i].before = &before->shards[old];
         }
     }
