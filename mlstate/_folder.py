@@ -12,7 +12,7 @@ from ._manifest import Manifest, parse
 from .errors import FormatError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
 MANIFEST = "manifest.json"
 _MOST_BYTES = 512 << 20  # of a manifest or an index
@@ -234,7 +234,7 @@ def load_catalog(folder: str, manifest: Manifest) -> Any:
     return catalog
 
 
-def needed_files(folder: str, without: Iterable[Root] = ()) -> set[str]:
+def needed_files(folder: str, without: Collection[Root] = ()) -> set[str]:
     """Paths of all shard files and indexes that any root needs, but for those `without`.
 
     Raises
