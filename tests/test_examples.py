@@ -118,6 +118,26 @@ def test_state_dicts_shows_what_it_says(tmp_path):
     assert "size mismatch for norm.weight" in printed and "(32,)" in printed
 
 
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_checkpoints_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "checkpoints.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    saved, damaged, resharded = outputs(cells, "text/html")
+    assert "18 tensors" in saved and "1 rank, step 150" in saved and "<details" in saved
+    assert "1 problem" in damaged and "altered" in damaged and "layers.1.weight" in damaged
+    assert "4 ranks, step 150" in resharded
+    printed = "".join(outputs(cells, "stdout"))
+    assert "its bytes are not those that were written" in printed
+    assert "restored: step 120" in printed
+    assert "3 {'layers.1.weight': (64, 256), 'out.weight': (0, 256)}" in printed
+    if importlib.util.find_spec("matplotlib"):
+        assert outputs(cells, "image/png")
+
+
 @pytest.mark.slow
 def test_a_notebook_that_fails_is_noticed(tmp_path):
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}
