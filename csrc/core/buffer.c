@@ -11,6 +11,7 @@
 
 enum { NUMBER_ROOM = 24 }; /* digits of the largest number, and more */
 
+/* Also forgets a failure: the buffer is as new. */
 void mls_buffer_fini(mls_buffer *b)
 {
     mls_free(b->data);
@@ -43,11 +44,13 @@ void mls_buffer_put(mls_buffer *b, const char *bytes, size_t length)
     b->length = needed;
 }
 
+/* For the constant pieces between what is put in. */
 void mls_buffer_text(mls_buffer *b, const char *text)
 {
     mls_buffer_put(b, text, strlen(text));
 }
 
+/* By snprintf, which knows no locale for whole numbers: the same digits everywhere. */
 void mls_buffer_number(mls_buffer *b, uint64_t number)
 {
     char text[NUMBER_ROOM];

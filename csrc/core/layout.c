@@ -32,6 +32,7 @@ static mls_code check_step(const mls_layout *layout, int which, mls_status *st)
     return MLS_OK;
 }
 
+/* The one place where a layout is judged by itself; the tensor comes in later. */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
 {
     size_t parts = 1;
@@ -88,6 +89,7 @@ static size_t box_count(const mls_part *part)
     return count;
 }
 
+/* From the whole tensor inward: each step narrows the box, or ends in a range of it. */
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st)
 {
@@ -136,6 +138,7 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     return MLS_OK;
 }
 
+/* Of a part that is its whole box too: `begin` and `end` are then those of the box. */
 size_t mls_part_count(const mls_part *part)
 {
     return part->end - part->begin;
@@ -267,6 +270,8 @@ static bool row_run(const mls_overlap *o, mls_run *out)
     return true;
 }
 
+/* Rows that follow on from one another in both parts become one run here, which is what
+ * makes a few large reads of many small rows. */
 bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
 {
     mls_run run = {0}, next;

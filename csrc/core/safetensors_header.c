@@ -120,6 +120,8 @@ static mls_code sort_metadata(const mls_text_pair *metadata, size_t count,
     for (size_t i = 0; i < count; i++) {
         sorted[i] = metadata[i];
     }
+    /* ours have no value yet; sorted among the others, they keep the order that the same
+     * content always gives */
     sorted[count].key = (mls_text){header_key, sizeof header_key - 1};
     sorted[count + 1].key = (mls_text){blocks_key, sizeof blocks_key - 1};
     qsort(sorted, room, sizeof *sorted, compare_pairs);
@@ -237,6 +239,7 @@ static mls_code build_text(mls_header *h, const mls_text_pair *metadata, size_t 
         return fail_text(&h->text, st);
     }
     h->file_bytes = h->text.length + place;
+    /* the payload starts where the text ends: from here on places are the file's */
     for (size_t i = 0; i < h->count; i++) {
         h->tensors[i].offset += h->text.length;
     }

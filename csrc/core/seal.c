@@ -10,6 +10,8 @@
 /* Where the digits start: the closing quote is the last character of the start. */
 enum { DIGITS_AT = sizeof MLS_SEAL_START - 1 - 1 - MLS_CRC_DIGITS };
 
+/* The highest digit first, always all eight: whoever leaves room for them knows how much.
+ */
 void mls_crc_to_digits(uint32_t crc, char *digits)
 {
     static const char hexadecimal[] = "0123456789abcdef";
@@ -18,6 +20,8 @@ void mls_crc_to_digits(uint32_t crc, char *digits)
     }
 }
 
+/* Exactly what mls_crc_to_digits writes.  Capitals are refused, so that a flipped bit
+ * that makes one of a small letter is noticed. */
 bool mls_crc_from_digits(const char *digits, uint32_t *out)
 {
     uint32_t value = 0;
@@ -43,6 +47,7 @@ static uint32_t checksum(const char *text, size_t length, const mls_crc_kernels 
     return crc->update(first, text + start, length - start);
 }
 
+/* The digits are not part of what is summed: the constant start stands in for them. */
 uint32_t mls_seal(char *text, size_t length, const mls_crc_kernels *crc)
 {
     const uint32_t found = checksum(text, length, crc);

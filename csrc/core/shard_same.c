@@ -61,6 +61,7 @@ static bool open_file(const mls_shard_plan *plan, reading *r,
         return false;
     }
     r->file = shard->file;
+    /* cut off, or another file: nothing in it is worth reading */
     if (length != file->bytes) {
         (void)close(r->fd);
         r->fd = -1;
@@ -198,6 +199,7 @@ mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st)
                         plan->index.shard_count);
     }
     comparing c = {.plan = plan, .batches = batches};
+    /* each task looks at both, and begins nothing once either is set */
     atomic_init(&c.no_memory, false);
     atomic_init(&c.stopped, false);
     mls_pool_run(plan->job->pool, compare_task, &c, make_batches(plan, batches));

@@ -346,6 +346,7 @@ static mls_code finish_output(sink *s)
     if (code != MLS_OK) {
         return code;
     }
+    /* direct writes have filled up the last block of the disk */
     if (out->direct && ftruncate(out->fd, (off_t)out->planned->header.file_bytes) != 0) {
         return mls_fail_os(s->st, errno, "cannot set the length of a file");
     }
@@ -593,6 +594,8 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 {
     mls_index *index = &w->plan.index;
     mls_buffer text = {0};
+    /* kept shards have their checksum from before; those of new blocks are known by now
+     */
     for (size_t i = 0; i < index->shard_count; i++) {
         mls_index_shard *shard = &index->shards[i];
         out->data_bytes += shard->bytes;

@@ -187,6 +187,7 @@ static bool header_agrees(const verifier *v, const mls_safetensors *header, size
                 high = middle;
             }
         }
+        /* empty tensors lie where the next one begins, so several may have the offset */
         while (low < header->count && header->tensors[low].offset == shard->offset &&
                header->tensors[low].bytes != shard->bytes) {
             low++;
@@ -208,6 +209,7 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     if (code != MLS_OK) {
         return code;
     }
+    /* the length itself may be what changed: nothing is allocated by it unasked */
     const uint64_t said = mls_load_le64(start);
     if (said > MLS_SAFETENSORS_MAX_HEADER || said + LENGTH_BYTES > end) {
         return mls_fail_at(st, 0, "its header's length changed");
@@ -297,6 +299,7 @@ static void verify_block(verifier *v, int fd, size_t number, size_t start,
         crc = v->crc->update(crc, buffer, step);
         done += step;
     }
+    /* the index has the checksum too: the file's own copy of it may be what changed */
     if (crc != shard->crcs[start / MLS_SAFETENSORS_BLOCK]) {
         add(v, MLS_PROBLEM_ALTERED, shard->file, number, at, length,
             "these bytes are not those that were written");
@@ -396,6 +399,7 @@ static size_t make_tasks(const mls_index *index, const size_t *order, task *task
             tasks[count++] = (task){.first = i};
             open = false;
         }
+        /* a large shard is shared by several tasks, several small ones share one */
         if (shard->bytes > PART) {
             for (size_t start = 0; start < shard->bytes; start += PART) {
                 tasks[count++] = (task){.first = i, .count = 1, .start = start};

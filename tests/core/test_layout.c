@@ -230,7 +230,8 @@ static void impossible_layouts_are_refused(void)
     CHECK(mls_layout_part(&huge, 2, shape, 0, &part, &st) == MLS_E_SIZE);
     CHECK(mls_layout_part(&rows, 2, shape, 2, &part, &st) == MLS_E_VALUE);
     CHECK(mls_layout_part(&rows, 2, enormous, 0, &part, &st) == MLS_E_SIZE);
-    CHECK(mls_layout_part(&rows, MLS_LAYOUT_RANK + 1, shape, 0, &part, &st) == MLS_E_SHAPE);
+    CHECK(mls_layout_part(&rows, MLS_LAYOUT_RANK + 1, shape, 0, &part, &st) ==
+          MLS_E_SHAPE);
     CHECK(part.rank == 77);
 }
 
