@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+import mlstate
 import mlstate.plot
 from mlstate.cli import main
-from mlstate.demo import story
+from mlstate.demo import checkpoints, story
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +93,10 @@ def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monk
     assert "mlstate[plot]" in capsys.readouterr().out
 
 
-def test_a_changed_cache_fails_the_command(capsys, monkeypatch):
-    for good in ((False, True), (True, False)):
-        report = story.Report("", good[0], "", [], None, good[1])
+def test_a_change_that_must_not_be_fails_the_command(capsys, monkeypatch):
+    for good in ((False, True, True), (True, False, True), (True, True, False)):
+        kept = story.Kept("", good[2])
+        report = story.Report("", good[0], "", [], None, good[1], kept)
         monkeypatch.setattr(story, "run", lambda picture, report=report: report)
         assert main(["demo", "--picture", ""]) == 1
 
@@ -102,9 +104,33 @@ def test_a_changed_cache_fails_the_command(capsys, monkeypatch):
 def test_a_renamed_checkpoint_is_loaded_and_a_damaged_one_is_not(told):
     report, printed = told
     assert report.untouched
-    part = printed[printed.index("8. State dict") :]
+    part = printed[printed.index("8. State dict") : printed.index("\n11. ")]
     assert "proposed: rename(source, {'module.': ''})" in part
     assert "after load_into: identical: 26 tensors" in part
     assert "size mismatch for layers.2.out.weight" in part
     assert "(64, 32)" in part and "(64, 64)" in part
-    assert part.endswith("before and after: the same")
+    assert part.rstrip().endswith("before and after: the same")
+
+
+def test_a_flipped_bit_is_found_and_an_older_step_takes_over(told):
+    report, printed = told
+    part = printed[printed.index("\n11. ") :]
+    assert "step 1000: 439,424 of 439,424 bytes written, 26 of 26 shards" in part
+    assert "step 2000: 8,192 of 439,424 bytes written, 1 of 26 shards" in part
+    assert report.kept.found == "layers.3.out.weight: altered, within bytes 4,096 to 12,288"
+    assert report.kept.found in part
+    assert report.kept.repaired
+    assert "back at step 1000, every bit is as it was" in part
+    assert part.endswith("layers.3.out.weight (64, 64) -> (16, 64)")
+
+
+def test_damage_that_is_not_repaired_would_be_noticed(monkeypatch):
+    real = checkpoints.verify
+    monkeypatch.setattr(checkpoints, "verify", lambda folder, repair=False: real(folder))
+    monkeypatch.setattr(
+        checkpoints, "load", lambda folder, **k: mlstate.load(folder, verify=False, **k)
+    )
+    lines = []
+    weights = mlstate.ModelStateDict({"layers.3.out.weight": np.ones((64, 64), np.float16)})
+    assert not checkpoints.show_checkpoints(weights, lines.append).repaired
+    assert any("NOT as it was" in line for line in lines)

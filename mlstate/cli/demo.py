@@ -24,8 +24,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the demo; 1 if a transition or a refused load changed anything."""
+    """Run the demo; 1 if anything changed that must not, or damage was not repaired."""
     from ..demo.story import run
 
     report = run(arguments.picture or None)
-    return 0 if report.identical and report.untouched else 1
+    return 0 if report.identical and report.untouched and report.kept.repaired else 1

@@ -3,7 +3,7 @@
 A small character model, trained on Python's own library, runs in NumPy. Its cache travels
 between the states of two real Core ML packages as it would on a Mac: prefill with a context
 of 512, compact to 256, generate until that is full, expand to 512, go on. Then its weights
-are loaded from a checkpoint with other names.
+are loaded from a checkpoint with other names, and kept in one that survives a flipped bit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..kv import (
     transition_coreml_state,
     transition_kv_state,
 )
+from .checkpoints import Kept, show_checkpoints
 from .model import CharModel
 from .weights import show_weights
 
@@ -64,6 +65,8 @@ class Report(NamedTuple):
         The picture that was written.
     untouched : bool
         Whether a checkpoint that was refused left every weight as it was.
+    kept : Kept
+        What was found of a damaged checkpoint, and whether an older one took its place.
     """
 
     text: str
@@ -72,6 +75,7 @@ class Report(NamedTuple):
     stages: list[Stage]
     picture: Path | None
     untouched: bool
+    kept: Kept
 
 
 class _Story:
@@ -244,7 +248,8 @@ def run(
     -------
     Report
         Text, whether every transition left the logits bit-identical, the refusal, the
-        stages, and the picture's path (None where matplotlib is missing).
+        stages, the picture's path (None where matplotlib is missing), and how the
+        checkpoints fared.
 
     Examples
     --------
@@ -262,5 +267,6 @@ def run(
         say(_indent(text[: len(story.prompt)] + "|" + text[len(story.prompt) :]))
         _memory_table(say)
         loaded = show_weights(data / "model.safetensors", say)
+        kept = show_checkpoints(loaded.state, say)
     drawn = _draw(story.stages, None if picture is None else Path(picture), say)
-    return Report(text, story.identical, refused, story.stages, drawn, loaded.untouched)
+    return Report(text, story.identical, refused, story.stages, drawn, loaded.untouched, kept)
