@@ -12,9 +12,10 @@ from ._manifest import Manifest, parse
 from .errors import FormatError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
 MANIFEST = "manifest.json"
+_NONE: Mapping[str, Any] = {}
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 SECTIONS = ("params", "optim_state")
 FOLDERS = (*SECTIONS, "index", "roots")
@@ -234,8 +235,12 @@ def load_catalog(folder: str, manifest: Manifest) -> Any:
     return catalog
 
 
-def needed_files(folder: str, without: Collection[Root] = ()) -> set[str]:
+def needed_files(
+    folder: str, without: Collection[Root] = (), known: Mapping[str, Any] = _NONE
+) -> set[str]:
     """Paths of all shard files and indexes that any root needs, but for those `without`.
+
+    `known` are catalogs that were read already, by generation.
 
     Raises
     ------
@@ -252,14 +257,16 @@ def needed_files(folder: str, without: Collection[Root] = ()) -> set[str]:
             continue
         if manifest.generation not in seen:
             seen.add(manifest.generation)
-            needed.update(load_catalog(folder, manifest).files())
+            catalog = known.get(manifest.generation)
+            catalog = load_catalog(folder, manifest) if catalog is None else catalog
+            needed.update(catalog.files())
             needed.update(record.path for record in manifest.indexes)
     return needed
 
 
-def prune(folder: str, *, dry_run: bool = False) -> list[str]:
+def prune(folder: str, *, dry_run: bool = False, known: Mapping[str, Any] = _NONE) -> list[str]:
     """Delete the shard files and indexes that no root needs; the caller holds the lock."""
-    dead = sorted(known_files(folder) - needed_files(folder))
+    dead = sorted(known_files(folder) - needed_files(folder, known=known))
     return dead if dry_run else _remove(folder, dead)
 
 

@@ -150,9 +150,13 @@ def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
 
 
 def verify_root(
-    folder: str, name: str, report: VerifyReport, progress: Callable[[int], object] | None
+    folder: str,
+    name: str,
+    report: VerifyReport,
+    progress: Callable[[int], object] | None,
+    known: dict[str, Any] | None = None,
 ) -> None:
-    """Add to the report what is wrong with one root."""
+    """Add to the report what is wrong with one root, and to `known` its catalog."""
     try:
         manifest = _folder.read_manifest(folder, name)
     except MLStateError as error:
@@ -165,6 +169,8 @@ def verify_root(
         found = _index_problems(folder, manifest)
         report.problems += found or [_root_problem("index", name, 0, error)]
         return
+    if known is not None:
+        known[manifest.generation] = catalog
     count, problems = catalog.verify(folder, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
     report.problems += [Problem(*problem) for problem in problems]
@@ -198,9 +204,10 @@ def verify_checkpoint(
         raise _folder.store_error(
             FileNotFoundError(2, "no such folder"), "cannot verify the checkpoint", folder
         )
-    verify_root(folder, root, report, progress)
+    known: dict[str, Any] = {}
+    verify_root(folder, root, report, progress, known)
     with suppress(MLStateError):  # what is needed is not known: the problems say why
-        report.leftover = _folder.prune(folder, dry_run=True)
+        report.leftover = _folder.prune(folder, dry_run=True, known=known)
     try:
         report.strange = _folder.strange_files(folder)
     except StoreError:  # one of its folders is none, which the problems say
