@@ -97,6 +97,7 @@ void mls_layout_project(const mls_layout *layout, size_t index, int rank,
                         const signed char *axes, mls_layout *out, size_t *out_index)
 {
     size_t after = 1; /* parts of the later steps */
+    /* none of the steps may stay: that is the whole tensor, whose only part is 0 */
     *out = (mls_layout){0};
     *out_index = 0;
     for (int i = 0; i < layout->count; i++) {

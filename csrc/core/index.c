@@ -65,6 +65,7 @@ int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
     return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
 }
 
+/* Dimensions of 0 count as 1: NumPy and torch multiply the others all the same. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t bytes = mls_dtype_of(dtype)->item_bytes;
@@ -91,6 +92,7 @@ bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
     return same;
 }
 
+/* Made anew for each who asks: a part takes 300 bytes, and an index has many. */
 mls_part mls_index_part(const mls_index_shard *shard)
 {
     mls_part part = {0};
@@ -218,7 +220,8 @@ static mls_code read_size(reader *r, const member *m, size_t most, size_t *out)
     return code;
 }
 
-/* Exactly eight digits. */
+/* Exactly eight digits, in the writer's own form: anything else was not written by one.
+ */
 static mls_code read_crc(reader *r, const member *m, uint32_t *out)
 {
     const mls_text text = mls_json_text(r->json, m->node);
@@ -242,7 +245,8 @@ static bool plain_name(mls_text text)
     return text.length > 0 && text.data[0] != '.';
 }
 
-/* "params/x.safetensors". */
+/* "params/x.safetensors".  One folder and one file, so that whoever opens or deletes what
+ * an index names stays inside the pool, whoever wrote the index. */
 static bool good_path(mls_text path)
 {
     static const char suffix[] = ".safetensors";
@@ -260,7 +264,8 @@ static bool good_path(mls_text path)
     return false;
 }
 
-/* One of the files, which shards name by its number. */
+/* One of the files, which shards name by its number.  No file is shorter than the length
+ * that each starts with. */
 static mls_code read_file(reader *r, mls_json_node node, mls_index_file *file)
 {
     enum { PATH, BYTES, HEADER_CRC, COUNT };
@@ -329,11 +334,13 @@ static int which_name(mls_text text, const char *(*name_of)(int), int count)
     return i;
 }
 
+/* For which_name, which knows no enum by name; so is the next. */
 static const char *section_of(int i)
 {
     return mls_section_name((mls_section)i);
 }
 
+/* Among the names is the empty one, of no tier: whoever asks refuses it himself. */
 static const char *tier_of(int i)
 {
     return mls_tier_name((mls_tier)i);
@@ -356,6 +363,7 @@ static mls_code read_id(reader *r, const member *m, mls_tensor_id *id)
                    ? fail_member(r, m[STATE].node, "state", "in the section \"params\"")
                    : MLS_OK;
     }
+    /* what stands behind the last dot of the key in a file */
     const mls_text divided =
         id->has_state ? mls_json_text(r->json, m[STATE].node) : id->name;
     if (divided.length > 0 && memchr(divided.data, '.', divided.length) != NULL) {
@@ -457,7 +465,8 @@ static mls_code read_axes(reader *r, const member *m, mls_index_shard *shard)
     return MLS_OK;
 }
 
-/* Not stated is no tier; stated wrongly is an error. */
+/* Not stated is no tier; stated wrongly is an error, since nobody could tell what was
+ * meant. */
 static mls_code read_tier(reader *r, const member *m, mls_tier *tier)
 {
     if (m->node == MLS_JSON_NONE) {
@@ -620,7 +629,8 @@ static mls_code count_needs(reader *r, mls_json_node shards, size_t *dims, size_
     return MLS_OK;
 }
 
-/* All arrays at once. */
+/* All arrays at once: their addresses must not change any more, since shards point into
+ * them as soon as they are read. */
 static mls_code allocate(reader *r, mls_json_node files, mls_json_node shards)
 {
     mls_index *x = &r->index;

@@ -82,6 +82,7 @@ static mls_code sort_tensors(mls_header *h, mls_status *st)
             return fail_name("tensor name", h->tensors[i].name, "appears twice", st);
         }
     }
+    /* by name once more among equals: no order of the caller's shows in the file */
     qsort(h->tensors, h->count, sizeof *h->tensors, compare_places);
     return MLS_OK;
 }
@@ -286,6 +287,7 @@ uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
         mls_crc_to_digits(header->crcs[i],
                           text + header->block_crcs + i * MLS_CRC_DIGITS);
     }
+    /* length and all other digits are in by now, so it covers them too */
     const uint32_t own = crc->update(0, text, length);
     mls_crc_to_digits(own, text + header->header_crc);
     return own;

@@ -67,6 +67,7 @@ static mls_code allocate(mls_shard_plan *plan, mls_status *st)
     const mls_shard_job *job = plan->job;
     size_t dims = 0, keys = 0;
     for (size_t i = 0; i < job->count; i++) {
+        /* asked here already, since the sums below rely on it */
         if (job->items[i].rank < 0 || job->items[i].rank > MLS_LAYOUT_RANK) {
             mls_fail(st, MLS_E_SHAPE, "%d dimensions: at most %d can be stored",
                      job->items[i].rank, (int)MLS_LAYOUT_RANK);
@@ -75,6 +76,7 @@ static mls_code allocate(mls_shard_plan *plan, mls_status *st)
         dims += dims_of(&job->items[i]);
         keys += key_length(&job->items[i].id);
     }
+    /* axes are those of the shapes, so their number bounds both */
     plan->index.shards = mls_alloc(job->count, sizeof *plan->index.shards);
     plan->planned = mls_alloc(job->count, sizeof *plan->planned);
     plan->dims = mls_alloc(dims, sizeof *plan->dims);
@@ -192,6 +194,7 @@ static void align_states(mls_shard_plan *plan)
         if (s->id.section == MLS_PARAMS) {
             continue;
         }
+        /* ends at the latest at the first state, which is no parameter */
         while (shards[parameter].id.section == MLS_PARAMS &&
                mls_text_compare(shards[parameter].id.name, s->id.name) < 0) {
             parameter++;
@@ -539,6 +542,7 @@ mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
     mls_code code = allocate_files(plan, st);
     placing *placings = NULL;
     size_t count = 0;
+    /* what is kept decides what is left to write, and its files come first in the list */
     if (code == MLS_OK && plan->job->before != NULL) {
         code = keep_same(plan, st);
     }

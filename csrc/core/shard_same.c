@@ -95,6 +95,7 @@ static bool same_bytes(const mls_shard_plan *plan, const mls_planned *planned, r
         return false;
     }
     for (size_t done = 0; done < before->bytes;) {
+        /* a small step first: the block that differs is mostly the first */
         const size_t most = done == 0 ? FIRST_STEP : STEP;
         const size_t left = before->bytes - done;
         const size_t step = left < most ? left : most;
@@ -119,6 +120,7 @@ static void compare_task(void *context, size_t index)
     if (atomic_load(&c->stopped) || atomic_load(&c->no_memory)) {
         return;
     }
+    /* one block for both, so that there is one failure to think of */
     r.read = mls_alloc(2, STEP);
     if (r.read == NULL) {
         atomic_store(&c->no_memory, true);

@@ -226,6 +226,7 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
         const size_t block = MLS_SAFETENSORS_BLOCK - start % MLS_SAFETENSORS_BLOCK;
         size_t step = end - start < block ? end - start : block;
+        /* what lies packed need not be copied, unless the disk wants it aligned */
         if (!s->out->direct && item->data != NULL && step >= PLAIN_STEP) {
             code = put_plain(s, item->data + item->first * size + start, step, crc);
             start += step;
@@ -607,6 +608,7 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
     }
     out->shard_count = index->shard_count;
     out->new_files = w->plan.file_count;
+    /* one for each rank: no two processes ever write the same name */
     snprintf(out->path, sizeof out->path, "index/%s.%llu.json", index->generation,
              (unsigned long long)index->rank);
     mls_code code = mls_index_build(index, w->job->crc, &text, &out->crc, st);
@@ -660,6 +662,7 @@ static mls_code write_files(writer *w, mls_status *st)
     if (code != MLS_OK) {
         return code;
     }
+    /* decided before any file is written, since each would else sync itself */
     w->sync_once = w->plan.file_count > FEW_FILES && can_sync_once(w->job->folder);
     mls_pool_run(w->job->pool, write_task, w, w->task_count);
     if (w->failed != SIZE_MAX) {

@@ -422,6 +422,7 @@ static size_t make_tasks(const mls_index *index, const size_t *order, task *task
  * but bounded by what can be counted. */
 static bool count_tasks(const mls_index *index, size_t *out)
 {
+    /* one for its file, one that it shares or opens, and one for each PART begun */
     uint64_t most = 0;
     for (size_t i = 0; i < index->shard_count; i++) {
         most += 3 + index->shards[i].bytes / PART;
@@ -448,6 +449,7 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
         return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
                         index->shard_count);
     }
+    /* the lock is only for what tasks find; what they look for does not change */
     v.order = order;
     v.tasks = tasks;
     pthread_mutex_init(&v.lock, NULL);

@@ -96,6 +96,7 @@ static int take_all(PyObject *dict, mlsp_items *out)
     return 0;
 }
 
+/* After this the dict may become what it likes. */
 int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
 {
     *out = (mlsp_items){0};
@@ -117,6 +118,7 @@ int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
     return 0;
 }
 
+/* The facts alone: key and value stay, to be asked again. */
 void mlsp_item_forget(mlsp_item *item)
 {
     Py_CLEAR(item->text);
@@ -136,6 +138,7 @@ void mlsp_items_release(mlsp_items *items)
     *items = (mlsp_items){0};
 }
 
+/* A new reference in any version: a borrowed one may die in a free-threaded Python. */
 int mlsp_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -176,6 +179,7 @@ static bool next_is(mlsp_finder *finder, PyObject *key, PyObject **out)
 #endif
 }
 
+/* Equal state dicts have equal order: then each name is found without its hash. */
 int mlsp_find(mlsp_finder *finder, PyObject *key, PyObject **out)
 {
     return next_is(finder, key, out) ? 1 : mlsp_dict_get(finder->dict, key, out);
@@ -320,6 +324,7 @@ static int facts_of_view(const mlsp_state *state, mlsp_item *item)
     return sizes == NULL ? -1 : 0;
 }
 
+/* Asked when they are needed, not for every array: a property may cost a lot. */
 int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
 {
     /* the quick way first: nearly all arrays are NumPy's */
@@ -342,6 +347,7 @@ int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
     return failed;
 }
 
+/* Of all; the first that fails ends it, and the release forgets the others. */
 int mlsp_items_facts(const mlsp_state *state, mlsp_items *items)
 {
     for (size_t i = 0; i < items->count; i++) {
@@ -396,6 +402,7 @@ int mlsp_array_bytes(const mlsp_state *state, PyObject *array, uint64_t *out)
     return 0;
 }
 
+/* As NumPy and torch say shapes, so that the two can be compared in Python. */
 PyObject *mlsp_shape_tuple(const mls_facts *facts)
 {
     PyObject *tuple = PyTuple_New(facts->rank);

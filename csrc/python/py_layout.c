@@ -28,6 +28,7 @@ int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out)
             mlsp_take_int64(state, PyTuple_GET_ITEM(pair, 1), "parts", &parts) < 0) {
             return -1;
         }
+        /* before they become smaller types, in which they might look good */
         if (axis < MLS_LAYOUT_FLAT || axis >= MLS_LAYOUT_RANK || parts < 1) {
             PyErr_Format(PyExc_ValueError,
                          "a layout cuts an axis from 0 to %d into 1 part or more, not "
@@ -84,6 +85,7 @@ int mlsp_take_shape(const mlsp_state *state, PyObject *object, size_t *shape)
         PyErr_SetString(PyExc_TypeError, "a shape is a tuple of ints");
         return -1;
     }
+    /* the caller's array has room for so many */
     const Py_ssize_t rank = PyTuple_GET_SIZE(object);
     if (rank > MLS_LAYOUT_RANK) {
         mls_fail(&st, MLS_E_SHAPE, "%zd dimensions: at most %d can be stored", rank,
@@ -126,6 +128,7 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
     if (rank < 0) {
         return NULL;
     }
+    /* a negative index is no part either; the core says so with the number of parts */
     if (mls_layout_part(&layout, rank, shape, index < 0 ? SIZE_MAX : (size_t)index, &part,
                         &st) != MLS_OK) {
         return mlsp_raise(state, &st, NULL);
@@ -135,6 +138,7 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
     for (int i = 0; good && i < rank; i++) {
         PyObject *start = PyLong_FromSize_t(part.start[i]);
         PyObject *length = PyLong_FromSize_t(part.length[i]);
+        /* a NULL may go into the tuple: it is dropped with it */
         good = start != NULL && length != NULL;
         PyTuple_SET_ITEM(starts, i, start);
         PyTuple_SET_ITEM(lengths, i, length);
@@ -185,6 +189,7 @@ static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssiz
         mlsp_take_int64(state, args[2], "rank", &rank) < 0) {
         return NULL;
     }
+    /* cannot fail, as the layout was taken: only the number of parts is wanted */
     (void)mls_layout_parts(&layout, &parts, &st);
     if (index < 0 || (size_t)index >= parts || rank < 0 || rank > MLS_LAYOUT_RANK) {
         return PyErr_Format(PyExc_ValueError, "part %lld of %zu does not exist",
