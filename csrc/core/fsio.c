@@ -32,7 +32,8 @@
 enum { READ_FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK };
 
 /* Look at what was opened rather than at the path: between two calls the path could
- * come to mean another file.  `opened` is below 0 where opening failed with `reason`. */
+ * come to mean another file.  `opened` is below 0 where opening failed with `reason`.
+ * Takes `opened`: it becomes `*fd`, or is closed. */
 static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length,
                                mls_status *st)
 {
@@ -56,12 +57,15 @@ static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length
     return st->code;
 }
 
+/* Links are followed: the path is the user's own. */
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st)
 {
     const int opened = open(path, READ_FLAGS);
     return examine_opened(opened, errno, fd, length, st);
 }
 
+/* Links are not followed: what lies in the folder may be anybody's, and a link would lead
+ * out of it. */
 mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *length,
                           mls_status *st)
 {
@@ -174,7 +178,7 @@ int mls_folder_sync(int fd)
 
 /* The length is asked for first and believed only as a bound: a file that grows or
  * shrinks meanwhile is being written by somebody else, and what was read of it may be
- * two versions mixed. */
+ * two versions mixed.  One byte behind the end is asked for to see the file grow. */
 mls_code mls_file_read(const char *path, size_t limit, unsigned char **data,
                        size_t *length, mls_status *st)
 {
@@ -247,6 +251,7 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
     return MLS_OK;
 }
 
+/* Arrays over the mapping must be gone: touching one after this ends the process. */
 void mls_mapping_fini(mls_mapping *mapping)
 {
     if (mapping->data != NULL) {
@@ -378,7 +383,8 @@ static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
 /* ---- the temporary ---- */
 
 /* A random name nobody can lay a trap under beforehand, and O_EXCL for the case that
- * somebody guesses it all the same. */
+ * somebody guesses it all the same.  0666 less the umask: what any program
+ * gives a new file; that of a file that is replaced follows (take_after). */
 static mls_code open_temporary(mls_atomic_file *file, mls_status *st)
 {
     for (int tries = 0; tries < NAME_TRIES; tries++) {
@@ -418,7 +424,8 @@ static mls_code take_after(int fd, const struct stat *old, mls_status *st)
     return MLS_OK;
 }
 
-/* Everything that can be refused is refused here, before any byte is written. */
+/* Everything that can be refused is refused here, before any byte is written.  `file` is
+ * one that can be aborted at every step, which is what a failure does with it. */
 mls_code mls_atomic_begin(const char *path, mls_atomic_file *out, mls_status *st)
 {
     mls_atomic_file file = {.fd = -1, .folder = -1};
@@ -470,6 +477,8 @@ static void start_writeback(mls_atomic_file *file, uint64_t end)
 #    endif
 }
 
+/* To the temporary: whoever opens the target meanwhile sees the old file.  After a
+ * failure the temporary has any part of the bytes, and is only good for an abort. */
 mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
                           uint64_t offset, mls_status *st)
 {
@@ -499,7 +508,8 @@ static void release(mls_atomic_file *file)
     *file = (mls_atomic_file){.fd = -1, .folder = -1};
 }
 
-/* Also the way out of every failure, so that no path leaves a temporary behind. */
+/* Also the way out of every failure, so that no path leaves a temporary behind.  Removing
+ * it may fail too; then there is nothing left to try, and the first error is told. */
 void mls_atomic_abort(mls_atomic_file *file)
 {
     if (file->temporary[0] != '\0') {
@@ -509,7 +519,8 @@ void mls_atomic_abort(mls_atomic_file *file)
 }
 
 /* The order is what makes it safe: the bytes reach the disk before the name points to
- * them, and the name reaches the disk before success is reported. */
+ * them, and the name reaches the disk before success is reported.  A close that was
+ * interrupted has closed the file all the same, so it counts as done. */
 mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
 {
     int reason = mls_file_sync(file->fd);

@@ -2,6 +2,8 @@
  *
  * Members come in one order and numbers in one form, so that the same index gives the
  * same bytes on every machine.
+ *
+ * Nothing is checked here: index.h says what the caller answers for.
  */
 #include "index.h"
 
@@ -10,16 +12,18 @@
 
 #include <string.h>
 
+/* The longest text that the JSON reader takes: what we write, we can read. */
 #define TEXT_MOST (((size_t)512 << 20) - 1)
 
-/* A member whose value is any text. */
+/* A member whose value is any text.  Keys bring their comma, quotes and colon along, so
+ * that a member is two appends and no format is parsed. */
 static void put_string(mls_buffer *b, const char *key, mls_text text)
 {
     mls_buffer_text(b, key);
     mls_buffer_json(b, text);
 }
 
-/* A member whose value is a count; `key` brings its comma and quotes along. */
+/* A member whose value is a count. */
 static void put_number(mls_buffer *b, const char *key, uint64_t number)
 {
     mls_buffer_text(b, key);
@@ -32,7 +36,8 @@ static void put_plain(mls_buffer *b, const char *key, const char *text)
     put_string(b, key, (mls_text){text, strlen(text)});
 }
 
-/* The digits of `count` checksums as one string. */
+/* The digits of `count` checksums as one string: to the JSON reader that is one value,
+ * however many blocks the shard has, and the text is shorter than that of a list. */
 static void put_crcs(mls_buffer *b, const char *key, const uint32_t *crcs, size_t count)
 {
     mls_buffer_text(b, key);
@@ -62,7 +67,9 @@ static void put_layout(mls_buffer *b, const mls_layout *layout)
     mls_buffer_text(b, "]");
 }
 
-/* Without the place: what a shard is does not change when it is moved. */
+/* Without the place: what a shard is does not change when it is moved.  What is at its
+ * default (no state, the parameter's axes, no tier) is left out, so that there is one way
+ * to say it. */
 void mls_index_put_shard(mls_buffer *b, const mls_index_shard *s)
 {
     put_plain(b, "{\"section\":", mls_section_name(s->id.section));
@@ -93,7 +100,8 @@ void mls_index_put_shard(mls_buffer *b, const mls_index_shard *s)
     put_number(b, ",\"version\":", s->version);
 }
 
-/* What follows in an index: where it is, and its checksums. */
+/* What follows in an index: where it is, and its checksums.  A shard of one block says
+ * its checksum once. */
 static void put_place(mls_buffer *b, const mls_index_shard *s)
 {
     const size_t blocks = mls_safetensors_blocks(s->bytes);
@@ -109,7 +117,8 @@ static void put_place(mls_buffer *b, const mls_index_shard *s)
 
 /* One line for each file and each shard: people look at these, and so do tools that
  * compare lines.  Whether there was room is asked once, at the end: a buffer that failed
- * takes no more. */
+ * takes no more.  The seal comes last, over all that was written; the checksum of the
+ * whole, digits of the seal included, is what a manifest records of its indexes. */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_buffer *out, uint32_t *crc_out, mls_status *st)
 {

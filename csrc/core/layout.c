@@ -4,6 +4,9 @@
  * the positions in both parts grow by one, so that the flat ranges of either cut a row at
  * its ends only.  Inner axes that both boxes have whole are merged first, which makes
  * rows as long as memory allows.
+ *
+ * No function here allocates, and none can wrap once mls_layout_part has counted the
+ * tensor's elements: every later product is of lengths inside that tensor.
  */
 #include "layout.h"
 
@@ -13,7 +16,8 @@
 
 /* ---- parts ---- */
 
-/* Why a step cannot be; the earlier steps are good. */
+/* Why a step cannot be; the earlier steps are good.  Whether the tensor has the axis is
+ * asked when there is a tensor: a layout is made before, and for many of them. */
 static mls_code check_step(const mls_layout *layout, int which, mls_status *st)
 {
     const mls_layout_step step = layout->steps[which];
@@ -54,7 +58,9 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
     return MLS_OK;
 }
 
-/* The range that part `index` of `parts` gets of `count`, as torch.chunk cuts. */
+/* The range that part `index` of `parts` gets of `count`, as torch.chunk cuts: a piece
+ * that torch's own sharding made must be the same piece here.  Parts that get nothing
+ * start at `count`, inside the bounds. */
 static void cut(size_t count, size_t parts, size_t index, size_t *start, size_t *length)
 {
     const size_t each = count / parts + (count % parts != 0 ? 1 : 0);
@@ -79,7 +85,7 @@ static bool whole(int rank, const size_t *shape, mls_part *out)
     return true;
 }
 
-/* Elements of a part's box. */
+/* Elements of a part's box; 1 for a scalar, which has no axes. */
 static size_t box_count(const mls_part *part)
 {
     size_t count = 1;
@@ -186,7 +192,8 @@ static void skip_ends(mls_overlap *o)
 }
 
 /* Axes from the innermost out.  An axis that both boxes have whole, and all inside it
- * too, becomes part of the one outside it. */
+ * too, becomes part of the one outside it.  The innermost axis always joins the row that
+ * is there to begin with, so that there are no more rows than axes (one for a scalar). */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
 {
     size_t a_stride = 1, b_stride = 1;
@@ -248,7 +255,8 @@ static void next_row(mls_overlap *o)
     o->done = true;
 }
 
-/* The present row as far as both flat ranges have it; false where neither end is in. */
+/* The present row as far as both flat ranges have it; false where no element of it is in
+ * both.  Positions in the run are those in the parts, which start where the ranges do. */
 static bool row_run(const mls_overlap *o, mls_run *out)
 {
     /* `skip` elements at the front are before one of the ranges, `keep` of them end it */

@@ -8,6 +8,8 @@
  * shares with the name before it; most of a name is then compared and not looked up.
  *
  * Nothing here recurses: a name of thousands of segments is as good as any.
+ *
+ * Once made, a tree is only read, so any number of threads may use it.
  */
 #include "names.h"
 
@@ -25,6 +27,8 @@ typedef struct name_slot {
     uint32_t node;
 } name_slot;
 
+/* Nodes are known by number and never by pointer while the tree is made: the array moves
+ * when it grows. */
 struct mls_names {
     mls_name_node *nodes;
     size_t size, room;
@@ -76,7 +80,8 @@ static uint32_t hash_segment(uint32_t parent, mls_text segment)
     return (uint32_t)mix(hash, length);
 }
 
-/* The slot that holds the child, or the empty one where it belongs. */
+/* The slot that holds the child, or the empty one where it belongs.  There always is an
+ * empty one, since the table is at most half full. */
 static name_slot *find_slot(const mls_names *names, uint32_t hash, uint32_t parent,
                             mls_text segment)
 {
@@ -96,7 +101,7 @@ static name_slot *find_slot(const mls_names *names, uint32_t hash, uint32_t pare
     }
 }
 
-/* The child with this segment, or 0. */
+/* The child with this segment, or 0: the root is no child, so the number is free. */
 static uint32_t find_child(const mls_names *names, uint32_t parent, mls_text segment)
 {
     /* the first child and an only child are decided without the table */
@@ -136,7 +141,8 @@ static mls_code no_memory(mls_status *st)
     return mls_fail(st, MLS_E_MEMORY, "no memory for the tree of names");
 }
 
-/* Room for one more node. */
+/* Room for one more node.  Doubling keeps the copying in proportion; on failure the nodes
+ * are what they were. */
 static mls_code reserve_node(mls_names *names, mls_status *st)
 {
     if (names->size == MAX_NODES) {
@@ -215,7 +221,8 @@ static uint32_t shared_node(const mls_names *names, uint32_t leaf, mls_text name
 }
 
 /* The node where `name` ends, made with all that leads to it.  `*leaf` is where the name
- * before it ends, and becomes this one's. */
+ * before it ends, and becomes this one's.  A failure leaves nodes that lead nowhere: the
+ * caller drops the whole tree. */
 static mls_code add_path(mls_names *names, mls_text name, uint32_t *leaf, mls_status *st)
 {
     uint32_t node = shared_node(names, *leaf, name);
@@ -236,7 +243,8 @@ static mls_code add_path(mls_names *names, mls_text name, uint32_t *leaf, mls_st
     return MLS_OK;
 }
 
-/* All names in turn. */
+/* All names in turn.  A name that ends where another one did is found here without a set
+ * of its own: the node knows who came first. */
 static mls_code add_names(mls_names *names, const mls_text *list, size_t count,
                           mls_status *st)
 {
@@ -370,14 +378,16 @@ uint32_t mls_names_find(const mls_names *names, mls_text path)
     return path.length == 0 ? 0 : descend(names, path);
 }
 
-/* No special case here: an empty name lies under the root and is not the root. */
+/* No special case here: an empty name lies under the root and is not the root.  A path on
+ * the way to longer names has a node too, which then has no position. */
 uint32_t mls_names_position(const mls_names *names, mls_text name)
 {
     const uint32_t node = descend(names, name);
     return node == MLS_NAME_NONE ? MLS_NAME_NONE : names->nodes[node].name;
 }
 
-/* The links are enough to find the way back: no stack, however deep the tree is. */
+/* The links are enough to find the way back: no stack, however deep the tree is.
+ * The walk stops at `top` on its way up, and so never sees the siblings of `top`. */
 uint32_t mls_names_next(const mls_names *names, uint32_t top, uint32_t node, bool skip)
 {
     const mls_name_node *nodes = names->nodes;
@@ -407,7 +417,8 @@ static void sift_down(uint32_t *heap, size_t at, size_t count)
     heap[at] = value;
 }
 
-/* Heap sort: in place, and n log n for any order. */
+/* Heap sort: in place, and n log n for any order.  qsort promises neither, and names come
+ * from files. */
 static void sort_positions(uint32_t *positions, size_t count)
 {
     for (size_t i = count / 2; i-- > 0;) {
@@ -465,7 +476,10 @@ static void find_first(const mls_names *names, bool direct, uint32_t *first)
 }
 
 /* No two layers of one kind have the same first name: it has one parent, and one ancestor
- * at each depth.  So the names themselves are the order. */
+ * at each depth.  So the names themselves are the order.
+ *
+ * `layers` first has the layer of each name that begins one, and is then packed in place:
+ * what is written is never in front of what is read. */
 mls_code mls_names_layers(const mls_names *names, uint32_t depth, uint32_t **out,
                           size_t *count, mls_status *st)
 {

@@ -5,7 +5,8 @@
  *
  * Rules are found by guessing and checking: a few names of the shorter list are compared
  * with all of the other one, what would make them equal gets a vote, and the guesses with
- * the most votes are checked against all names by means of a tree (names.h).
+ * the most votes are checked against all names by means of a tree (names.h).  A wrong
+ * guess costs time and never gives a wrong rule: only what was checked is reported.
  */
 #include "rename.h"
 
@@ -18,6 +19,7 @@
 
 /* ---- applying rules ---- */
 
+/* In place of a position: no name is that long. */
 #define NO_HIT SIZE_MAX
 
 /* Whether a rule looks at all segments.  An empty `old` would be at all of them. */
@@ -34,7 +36,8 @@ static size_t next_start(mls_text name, size_t from)
     return dot == NULL ? NO_HIT : (size_t)(dot - name.data) + 1;
 }
 
-/* The first place from `from` on, where a segment starts, that the rule replaces. */
+/* The first place from `from` on, where a segment starts, that the rule replaces.  A rule
+ * for the start looks at `from` alone, which is 0 then. */
 static size_t next_hit(mls_text name, const mls_rename_rule *rule, size_t from)
 {
     const mls_text old = rule->old;
@@ -61,7 +64,8 @@ static size_t start_after(mls_text name, const mls_rename_rule *rule, size_t hit
     return rule->old.data[rule->old.length - 1] == '.' ? end : next_start(name, end);
 }
 
-/* How often the rule replaces something. */
+/* How often the rule replaces something.  Counted before anything is written: the new
+ * length decides whether there is room, and where the name must move first. */
 static size_t count_hits(mls_text name, const mls_rename_rule *rule)
 {
     size_t hits = 0;
@@ -84,7 +88,7 @@ static size_t count_dots(mls_text text)
     return dots;
 }
 
-/* Length of a name after `hits` replacements. */
+/* Length of a name after `hits` replacements; false where size_t cannot say it. */
 static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule,
                          size_t *out)
 {
@@ -139,7 +143,8 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
     memmove(out + written, name.data + read, length - read);
 }
 
-/* A name that no rule hits costs one copy and one look for each rule. */
+/* A name that no rule hits costs one copy and one look for each rule.  Where the room
+ * ends on the way, what is asked for covers the rules that are still to come. */
 size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
                       char *out, size_t room)
 {
@@ -190,6 +195,7 @@ typedef struct prefix_guess {
     int votes;
 } prefix_guess;
 
+/* What wrappers and training scripts mostly put in front; each still needs a vote. */
 static const prefix_guess seeds[SEEDS] = {
     {.prefix = LITERAL("module.")},
     {.prefix = LITERAL("model.")},
@@ -197,7 +203,9 @@ static const prefix_guess seeds[SEEDS] = {
     {.prefix = LITERAL("model."), .in_front = true},
 };
 
-/* What is known while rules are looked for. */
+/* What is known while rules are looked for.  Owns the trees, `plain`, `chars` and `best`;
+ * the texts of guesses lie in `chars` or in the caller's names, or are constants;
+ * keep_best copies the one that leads. */
 typedef struct explainer {
     const mls_text *unexpected, *missing;
     size_t unexpected_count, missing_count;
@@ -237,7 +245,8 @@ static size_t rules_of(unsigned set, mls_rename_rule *out)
 }
 
 /* Take a set of marks away from all names, and make the tree of what is left.  `kept` is
- * NULL where two names become the same, or one becomes empty. */
+ * NULL where two names become the same, or one becomes empty: such a set is no answer,
+ * but no error.  Where no marks are taken away, twins are the caller's: an error. */
 static mls_code strip_marks(explainer *e, unsigned set, mls_status *st)
 {
     mls_rename_rule rules[MARKS];
@@ -431,7 +440,8 @@ static mls_code try_marks(explainer *e, unsigned set, mls_status *st)
     return code;
 }
 
-/* Memory for the names without marks, and the tree of the missing ones. */
+/* Memory for the names without marks, and the tree of the missing ones.  Taken once, for
+ * the longest case: every set of marks writes over the one before. */
 static mls_code explainer_init(explainer *e, mls_status *st)
 {
     size_t bytes = 0;
@@ -448,7 +458,9 @@ static mls_code explainer_init(explainer *e, mls_status *st)
     return mls_names_new(e->missing, e->missing_count, &e->wanted, st);
 }
 
-/* Every set of the marks that occur is tried: one that both sides have must stay. */
+/* Every set of the marks that occur is tried: one that both sides have must stay.  There
+ * are at most eight.  What explains no more than half of the shorter list may be chance,
+ * and is not given. */
 mls_code mls_names_explain(const mls_text *unexpected, size_t unexpected_count,
                            const mls_text *missing, size_t missing_count,
                            mls_explanation *out, mls_status *st)

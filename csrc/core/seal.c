@@ -1,7 +1,8 @@
 /* seal: the checksum of a text, in the text.
  *
  * The digits have their place at the start, so neither side has to look for them, and
- * nothing of the text is believed before it was compared.
+ * nothing of the text is believed before it was compared.  Writer and reader compute over
+ * the same bytes: a start with zeros for digits, then the text behind it as it is.
  */
 #include "seal.h"
 
@@ -55,7 +56,8 @@ uint32_t mls_seal(char *text, size_t length, const mls_crc_kernels *crc)
     return found;
 }
 
-/* A byte of the start that changed is not a sealed text any more, which says the same. */
+/* A byte of the start that changed is not a sealed text any more, which says the same.
+ * It has to be compared: the checksum is computed over what the start should be. */
 mls_code mls_seal_check(const char *text, size_t length, const mls_crc_kernels *crc,
                         mls_status *st)
 {
