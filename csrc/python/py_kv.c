@@ -31,7 +31,8 @@ typedef struct transition {
     PyObject *result;
 } transition;
 
-/* Release what a transition holds, at whatever step it stopped. */
+/* Release what a transition holds, at whatever step it stopped: it starts zeroed, and
+ * what was not reached has no owner. */
 static void transition_fini(transition *t)
 {
     mlsp_view_release(&t->source);
@@ -39,7 +40,8 @@ static void transition_fini(transition *t)
     Py_CLEAR(t->result);
 }
 
-/* View the source, take the numbers, check both. */
+/* View the source, take the numbers, check both.  No position means a full source; of
+ * another rank none is taken, since the check refuses that anyway. */
 static int take_request(const mlsp_state *state, PyObject *const *args, transition *t)
 {
     mls_status st;
@@ -179,7 +181,8 @@ static int take_dtype(const mlsp_state *state, PyObject *object, mls_dtype *out)
     return descr == NULL ? -1 : 0;
 }
 
-/* Point the transition at the caller's `out`, or at a new array. */
+/* Point the transition at the caller's `out`, or at a new array.  Everything that can be
+ * wrong with `out` is found here, before anything is written to it. */
 static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtype,
                        PyObject *out, transition *t)
 {
@@ -235,7 +238,8 @@ static int run_transition(const mlsp_state *state, transition *t)
     return 0;
 }
 
-/* Nothing to do: same length, every position in use, nothing else asked for. */
+/* Nothing to do: same length, every position in use, nothing else asked for.  The source
+ * is the result then: a caller who wants a copy says so with `out`. */
 static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
 {
     /* compacting never gives the source itself, nor does any `out` or dtype */
@@ -269,7 +273,8 @@ static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
-/* The dimensions in a sequence of non-negative integers.  -1 with an exception set. */
+/* The dimensions in a sequence of non-negative integers.  -1 with an exception set.  More
+ * than four are refused in time, fewer by the check of the request. */
 static int take_shape(const mlsp_state *state, PyObject *object, const char *what,
                       int *rank, size_t *shape)
 {
@@ -303,7 +308,9 @@ static int take_shape(const mlsp_state *state, PyObject *object, const char *wha
     return failed;
 }
 
-/* kv_check(shape, target_length, position, compact) -> None, or the error of kv_move */
+/* kv_check(shape, target_length, position, compact) -> None, or the error of kv_move
+ *
+ * For callers that must know before they have an array, or whose array is elsewhere. */
 static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -327,7 +334,9 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-/* kv_check_shapes(source_shape, target_shape, compact) -> None */
+/* kv_check_shapes(source_shape, target_shape, compact) -> None
+ *
+ * Without a position: what the shapes alone rule out. */
 static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
                                  Py_ssize_t count)
 {
@@ -381,7 +390,8 @@ static int take_mask(const mlsp_state *state, PyObject *const *args, mask_reques
     return mlsp_take_double(args[4], "fill", &m->fill);
 }
 
-/* New reference to an array for a mask, refused where memory could not hold it. */
+/* New reference to an array for a mask, refused where memory could not hold it.  The two
+ * leading dimensions are 1 and do not count. */
 static PyObject *new_mask(const mlsp_state *state, PyObject *dtype, npy_intp *shape)
 {
     mls_dtype wanted;
@@ -399,7 +409,8 @@ static PyObject *new_mask(const mlsp_state *state, PyObject *dtype, npy_intp *sh
     return PyArray_Empty(4, shape, descr, 0); /* steals the descriptor */
 }
 
-/* New reference to the mask to write: `out` once it is known to fit, or a new array. */
+/* New reference to the mask to write: `out` once it is known to fit, or a new array.  On
+ * failure there is no view either. */
 static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject *out,
                              const mask_request *m, mlsp_view *view)
 {
@@ -434,7 +445,10 @@ static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject 
     return result;
 }
 
-/* kv_mask(seq_length, attention_size, position, dtype, fill, out | None, decode) */
+/* kv_mask(seq_length, attention_size, position, dtype, fill, out | None, decode)
+ *
+ * The fill is encoded once, before the first element is written: one that the dtype
+ * cannot hold leaves `out` as it was. */
 static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);

@@ -15,6 +15,7 @@
 /* ---- the index ----
  *
  * A capsule, since it must live as long as the state dict keeps it or a call uses it.
+ * Once made it is only read: threads share it, and a change of the dict makes another.
  */
 
 typedef struct name_index {
@@ -34,13 +35,15 @@ static void free_index(name_index *index)
     mls_free(index);
 }
 
-/* Nobody uses the index any more. */
+/* Nobody uses the index any more.  Its keys are plain str, so that its end runs no code
+ * of others. */
 static void index_end(PyObject *capsule)
 {
     free_index(PyCapsule_GetPointer(capsule, index_name));
 }
 
-/* Fill an index from the items of a dict; the keys move into its tuple. */
+/* Fill an index from the items of a dict.  On failure what is there already stays in it,
+ * for the caller to free. */
 static int fill_index(name_index *index, const mlsp_items *items)
 {
     mls_status st;
@@ -72,7 +75,8 @@ static int fill_index(name_index *index, const mlsp_items *items)
     return 0;
 }
 
-/* New capsule for the names that `dict` has now. */
+/* New capsule for the names that `dict` has now.  The arrays are let go again: an index
+ * that a state dict keeps must not keep alive what is deleted from it. */
 static PyObject *make_index(PyObject *dict)
 {
     mlsp_items items;
@@ -138,7 +142,8 @@ static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t s
     return failed;
 }
 
-/* Fill an empty dict with what lies under a layer.  1 where the index is out of date. */
+/* Fill an empty dict with what lies under a layer.  1 where the index is out of date: the
+ * dict is then partly filled, and the caller starts again. */
 static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
                       const name_index *index)
 {
@@ -169,7 +174,8 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
     return result;
 }
 
-/* New, empty instance of a class; its __init__ does not run. */
+/* New, empty instance of a class; its __init__ does not run: it may want arguments that
+ * nobody here knows. */
 static PyObject *new_empty(PyObject *class)
 {
     if (!PyType_Check(class) || !PyType_IsSubtype((PyTypeObject *)class, &PyDict_Type)) {
@@ -183,7 +189,10 @@ static PyObject *new_empty(PyObject *class)
     return made;
 }
 
-/* state_layer(state, name, class) -> the tensors under a layer, in a new `class` */
+/* state_layer(state, name, class) -> the tensors under a layer, in a new `class`
+ *
+ * Tried twice at most: a dict that loses names between both looks is being changed by
+ * another thread, and an answer about some moment of it is not to be had. */
 static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
@@ -219,7 +228,7 @@ static bool can_be_asked(mls_text path)
     return path.length > 0 && path.data[path.length - 1] != '.';
 }
 
-/* New list of the paths of some nodes. */
+/* New list of the paths of some nodes, those left out that nobody could ask for. */
 static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
                             size_t count)
 {
@@ -284,7 +293,10 @@ static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
     return result;
 }
 
-/* state_prefixed(layer name, state) -> a dict whose names begin with the layer's */
+/* state_prefixed(layer name, state) -> a dict whose names begin with the layer's
+ *
+ * No two names can become one: all get the same in front.  Values are looked at when the
+ * state takes them in. */
 static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
@@ -309,7 +321,8 @@ static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssiz
 
 /* ---- renaming ---- */
 
-/* A pair (old, new) of str; a star in front of `old` means anywhere. */
+/* A pair (old, new) of str; a star in front of `old` means anywhere.  The rule borrows
+ * the text of both, which the caller's tuple keeps. */
 static int take_rule(PyObject *pair, mls_rename_rule *out)
 {
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
@@ -334,13 +347,14 @@ static int take_rule(PyObject *pair, mls_rename_rule *out)
     return 0;
 }
 
-/* A buffer that grows to the longest name. */
+/* A buffer that grows to the longest name, so that most names take no allocation. */
 typedef struct name_buffer {
     char *data;
     size_t room;
 } name_buffer;
 
-/* New reference to the name that `item` gets. */
+/* New reference to the name that `item` gets.  A name that was empty may stay so; one
+ * that becomes empty has lost what told it apart, which no rule can be meant for. */
 static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
                          size_t rule_count, name_buffer *buffer)
 {
@@ -364,7 +378,8 @@ static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
     return mlsp_str_of((mls_text){.data = buffer->data, .length = length});
 }
 
-/* Raise for two names that would become one. */
+/* Raise for two names that would become one.  The error carries the new name, as
+ * errors of one tensor do. */
 static void refuse_collapse(const mlsp_state *state, PyObject *first, PyObject *second,
                             PyObject *name)
 {
@@ -444,8 +459,8 @@ done:
     return result;
 }
 
-/* The texts of a list of str, which the caller keeps alive; NULL with an exception set.
- */
+/* The texts of a list of str, which must not change while they are used; NULL with an
+ * exception set.  Gives: free with mls_free. */
 static mls_text *texts_of(PyObject *list)
 {
     if (!PyList_Check(list)) {
@@ -467,7 +482,8 @@ static mls_text *texts_of(PyObject *list)
     return texts;
 }
 
-/* ([(old, new), ...], matched) of an explanation. */
+/* ([(old, new), ...], matched) of an explanation: rules in the form that state_rename
+ * takes, the star included. */
 static PyObject *explanation_tuple(const mls_explanation *found)
 {
     PyObject *rules = PyList_New(0);
@@ -492,7 +508,9 @@ static PyObject *explanation_tuple(const mls_explanation *found)
                          : Py_BuildValue("(Nn)", rules, (Py_ssize_t)found->matched);
 }
 
-/* state_explain(unexpected, missing) -> (rules, matched) */
+/* state_explain(unexpected, missing) -> (rules, matched)
+ *
+ * No rules and 0 where nothing explains the names, which is no error. */
 static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     if (mlsp_take_count("state_explain", 2, count) < 0) {
@@ -526,7 +544,8 @@ typedef struct node_sum {
 
 static const char mixed[] = "mixed";
 
-/* Take what is known of a part into the sum of the whole. */
+/* Take what is known of a part into the sum of the whole.  Names and not numbers of
+ * dtypes, since arrays may have dtypes that the core lacks. */
 static void add_sum(node_sum *whole, const node_sum *part)
 {
     whole->bytes += part->bytes;
@@ -614,7 +633,8 @@ static PyObject *row_tuple(const mls_outline_row *row, const mls_name_node *node
     return result;
 }
 
-/* The rows as a list of tuples. */
+/* The rows as a list of tuples.  All sums are made, shown or not: a row says what lies
+ * under it, and that may be the whole state. */
 static PyObject *rows_list(const mlsp_state *state, const mls_names *names,
                            const mlsp_items *items, const mls_outline_row *rows,
                            size_t count)

@@ -1,5 +1,8 @@
 /* py_state: two state dicts compared: names, shapes, dtypes, elements.  The public names
  * and their docstrings are in mlstate/state.py; these take positional arguments only.
+ *
+ * Cheap questions come first everywhere: names before shapes, shapes before elements, and
+ * the answer that nearly all callers get (nothing differs) before any list is made.
  */
 #include "pairs.h"
 
@@ -38,7 +41,8 @@ static int ask_all(const mlsp_state *state, PyObject *dict, PyObject *other,
     return answer;
 }
 
-/* Ask about two dicts, after a look at the arguments. */
+/* Ask about two dicts, after a look at the arguments.  Where both must have the same
+ * names, lengths decide first: then it is enough to find all of the one in the other. */
 static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *args,
                          Py_ssize_t count, bool same_length, entry_question ask)
 {
@@ -53,7 +57,8 @@ static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *ar
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
-/* Look a name up; one that is no str is refused. */
+/* Look a name up; one that is no str is refused.  1 and a new reference, 0, or -1 with an
+ * exception set. */
 static int find_name(mlsp_finder *other, PyObject *key, PyObject **found)
 {
     if (!PyUnicode_Check(key)) {
@@ -121,7 +126,8 @@ static bool same_attributes(const mlsp_state *state, PyObject *a, PyObject *b,
     return same;
 }
 
-/* The shapes of two arrays that can only be asked for them. */
+/* The shapes of two arrays that can only be asked for them.  Items without keys do: facts
+ * need the value, and the name for errors. */
 static int same_facts(const mlsp_state *state, PyObject *key, PyObject *a, PyObject *b)
 {
     mlsp_item one = {.value = a}, other = {.value = b};
@@ -175,7 +181,8 @@ static bool same_descr(PyArrayObject *a, PyArrayObject *b)
             mlsp_dtype_of_descr(PyArray_DESCR(b), &other) && one == other);
 }
 
-/* Is there, without a second look, an array of that name, shape and dtype? */
+/* Is there, without a second look, an array of that name, shape and dtype?  0 is "perhaps
+ * not": it sends the caller the long way, which finds the same or says what differs. */
 static int has_same(const mlsp_state *state, PyObject *key, PyObject *value,
                     mlsp_finder *other)
 {
@@ -223,7 +230,9 @@ static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize
     return report;
 }
 
-/* state_missing(a, b) -> the names that a has and b lacks, as a set */
+/* state_missing(a, b) -> the names that a has and b lacks, as a set
+ *
+ * `a` is taken at one moment, since looking a key up may run code that changes it. */
 static PyObject *state_missing(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
@@ -272,7 +281,8 @@ static void batch_clear(view_batch *batch)
     batch->bytes = 0;
 }
 
-/* View both arrays of pair `i` of `p`. */
+/* View both arrays of pair `i` of `p`.  On failure the batch is as it was, and the views
+ * of this pair are given back. */
 static int batch_add(const mlsp_state *state, const mlsp_pairs *p, size_t i,
                      view_batch *batch)
 {
@@ -306,7 +316,8 @@ static int batch_add(const mlsp_state *state, const mlsp_pairs *p, size_t i,
 
 /* Fill an empty batch with the pairs from `*at` on whose elements are to be compared:
  * those of one shape and dtype that are not the same object.  Those of a dtype that only
- * NumPy knows are left out where `known`, else they are an error. */
+ * NumPy knows are left out where `known`, else they are an error.  `*at` is where the
+ * next batch goes on; a failure empties the batch. */
 static int batch_fill(const mlsp_state *state, const mlsp_pairs *p, bool known,
                       size_t *at, view_batch *batch)
 {
@@ -354,7 +365,8 @@ static int append_changes(const mlsp_pairs *p, const view_batch *batch, PyObject
     return 0;
 }
 
-/* Measure the pairs of a batch and note what changed. */
+/* Measure the pairs of a batch and note what changed.  The views hold their arrays while
+ * the GIL is let go; others may write to them, which changes numbers and nothing else. */
 static int measure_batch(const mlsp_state *state, const mlsp_pairs *p, view_batch *batch,
                          PyObject *list)
 {
@@ -370,7 +382,8 @@ static int measure_batch(const mlsp_state *state, const mlsp_pairs *p, view_batc
     return append_changes(p, batch, list);
 }
 
-/* New list of all changes. */
+/* New list of all changes.  The batch is on the heap: its views would take a large part
+ * of a thread's stack. */
 static PyObject *changes_of(const mlsp_state *state, const mlsp_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
@@ -431,7 +444,8 @@ static int same_bytes(const mlsp_state *state, const mlsp_item *a, const mlsp_it
     return same;
 }
 
-/* Those pairs that NumPy alone knows. */
+/* Those pairs that NumPy alone knows.  Their bytes are compared: what they mean, and so
+ * whether other bytes could be equal, is not known here. */
 static int same_unknown(const mlsp_state *state, const mlsp_pairs *p)
 {
     int same = 1;
@@ -444,7 +458,7 @@ static int same_unknown(const mlsp_state *state, const mlsp_pairs *p)
     return same;
 }
 
-/* All other pairs. */
+/* All other pairs, batch after batch, and no more of them than it takes to say no. */
 static int same_elements(const mlsp_state *state, const mlsp_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
@@ -467,7 +481,8 @@ static int same_elements(const mlsp_state *state, const mlsp_pairs *p)
     return same;
 }
 
-/* Whether any dict at all holds names and arrays, and nothing else. */
+/* Whether any dict at all holds names and arrays, and nothing else.  Errors that mean
+ * "no" are swallowed; all others, such as a lack of memory, are passed on. */
 static int holds_arrays(PyObject *dict)
 {
     PyObject *key, *value;

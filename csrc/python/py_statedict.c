@@ -22,14 +22,16 @@ typedef struct statedict_object {
     _Atomic uint64_t changes;
 } statedict_object;
 
-/* The module's state from a StateDict or a subclass of it; NULL with TypeError set. */
+/* The module's state from a StateDict or a subclass of it; NULL with TypeError set.
+ * Asked by type: slots get no module, and no state of ours is static. */
 static const mlsp_state *state_of(PyObject *self)
 {
     PyObject *module = mlsp_module_of(Py_TYPE(self));
     return module == NULL ? NULL : mlsp_state_of(module);
 }
 
-/* Raise TensorNotFoundError; its text is the same for every way to miss a tensor. */
+/* Raise TensorNotFoundError; its text is the same for every way to miss a tensor.  If
+ * anything fails on the way, that is the exception instead. */
 static void raise_missing(PyObject *self, PyObject *key)
 {
     const mlsp_state *state = state_of(self);
@@ -90,7 +92,8 @@ static void note_entries(PyObject *self, Py_ssize_t before)
     }
 }
 
-/* New reference to the description that still holds, or NULL without an exception. */
+/* New reference to the description that still holds, or NULL without an exception.  On
+ * free-threaded builds under a lock: else it could be freed between look and count. */
 static PyObject *known_description(statedict_object *state)
 {
     PyObject *known = NULL;
@@ -106,7 +109,8 @@ static PyObject *known_description(statedict_object *state)
 }
 
 /* The count and length are read before the names: a change in between makes the new
- * description an old one. */
+ * description an old one.  The one that is replaced is let go outside of the lock, as its
+ * end may take time. */
 PyObject *mlsp_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict))
 {
     if (!is_statedict(dict)) {
@@ -162,7 +166,8 @@ static PyObject *statedict_subscript(PyObject *self, PyObject *key)
     return missing_value(self, key);
 }
 
-/* Set one entry after a look at it. */
+/* Set one entry after a look at it.  Noted on failure too: a count that is too high only
+ * costs a description. */
 static int set_entry(PyObject *self, PyObject *key, PyObject *value)
 {
     PyObject *name = mlsp_check_entry(key, value);
@@ -176,7 +181,9 @@ static int set_entry(PyObject *self, PyObject *key, PyObject *value)
     return failed;
 }
 
-/* self[key] = value and del self[key] */
+/* self[key] = value and del self[key]
+ *
+ * Deleting raises the same error as looking up, and asks no __missing__, as with dict. */
 static int statedict_assign(PyObject *self, PyObject *key, PyObject *value)
 {
     if (value != NULL) {
@@ -194,7 +201,10 @@ static int statedict_assign(PyObject *self, PyObject *key, PyObject *value)
     return 0;
 }
 
-/* setdefault(key, default) */
+/* setdefault(key, default)
+ *
+ * Only what is going to be put in is checked: without a default that is None, an error,
+ * unless the name is there. */
 static PyObject *statedict_setdefault(PyObject *self, PyObject *const *args,
                                       Py_ssize_t count)
 {
@@ -261,7 +271,8 @@ static bool all_plain(PyObject *dict)
 #endif
 
 /* New reference to a dict, of nobody else's, of what dict(*args, **kwargs) would hold; or
- * to the dict among the arguments where nobody can change it before it is merged. */
+ * to the dict among the arguments where nobody can change it before it is merged.
+ * `*checked` says that all entries are known to be good; NULL with an exception set. */
 static PyObject *stage(PyObject *args, PyObject *kwargs, bool *checked)
 {
     PyObject *only = only_dict(args, kwargs);
@@ -378,7 +389,8 @@ static int merge_checked(PyObject *self, PyObject *staged)
                                                         : merge_many(self, staged);
 }
 
-/* Add everything that dict(*args, **kwargs) would hold, or nothing. */
+/* Add everything that dict(*args, **kwargs) would hold, or nothing.  `name` is what the
+ * user called, for errors. */
 static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwargs)
 {
     if (PyTuple_GET_SIZE(args) > 1) {
@@ -462,7 +474,8 @@ static int set_attributes(PyObject *self, PyObject *names)
     return failed;
 }
 
-/* __setstate__(state): what __getstate__ gave, a dict or (dict or None, slots). */
+/* __setstate__(state): what __getstate__ gave, a dict or (dict or None, slots).  Entries
+ * are no part of it: pickle sets those one by one, through the check. */
 static PyObject *statedict_setstate(PyObject *self, PyObject *state)
 {
     int failed;
@@ -496,7 +509,9 @@ static PyObject *empty_like(PyObject *self)
     return empty;
 }
 
-/* copy(), __copy__() */
+/* copy(), __copy__()
+ *
+ * Of the same class, with the same attributes, and with the arrays themselves. */
 static PyObject *statedict_copy(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -527,7 +542,9 @@ static PyObject *statedict_ior(PyObject *self, PyObject *other)
     return merge_one(self, other) < 0 ? NULL : Py_NewRef(self);
 }
 
-/* fromkeys(names, array): one array under many names */
+/* fromkeys(names, array): one array under many names
+ *
+ * By way of a plain dict, so that the class sees all entries at once in its __init__. */
 static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 {
     PyObject *plain = PyObject_GetAttrString((PyObject *)&PyDict_Type, "fromkeys");
@@ -540,7 +557,8 @@ static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 
 /* ---- type ---- */
 
-/* Bytes of all arrays: an array under two names counts twice. */
+/* Bytes of all arrays: an array under two names counts twice.  Sizes are what the arrays
+ * say, who may say anything, so the sum is guarded. */
 static PyObject *statedict_nbytes(PyObject *self, void *unused)
 {
     (void)unused;
@@ -640,6 +658,7 @@ static PyType_Spec statedict_spec = {
     .slots = statedict_slots,
 };
 
+/* Made with the module, so that every instance finds the module's state by its type. */
 int mlsp_statedict_add(PyObject *module)
 {
     mlsp_state *state = mlsp_state_of(module);
