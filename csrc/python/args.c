@@ -6,6 +6,7 @@
  */
 #include "mlsp.h"
 
+/* METH_FASTCALL hands over whatever came: `args` may be read only after this. */
 int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
 {
     if (wanted == got) {
@@ -15,6 +16,7 @@ int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
     return -1;
 }
 
+/* By __index__ and not by __int__, which would cut a float down without a word. */
 int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
                     int64_t *out)
 {
@@ -44,6 +46,7 @@ int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
     return 0;
 }
 
+/* NaN and infinities pass: whether a dtype has them is the core's to say. */
 int mlsp_take_double(PyObject *object, const char *what, double *out)
 {
     const double value = PyFloat_AsDouble(object);
@@ -62,6 +65,7 @@ int mlsp_take_double(PyObject *object, const char *what, double *out)
     return 0;
 }
 
+/* No copy: a str keeps its UTF-8 once it was asked for it, as long as it lives. */
 int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
 {
     if (!PyUnicode_Check(object)) {
@@ -84,6 +88,8 @@ int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
     return 0;
 }
 
+/* Strict all the same: text that is not UTF-8 is a mistake of ours, and must not pass as
+ * some other name. */
 PyObject *mlsp_str_of(mls_text text)
 {
     return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");

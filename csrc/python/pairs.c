@@ -2,6 +2,9 @@
  *
  * Python's dicts are the hash tables, so that no name is hashed twice; where both dicts
  * have the same order, none is hashed at all.
+ *
+ * The source is taken at one moment.  The target is looked into name by name, and may
+ * change meanwhile: every pair still holds references to two arrays that were there.
  */
 #include "pairs.h"
 
@@ -18,7 +21,8 @@ void mlsp_pairs_fini(mlsp_pairs *p)
     *p = (mlsp_pairs){0};
 }
 
-/* Give each source item its partner; `*found` counts them. */
+/* Give each source item its partner; `*found` counts them.  One without a partner keeps
+ * an item without key, so that both lists go on side by side. */
 static int find_partners(mlsp_pairs *p, PyObject *target, size_t *found)
 {
     mlsp_finder finder = {.dict = target, .in_step = true};
@@ -40,7 +44,8 @@ static int find_partners(mlsp_pairs *p, PyObject *target, size_t *found)
     return 0;
 }
 
-/* Move what only the target has behind the partners. */
+/* Move what only the target has behind the partners.  An item that moved is zeroed where
+ * it was, so that releasing `all` gives back the others only. */
 static int find_others(mlsp_pairs *p, PyObject *source, mlsp_items *all)
 {
     size_t room;
@@ -68,7 +73,8 @@ static int find_others(mlsp_pairs *p, PyObject *source, mlsp_items *all)
     return 0;
 }
 
-/* Fill in the pairs from the items. */
+/* Fill in the pairs from the items.  After this no item may move: facts of few axes point
+ * into the item that has them. */
 static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
 {
     p->pairs = mls_alloc(p->count, sizeof *p->pairs);
@@ -125,7 +131,7 @@ static int match_items(mlsp_pairs *p, PyObject *source, PyObject *target)
     return failed;
 }
 
-/* TypeError unless an object is a dict. */
+/* The same words as for a dict of which the items are taken. */
 int mlsp_take_dict(PyObject *object, const char *what)
 {
     if (PyDict_Check(object)) {
@@ -136,7 +142,8 @@ int mlsp_take_dict(PyObject *object, const char *what)
     return -1;
 }
 
-/* Pair up two dicts.  -1 with an exception set, and `*p` zeroed. */
+/* The target's type is looked at first, before the source's entries are taken in
+ * vain. */
 int mlsp_pairs_init(const mlsp_state *state, PyObject *source, PyObject *target,
                     mlsp_pairs *p)
 {
@@ -256,7 +263,8 @@ static void name_buffer_error(const mlsp_state *state, const char *what)
     Py_XDECREF(reason);
 }
 
-/* View one array; errors name it. */
+/* View one array; errors name it.  The view has an owner of its own, so that a lender
+ * made for the occasion may go. */
 int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
                    bool writable, mlsp_view *out)
 {
@@ -292,7 +300,7 @@ static PyObject *bytes_of(const mlsp_state *state, const mlsp_item *item)
 }
 
 /* New reference to the bytes of an array of a dtype that only its package knows, packed
- * and in this machine's byte order. */
+ * and in this machine's byte order: so that byte order alone makes no difference. */
 PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item)
 {
     PyObject *array = item->value;
@@ -324,7 +332,7 @@ PyThreadState *mlsp_leave_python(uint64_t bytes)
     return bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
 }
 
-/* The other half of mlsp_leave_python. */
+/* The other half of mlsp_leave_python; NULL says that the GIL was never let go. */
 void mlsp_resume_python(PyThreadState *saved)
 {
     if (saved != NULL) {

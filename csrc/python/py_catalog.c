@@ -14,6 +14,8 @@
 
 /* ---- life ---- */
 
+/* The catalog points into the indexes and goes before them.  It holds nothing of
+ * Python's, so that no collection has to look into it.  Half-filled ones end here too. */
 static void catalog_dealloc(PyObject *object)
 {
     catalog_object *self = (catalog_object *)object;
@@ -103,7 +105,9 @@ done:
     return failed;
 }
 
-/* Catalog((text, ...), (file, ...)) */
+/* Catalog((text, ...), (file, ...))
+ *
+ * In __new__ and not in __init__, which could be called again on one that is in use. */
 static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *texts, *names, *module = mlsp_module_of(type);
@@ -128,7 +132,7 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 }
 
 /* A world that was smaller has no index of that rank; a Catalog may also hold only some
- * of the ranks. */
+ * of the ranks.  Borrowed from the Catalog, which the caller holds. */
 int mlsp_catalog_index(const mlsp_state *state, PyObject *catalog, int64_t rank,
                        const mls_index **out)
 {
@@ -207,14 +211,15 @@ static PyObject *catalog_keys(PyObject *object, PyObject *argument)
     return list;
 }
 
-/* New reference to a tuple of sizes. */
+/* New reference to a tuple of sizes, by the one function that makes shapes. */
 static PyObject *sizes_tuple(const size_t *sizes, int count)
 {
     const mls_facts facts = {.rank = count, .shape = sizes};
     return mlsp_shape_tuple(&facts);
 }
 
-/* New reference to None, or to a tuple of the axes of a state's parameter. */
+/* New reference to None, or to a tuple of the axes of a state's parameter.  None is the
+ * common case: the state has the axes of its parameter. */
 static PyObject *axes_tuple(const mls_index_shard *shard)
 {
     PyObject *tuple = shard->axes == NULL ? Py_NewRef(Py_None) : PyTuple_New(shard->rank);
@@ -234,7 +239,9 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
  * that of the file is nobody's business.
  *
  * A tensor as a tuple: section, key, parameter, state or None, dtype, shape, layout, axes
- * or None, shards that are there, their bytes, the highest version, tier or None. */
+ * or None, shards that are there, their bytes, the highest version, tier or None.
+ *
+ * Each N takes its reference, or passes a NULL on as the exception that is set. */
 static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tensor *t)
 {
     const mls_index_shard *facts = t->facts;
@@ -308,7 +315,9 @@ static PyObject *catalog_shards(PyObject *object, PyObject *unused)
     return list;
 }
 
-/* files() -> {path: bytes}, of all ranks */
+/* files() -> {path: bytes}, of all ranks
+ *
+ * A file that several indexes name is in it once. */
 static PyObject *catalog_files(PyObject *object, PyObject *unused)
 {
     const catalog_object *self = (catalog_object *)object;
@@ -354,10 +363,9 @@ static PyObject *catalog_heads(PyObject *object, PyObject *unused)
 
 /* ---- verifying ---- */
 
-/* The text may quote the system, in whatever encoding that has.
- *
- * A problem as a tuple: kind, file, key or None, part or None, rank, offset, bytes,
- * text. */
+/* A problem as a tuple: kind, file, key or None, part or None, rank, offset, bytes, text.
+ * One of a whole file has neither key nor part.  The text may quote the system, in
+ * whatever encoding that has. */
 static PyObject *problem_tuple(const mls_index *index, const mls_problem *problem)
 {
     const bool whole = problem->shard == SIZE_MAX;
@@ -389,7 +397,9 @@ static int add_problems(const mls_index *index, const mls_problems *problems,
 
 /* verify(folder, progress) -> (bytes read, [problem, ...])
  *
- * Index by index, so that no more is listed at once than one rank's problems. */
+ * Index by index, so that no more is listed at once than one rank's problems.  A problem
+ * is a finding and no error: raised is only what keeps the work from going on.  The
+ * folder is closed whatever happens. */
 static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     const catalog_object *self = (catalog_object *)object;
