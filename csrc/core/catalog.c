@@ -49,6 +49,68 @@ static mls_code add(mls_catalog *c, const mls_catalog_shard *next, mls_status *s
     return MLS_OK;
 }
 
+/* A file as one index lists it, and the bytes that this index has shards in. */
+typedef struct listed {
+    const mls_index_file *file;
+    uint64_t used;
+} listed;
+
+/* For qsort: so that what several indexes say of one file comes together. */
+static int compare_listed(const void *a, const void *b)
+{
+    const listed *x = a, *y = b;
+    return strcmp(x->file->path, y->file->path);
+}
+
+/* Whether indexes that list the same file agree on it, and leave each other room in it:
+ * within an index shards do not overlap, but any number of indexes might claim one file,
+ * and what they list be far larger than all there is. */
+static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
+{
+    uint64_t used = 0;
+    for (size_t i = 0; i < count; i++) {
+        const mls_index_file *file = files[i].file;
+        const bool again = i > 0 && compare_listed(&files[i - 1], &files[i]) == 0;
+        const mls_index_file *before = again ? files[i - 1].file : file;
+        used = again ? used : 0;
+        if (file->bytes != before->bytes || file->header_crc != before->header_crc ||
+            !mls_u64_add(used, files[i].used, &used) || used > file->bytes) {
+            mls_fail(st, MLS_E_FORMAT, "the ranks do not agree on the file %.150s",
+                     file->path);
+            return MLS_E_FORMAT;
+        }
+    }
+    return MLS_OK;
+}
+
+/* The files of all indexes; a single one was looked at when it was parsed. */
+static mls_code check_files(const mls_index *const *indexes, size_t count, mls_status *st)
+{
+    size_t all = 0, first = 0;
+    for (size_t i = 0; i < count; i++) {
+        all += indexes[i]->file_count; /* all of them lie in memory */
+    }
+    listed *files = mls_alloc(all, sizeof *files);
+    if (files == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a catalog of %zu files", all);
+    }
+    for (size_t i = 0; i < count; i++) {
+        const mls_index *index = indexes[i];
+        for (size_t j = 0; j < index->file_count; j++) {
+            files[first + j].file = &index->files[j];
+        }
+        for (size_t j = 0; j < index->shard_count; j++) {
+            /* no more than the file has, since no byte is in two shards */
+            files[first + index->shards[j].file].used += index->shards[j].bytes;
+        }
+        first += index->file_count;
+    }
+    qsort(files, all, sizeof *files, compare_listed);
+    const mls_code code = check_sharing(files, all, st);
+    mls_free(files);
+    return code;
+}
+
 /* An index is sorted already: one alone needs no more than to be grouped.  Room is made
  * for as many tensors as there are shards, since each shard may be the only one. */
 mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, size_t count,
@@ -60,11 +122,15 @@ mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, siz
     for (size_t i = 0; i < count; i++) {
         all += indexes[i]->shard_count; /* all of them lie in memory */
     }
+    /* as many as there are shards, should no two be of one tensor or part */
     mls_catalog_shard *sorted = mls_alloc(all, sizeof *sorted);
     c.shards = mls_alloc(all, sizeof *c.shards);
     c.tensors = mls_alloc(all, sizeof *c.tensors);
     if (sorted == NULL || c.shards == NULL || c.tensors == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a catalog of %zu shards", all);
+        goto done;
+    }
+    if (count > 1 && (code = check_files(indexes, count, st)) != MLS_OK) {
         goto done;
     }
     all = 0;
@@ -152,6 +218,7 @@ static mls_code check_missing(const mls_catalog *catalog,
     size_t parts = 1, there = 0;
     mls_status ignored; /* a good index has good layouts */
     (void)mls_layout_parts(&tensor->facts->layout, &parts, &ignored);
+    /* the usual case, for which nothing needs to be counted */
     if (tensor->count == parts) {
         return MLS_OK;
     }
@@ -213,6 +280,7 @@ const mls_catalog_shard *mls_catalog_run(const mls_catalog *catalog,
         mls_overlap overlap;
         mls_run run;
         mls_overlap_init(&overlap, &part, to);
+        /* the first shard that has some of it has all of it, or none does */
         if (mls_overlap_next(&overlap, &run)) {
             *offset = from->shard->offset +
                       run.a * mls_dtype_of(from->shard->dtype)->item_bytes;

@@ -33,7 +33,8 @@ typedef struct mls_catalog {
 } mls_catalog;
 
 /* Gives: release with mls_catalog_fini, before the indexes.
- * MLS_E_FORMAT: shards that do not agree on what tensor they are of.  MLS_E_MEMORY. */
+ * MLS_E_FORMAT: shards that do not agree on what tensor they are of, or indexes on what a
+ * file is and whose shards fill it.  MLS_E_MEMORY. */
 mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, size_t count,
                           mls_status *st);
 

@@ -168,6 +168,36 @@ static void ranks_that_do_not_agree_are_refused(void)
     }
 }
 
+/* Two ranks of one file: what they have in it may not be more than it holds, and they
+ * must mean the same file. */
+static void a_file_of_several_ranks_is_one_file(void)
+{
+    rank ranks[2];
+    mls_status st;
+    for (uint64_t claimed = 200; claimed >= 199; claimed--) {
+        for (size_t i = 0; i < 2; i++) {
+            ranks[i] = rank_of(i);
+            add(&ranks[i], i == 0 ? "a" : "b", MLS_U8, 1, hundred, (mls_layout){0}, 0);
+            snprintf(ranks[i].file.path, sizeof ranks[i].file.path, "params/x");
+            ranks[i].file.bytes = claimed;
+        }
+        const mls_index *indexes[] = {index_of(&ranks[0]), index_of(&ranks[1])};
+        mls_catalog catalog = {.tensor_count = 77};
+        CHECK(mls_catalog_init(&catalog, indexes, 2, &st) ==
+              (claimed == 200 ? MLS_OK : MLS_E_FORMAT));
+        CHECK(catalog.tensor_count == (claimed == 200 ? 2U : 77U));
+        if (claimed == 200) {
+            mls_catalog_fini(&catalog);
+        }
+        ranks[1].file.header_crc = 1;
+        CHECK(mls_catalog_init(&catalog, indexes, 2, &st) == MLS_E_FORMAT);
+        CHECK(strstr(st.text, "params/x") != NULL);
+        ranks[1].file.header_crc = 0;
+        ranks[1].file.bytes = 4000;
+        CHECK(mls_catalog_init(&catalog, indexes, 2, &st) == MLS_E_FORMAT);
+    }
+}
+
 static void only_what_has_something_of_a_part_is_read(void)
 {
     rank ranks[RANKS];
@@ -306,6 +336,7 @@ static const test_case tests[] = {
     TEST(what_is_not_there_is_not_found),
     TEST(a_part_that_several_have_is_the_first_ranks),
     TEST(ranks_that_do_not_agree_are_refused),
+    TEST(a_file_of_several_ranks_is_one_file),
     TEST(only_what_has_something_of_a_part_is_read),
     TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted),
     TEST(any_number_of_parts_may_be_claimed),

@@ -350,6 +350,9 @@ RANK_LIES = {
     "one index for two ranks": lambda v: v.put_index(v.index(0), 1),
     "an index that says it is of rank 0": lambda v: v.put_index({**v.index(1), "rank": 0}, 1),
     "another world": lambda v: v.put_index({**v.index(1), "world_size": 3}, 1),
+    "the file of another rank, with another length": lambda v: v.put_index(
+        {**v.index(1), "files": [{**f, "bytes": 2**40} for f in v.index(0)["files"]]}, 1
+    ),
     **{
         f"another {name} of one tensor": lambda v, name=name, value=value: v.put_index(
             changed(v.index(1), lambda x: shard_of(x, **W).update({name: value})), 1
