@@ -21,6 +21,7 @@ bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b)
     return true;
 }
 
+/* Names are mostly the core's own constants, whose addresses tell already. */
 bool mls_facts_same_dtype(const mls_facts *a, const mls_facts *b)
 {
     return a->dtype == b->dtype || strcmp(a->dtype, b->dtype) == 0;
@@ -42,6 +43,8 @@ static unsigned char bits_of(const mls_fact_pair *pair)
     return (unsigned char)(shape | dtype);
 }
 
+/* Bits and counts in one walk: most often the counts are zeros, and nobody asks further.
+ */
 mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,
                                      unsigned char *out)
 {

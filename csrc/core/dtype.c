@@ -44,6 +44,7 @@ static bool same_text(const char *known, const char *name, size_t length)
     return strlen(known) == length && memcmp(known, name, length) == 0;
 }
 
+/* Walked, not hashed: there are few, and each name is looked up once. */
 bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
@@ -55,6 +56,7 @@ bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out)
     return false;
 }
 
+/* The same by the name that files have; the two sets of names do not mix. */
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {

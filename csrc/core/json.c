@@ -655,6 +655,7 @@ void mls_json_free(mls_json *doc)
  *
  * A document never changes once it was given out, so threads may share it. */
 
+/* None of these checks a node: whoever asks has it from the document itself. */
 mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node)
 {
     return (mls_json_type)doc->nodes[node].type;
@@ -666,6 +667,7 @@ static bool is_container(const json_node *node)
     return node->type == MLS_JSON_OBJECT || node->type == MLS_JSON_ARRAY;
 }
 
+/* Of the value, behind its key: where a message points. */
 size_t mls_json_offset(const mls_json *doc, mls_json_node node)
 {
     return doc->nodes[node].at;
@@ -677,6 +679,7 @@ mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent)
     return mls_json_size(doc, parent) > 0 ? parent + 1 : MLS_JSON_NONE;
 }
 
+/* Over everything inside the node, to its parent's next member. */
 mls_json_node mls_json_next(const mls_json *doc, mls_json_node node)
 {
     return doc->nodes[node].next;

@@ -581,6 +581,7 @@ static mls_code make_plan(planner *p)
     return MLS_OK;
 }
 
+/* The tables are for the planning only; what stays is the plan. */
 mls_code mls_load_new(const mls_load_pair *pairs, size_t count, bool cast, mls_load **out,
                       mls_status *st)
 {

@@ -43,6 +43,7 @@ void *mls_realloc(void *block, size_t count, size_t size)
     return realloc(block, bytes == 0 ? 1 : bytes);
 }
 
+/* The counterpart of both above, so that the heap has one door. */
 void mls_free(void *block)
 {
     free(block);

@@ -163,6 +163,7 @@ static mls_code bad_threads(size_t threads, mls_status *st)
                     (int)MLS_POOL_MAX_THREADS);
 }
 
+/* No thread is started yet: most pools of small programs never need one. */
 mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
 {
     if (!threads_valid(threads)) {
@@ -207,6 +208,7 @@ void mls_pool_free(mls_pool *pool)
     mls_free(pool);
 }
 
+/* What was asked for; how many run is seen in a run. */
 size_t mls_pool_threads(const mls_pool *pool)
 {
     return atomic_load(&pool->threads);

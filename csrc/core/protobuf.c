@@ -23,6 +23,7 @@ mls_code mls_pb_fail(mls_status *st, uint64_t offset, const char *format, ...)
     return mls_fail_at(st, offset, "byte %llu: %s", (unsigned long long)offset, text);
 }
 
+/* `base` is where the message lies in its file, so that errors name places in that. */
 mls_pb mls_pb_init(const unsigned char *data, size_t length, uint64_t base)
 {
     return (mls_pb){.data = data, .length = length, .at = 0, .base = base};

@@ -608,6 +608,8 @@ static void reading_fini(reading *shared)
     pthread_mutex_destroy(&shared->lock);
 }
 
+/* What could be planned is read even where a later piece is refused: of several failures
+ * the first piece's counts, and it may be one that only reading finds. */
 mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
                          const mls_crc_kernels *crc, mls_pool *pool,
                          const mls_progress *progress, size_t *failed, mls_status *st)

@@ -39,6 +39,7 @@ mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
     return MLS_OK;
 }
 
+/* The dtype's, whatever the strides say: items may lie further apart. */
 size_t mls_tensor_item_bytes(const mls_tensor *t)
 {
     return mls_dtype_of(t->dtype)->item_bytes;
