@@ -31,7 +31,7 @@ class Problem(NamedTuple):
     path : str
         The file, in the checkpoint's folder.
     name : str or None
-        Key of the tensor concerned.
+        Key of the tensor concerned. None where a file with several is lost: `text` names these.
     part : int or None
         Which part of the tensor.
     rank : int
@@ -149,6 +149,31 @@ def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
     return problems
 
 
+_NAMED = 3  # tensors of one file
+
+
+def _with_tensors(problems: list[Problem], catalog: Any) -> list[Problem]:
+    """Say of a file that is lost or strange as a whole which tensors lie in it."""
+    whole = {problem.path for problem in problems if problem.name is None}
+    if not whole:
+        return problems
+    held: dict[str, list[tuple[str, int]]] = {}
+    for _, key, part, _, _, path, *_ in catalog.shards():
+        if path in whole:
+            held.setdefault(path, []).append((key, part))
+    named = []
+    for problem in problems:
+        inside = held.get(problem.path, []) if problem.name is None else []
+        if len(inside) == 1:
+            problem = problem._replace(name=inside[0][0], part=inside[0][1])
+        elif inside:
+            names = ", ".join(repr(key) for key, _ in inside[:_NAMED])
+            more = f" and {len(inside) - _NAMED:,} more" if len(inside) > _NAMED else ""
+            problem = problem._replace(text=f"{problem.text}; it holds {names}{more}")
+        named.append(problem)
+    return named
+
+
 def verify_root(
     folder: str,
     name: str,
@@ -173,7 +198,7 @@ def verify_root(
         known[manifest.generation] = catalog
     count, problems = catalog.verify(folder, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
-    report.problems += [Problem(*problem) for problem in problems]
+    report.problems += _with_tensors([Problem(*problem) for problem in problems], catalog)
 
 
 def _repair(folder: str, report: VerifyReport) -> None:

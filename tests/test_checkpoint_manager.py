@@ -155,3 +155,21 @@ def test_a_root_that_cannot_be_read_stops_deleting_but_not_saving(manager, tmp_p
         mlstate.save(manager.directory, state(3))
     assert before <= set((tmp_path / "run" / "params").iterdir())
     assert same(state(3), mlstate.load(manager.directory).model)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut short"])
+def test_a_lost_file_is_reported_with_the_tensors_in_it(manager, damage):
+    manager.save(1, {**{f"small{i}": np.ones(5) for i in range(5)}, "big": np.ones(50_000)})
+    files = {s.key: Path(manager.directory, s.path) for s in manager.checkpoint(1).shards()}
+    for path in {files["big"], files["small0"]}:
+        if damage == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:4000])
+    problems = {p.path: p for p in mlstate.verify(manager.directory).problems}
+    assert len(problems) == 2
+    big = problems[files["big"].relative_to(manager.directory).as_posix()]
+    assert (big.name, big.part) == ("big", 0)
+    small = problems[files["small0"].relative_to(manager.directory).as_posix()]
+    assert small.name is None
+    assert small.text.endswith("; it holds 'small0', 'small1', 'small2' and 2 more")
