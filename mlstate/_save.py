@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
-from ._layout import Layout, Shard, steps_of
+from ._layout import Layout, Shard, Steps, steps_of
 from ._lock import WriterLock
 from ._manifest import IndexRecord, Manifest, build, kind_of
 from ._optimizer_state import OptimizerStateDict
@@ -253,12 +253,13 @@ class _Save:
             return None  # damaged or none: all is written anew
 
     def _mine(
-        self, model: dict[str, Any] | None, optimizer: dict[str, Any] | None, cut: bool
+        self, model: dict[str, Any] | None, optimizer: dict[str, Any] | None, steps: Steps
     ) -> tuple[frozenset[str], frozenset[str]] | None:
         """Which of the arrays that ranks have whole this one stores; None: all of them.
 
         Where all ranks have the same ones, which a digest tells, they take turns. Else the
-        first rank that has an array stores it.
+        first rank that has an array stores it. Every rank calls this, whatever went wrong
+        before: what follows is the same number of messages on all of them.
         """
         world, rank = self.group.world_size, self.group.rank
         if world == 1:
@@ -266,23 +267,32 @@ class _Save:
         import hashlib
 
         names = [] if self.error is not None else _whole_names(model, optimizer)
-        joined = "\0".join(names).encode("utf-8", "surrogatepass")
+        what = f"{model is not None} {optimizer is not None} {steps}"
+        joined = "\0".join([what, *names]).encode("utf-8", "surrogatepass")
         digest = hashlib.sha256(joined, usedforsecurity=False).digest()
         if len(set(_gather(self.group, digest))) == 1:
-            return None if cut else _by_section(names[rank::world])
-        everyone = _gather(self.group, joined)
-        if cut and self.error is None:
-            mine = set(names)
-            for other, theirs in enumerate(everyone):
-                lacking = mine ^ set(theirs.decode("utf-8", "surrogatepass").split("\0"))
-                if theirs != joined and lacking:
+            return None if steps else _by_section(names[rank::world])
+        everyone = [
+            text.decode("utf-8", "surrogatepass").split("\0")
+            for text in _gather(self.group, joined)
+        ]
+        if self.error is not None:
+            return None
+        for other, (said, *_) in enumerate(everyone):
+            if said != what:
+                raise ValueError(
+                    f"ranks {rank} and {other} do not save the same: a model, an optimizer or a "
+                    "layout= is given on one of them only"
+                )
+        if steps:
+            for other, (_, *theirs) in enumerate(everyone):
+                lacking = set(names) ^ set(theirs)
+                if lacking:
                     raise ValueError(
                         f"layout= cuts arrays that every rank has whole, but ranks {rank} and "
                         f"{other} do not both have {min(lacking).partition('/')[2]!r}"
                     )
-        earlier: set[str] = set()
-        for theirs in everyone[:rank]:
-            earlier.update(theirs.decode("utf-8", "surrogatepass").split("\0"))
+        earlier = {name for _, *theirs in everyone[:rank] for name in theirs}
         return _by_section([name for name in names if name not in earlier])
 
     def write(
@@ -295,8 +305,8 @@ class _Save:
     ) -> dict[str, Any]:
         """Write this rank's shards, durably; every rank calls it, also after a failure."""
         world = self.group.world_size
-        steps = steps_of(layout, world) or ()
-        mine = self._mine(model, optimizer, bool(steps))
+        steps = () if self.error is not None else steps_of(layout, world) or ()
+        mine = self._mine(model, optimizer, steps)
         if self.error is not None:
             raise self.error
         return _core.shards_write(
@@ -379,16 +389,19 @@ class _Save:
             lock.release()
 
 
-def _drop_old(path: str, before: Manifest | None) -> None:
-    """Delete what no root needs after a commit; failing here costs disk space only."""
-    if before is None:
-        return
-    try:
-        _folder.prune(path)
-    except MLStateError as error:
-        import warnings
+def _drop_old(save: _Save, retain: Callable[[str, Manifest], None] | None) -> str | None:
+    """Delete what no root needs after a commit; failing here costs disk space only.
 
-        warnings.warn(f"old files of the checkpoint were not deleted: {error}", stacklevel=4)
+    Returns the text of a warning: whoever gives it may be stopped by it.
+    """
+    try:
+        if retain is not None:
+            retain(save.path, _folder.read_manifest(save.path))
+        if save.before is not None:
+            _folder.prune(save.path)
+    except MLStateError as error:
+        return f"old files of the checkpoint were not deleted: {error}"
+    return None
 
 
 def write_checkpoint(
@@ -444,6 +457,7 @@ def write_checkpoint(
         )
 
     clean = False
+    left: str | None = None
     written: dict[str, Any] | None = None
     try:
         save.begin()
@@ -457,9 +471,7 @@ def write_checkpoint(
         save.finish(written, describe)
         clean = True
         if save.group.rank == 0:
-            if retain is not None:
-                retain(folder, _folder.read_manifest(folder))
-            _drop_old(folder, save.before)
+            left = _drop_old(save, retain)
     except BaseException:
         # what ranks that failed left behind is deleted by each; the next save looks again
         clean = save.group.world_size == 1 and save.error is not None
@@ -469,6 +481,7 @@ def write_checkpoint(
         save.close(clean=clean)
     if save.group.world_size > 1:
         save.group.barrier()
+    _warn(left)
     checkpoint = Checkpoint(folder)
     checkpoint.written = written
     return checkpoint
@@ -527,7 +540,7 @@ def write_ranks(
             )
         )
         clean = True
-        _drop_old(folder, save.before)
+        left = _drop_old(save, None)
     except BaseException:
         if save.generation and not save.is_committed():
             _folder.discard(folder, save.generation)
@@ -535,7 +548,15 @@ def write_ranks(
         raise
     finally:
         save.close(clean=clean)
+    _warn(left)
     return Checkpoint(folder)
+
+
+def _warn(text: str | None) -> None:
+    if text is not None:
+        import warnings
+
+        warnings.warn(text, stacklevel=4)
 
 
 def _step_of(step: int | None, optimizer: Any) -> int | None:

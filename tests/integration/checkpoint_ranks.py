@@ -139,6 +139,27 @@ def a_rank_that_fails_leaves_the_old_checkpoint(group, folder):
 
 
 @scenario
+def ranks_that_do_not_save_the_same_are_told(group, folder):
+    mlstate.save(folder, shards(group, "rows", 1), group=group)
+    first = group.rank == 0
+    whole_ones = {"w": np.ones(4)}
+    for keywords in (
+        {"model": whole_ones, "layout": "rows" if first else None},
+        {"model": whole_ones, "optimizer": {"w.m": np.ones(4)} if first else None},
+        {"model": whole_ones, "layout": "cols" if first else None},
+        {"model": whole_ones, "metadata": {"a": {1}} if first else None},
+    ):
+        try:
+            mlstate.save(folder, **keywords, group=group)
+        except (ValueError, TypeError, mlstate.CollectiveError):
+            pass
+        else:
+            raise AssertionError(f"{keywords} went through")
+        same(mlstate.load(folder).model, whole(1))
+        no_litter(group, folder)
+
+
+@scenario
 def a_writer_elsewhere_stops_all_ranks(group, folder):
     from mlstate._lock import WriterLock
 
