@@ -533,6 +533,8 @@ def checkpoints(tmp_path):
     "CheckpointManager",
     *(f"CheckpointManager.{n}" for n in vars(checkpoint.CheckpointManager) if n[0] != "_"),
     "reshard",
+    "prune",
+    "PruneReport",
     calls=FEW,
 )
 def steps_of_a_run(tmp_path):
@@ -548,6 +550,7 @@ def steps_of_a_run(tmp_path):
             manager.checkpoint(step + 1_000_000), manager.latest_step(), manager.steps()
             manager.restore(step + 1_000_000), manager.restore_latest()
         checkpoint.reshard(tmp_path / "run", tmp_path / "cut", layout="flat", world_size=2)
+        repr(checkpoint.prune(tmp_path / "run", keep=1, dry_run=True))
 
     return run, [model]
 
