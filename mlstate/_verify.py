@@ -202,7 +202,11 @@ def verify_root(
 
 
 def _repair(folder: str, report: VerifyReport) -> None:
-    """Put the newest root that verifies in the place of the one that does not."""
+    """Put the newest root that verifies in the place of those that do not.
+
+    The damaged steps are given up: their files go with the next save or `prune`.
+    """
+    damaged = []
     with WriterLock(folder):
         for root in reversed(_folder.list_roots(folder)):
             trial = VerifyReport(folder)
@@ -210,9 +214,11 @@ def _repair(folder: str, report: VerifyReport) -> None:
             if trial:
                 data = _folder.read_bytes(folder, root.path)
                 _core.file_replace(os.path.join(folder, _folder.MANIFEST), data)
+                _folder.delete_roots(folder, damaged)
                 report.repaired = root.generation
                 report.step = trial.step
                 return
+            damaged.append(root)
 
 
 def verify_checkpoint(

@@ -281,7 +281,8 @@ def verify(
         Its folder.
     repair : bool, default False
         Where the checkpoint is damaged, put the newest older one that is good in its place
-        (`CheckpointManager` keeps older ones).
+        (`CheckpointManager` keeps older ones). Damaged steps that are newer are given up: load
+        with ``verify=False`` before, if something of them is to be saved.
     progress : callable, optional
         Called with the number of bytes read since the last call.
 

@@ -108,7 +108,10 @@ def test_repair_falls_back_to_the_newest_step_that_verifies(manager):
     assert repaired.step == 2 and repaired.repaired
     assert mlstate.verify(manager.directory)
     assert same(state(2), mlstate.load(manager.directory).model)
+    assert manager.steps() == [1, 2]
+    assert manager.restore_latest().step == 2  # without a warning
     manager.save(4, state(4))
+    assert not mlstate.verify(manager.directory).leftover
     assert manager.restore_latest().step == 4
 
 

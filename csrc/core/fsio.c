@@ -390,7 +390,9 @@ static mls_code open_temporary(mls_atomic_file *file, mls_status *st)
     for (int tries = 0; tries < NAME_TRIES; tries++) {
         uint64_t random;
         if (getentropy(&random, sizeof random) != 0) {
-            return mls_fail_os(st, errno, "cannot get random bytes");
+            const int failed = errno;
+            file->temporary[0] = '\0'; /* that of the last try is somebody else's file */
+            return mls_fail_os(st, failed, "cannot get random bytes");
         }
         snprintf(file->temporary, sizeof file->temporary, ".mlstate-%016llx.tmp",
                  (unsigned long long)random);

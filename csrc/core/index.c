@@ -22,8 +22,7 @@ enum {
     WORLD_MOST = 1 << 24 /* ranks */
 };
 
-/* The longest text that the JSON reader takes. */
-
+/* Also the names of the folders that the files of a section are in. */
 const char *mls_section_name(mls_section section)
 {
     static const char *const names[MLS_SECTION_COUNT] = {
