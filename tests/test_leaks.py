@@ -725,6 +725,7 @@ def test_nothing_is_left_behind(prepare, tmp_path):
 @pytest.mark.skipif(sys.getallocatedblocks() == 0, reason="counts the blocks of pymalloc")
 def test_a_leak_would_be_seen():
     kept = []
-    assert measured(lambda: kept.append(object()))[0] >= CALLS
+    # a few blocks of earlier tests may go meanwhile
+    assert measured(lambda: kept.append(object()))[0] >= CALLS - CALLS // 6
     if mallinfo is not None:
         assert measured(lambda: kept.append(np.empty(1000)))[1] >= CALLS * 8000
