@@ -3,8 +3,10 @@
 The lock is an ``flock`` on the file ``lock``, whose text says who holds it and which
 generation he is writing. An ``flock`` outlives its owner where a forked child still has the
 descriptor: an owner that is dead is recognised by host, boot, process id and start time, and
-the file is replaced by a fresh one. Between hosts (NFS) nothing is recognised: one host
-writes.
+the file is replaced by a fresh one. Looking at the lock, taking it and writing down who has it
+are one step for everybody, under an ``flock`` on the folder itself that is held only for that
+moment: else one process takes a lock whose text still names a dead owner, and the next one
+believes the text. Between hosts (NFS) nothing is recognised: one host writes.
 """
 
 from __future__ import annotations
@@ -12,15 +14,20 @@ from __future__ import annotations
 import errno
 import os
 import re
-from contextlib import suppress
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._folder import store_error
 from .errors import StoreError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _NAME = "lock"
 _TRIES = 64
+_PAUSE = 0.05  # seconds between two tries, of which the first few are needed at most
+_UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 
 
@@ -43,6 +50,14 @@ def _start_time(pid: int) -> str:
     return text
 
 
+def _pid_space() -> str:
+    """Which process ids are meant: containers of one host have their own; "" where unknown."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 def _me() -> dict[str, Any]:
     import socket
 
@@ -50,6 +65,7 @@ def _me() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "boot": _read("/proc/sys/kernel/random/boot_id"),
+        "pid_space": _pid_space(),
         "pid": pid,
         "start": _start_time(pid),
     }
@@ -62,6 +78,8 @@ def _alive(owner: dict[str, Any]) -> bool:
         return True  # nobody here can tell
     if owner.get("boot") != me["boot"]:
         return False
+    if owner.get("pid_space", "") != me["pid_space"]:
+        return True  # his number means nothing here
     pid = owner.get("pid")
     if not isinstance(pid, int) or pid <= 0:
         return False
@@ -72,6 +90,42 @@ def _alive(owner: dict[str, Any]) -> bool:
     except OSError:
         pass
     return not owner.get("start") or owner["start"] == _start_time(pid)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file, or a folder, for this process; False: somebody else has it."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNLOCKABLE:
+            raise
+    return True
+
+
+@contextmanager
+def _alone(folder: str) -> Iterator[bool]:
+    """Be the only one that looks at the folder's lock; gives False where another one does."""
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            mine = _lock(descriptor)
+        except OSError as error:
+            if error.errno != errno.EBADF:  # NFS locks only what is open for writing
+                raise
+            mine = True
+        try:
+            yield mine
+        finally:
+            with suppress(OSError):  # a child that was forked meanwhile has the descriptor too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 class WriterLock:
@@ -86,13 +140,21 @@ class WriterLock:
 
     def acquire(self) -> None:
         """Take the lock, or raise StoreError (EBUSY) naming who has it."""
+        import time
+
+        folder = os.path.dirname(self._path)
         try:
             for _ in range(_TRIES):
-                if self._try():
-                    return
+                with _alone(folder) as mine:
+                    if mine and self._try():
+                        return
+                    replaced = mine
+                if not replaced:
+                    time.sleep(_PAUSE)
         except StoreError:
             raise
         except OSError as error:
+            self.release()  # it may be ours, with a text that could not be written
             raise store_error(error, "cannot lock the checkpoint", self._path) from None
         raise store_error(
             OSError(errno.EBUSY, "other writers keep replacing it"),
@@ -152,7 +214,9 @@ class WriterLock:
         """Somebody has it: an owner that lives, or the children of one that does not."""
         owner = self._text(descriptor)
         if not owner or _alive(owner):
-            who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+            # one that has only just taken the lock has not written who it is
+            known = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+            who = known if owner else "another process"
             raise store_error(
                 OSError(errno.EBUSY, f"{who} is writing it"),
                 "cannot lock the checkpoint",
