@@ -206,7 +206,7 @@ def _repair(folder: str, report: VerifyReport) -> None:
 
     The damaged steps are given up: their files go with the next save or `prune`.
     """
-    damaged = []
+    damaged: list[_folder.Root] = []
     with WriterLock(folder):
         for root in reversed(_folder.list_roots(folder)):
             trial = VerifyReport(folder)
