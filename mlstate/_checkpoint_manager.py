@@ -52,6 +52,8 @@ class CheckpointManager:
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3) -> None:
+        if keep is not None and not hasattr(keep, "__index__"):
+            raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
         self.directory = os.path.abspath(os.fspath(directory))
@@ -137,13 +139,15 @@ class CheckpointManager:
         >>> manager.checkpoint(5).step
         5
         """
+        if not hasattr(step, "__index__"):
+            raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
                 return Checkpoint(self.directory, _root=root.path)
         have = ", ".join(map(str, self.steps())) or "none"
         raise _folder.store_error(
             FileNotFoundError(2, f"no step {step} there (steps: {have})"),
-            "cannot restore",
+            "cannot find the step",
             self.directory,
         )
 

@@ -28,6 +28,19 @@ _REDUCIBLE = {
 }
 
 
+# ---- groups ----
+
+
+def check_group(group: object) -> None:
+    """Refuse what is no process group, torch's own above all, before anything is sent."""
+    if not hasattr(group, "gather_bytes") or not hasattr(group, "world_size"):
+        raise TypeError(
+            "group must have the methods of mlstate.collectives.ProcessGroup, got "
+            f"{type(group).__name__}; for torch.distributed there is "
+            "mlstate.integrations.torch.TorchGroup"
+        )
+
+
 # ---- errors ----
 
 

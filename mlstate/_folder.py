@@ -71,7 +71,28 @@ def read_bytes(folder: str, name: str) -> bytes:
 
 def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     """Read a root."""
-    return parse(read_bytes(folder, name), os.path.join(folder, name))
+    try:
+        data = read_bytes(folder, name)
+    except StoreError as error:
+        if name != MANIFEST or error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        raise _no_checkpoint(folder, error.errno) from None
+    return parse(data, os.path.join(folder, name))
+
+
+def _no_checkpoint(folder: str, number: int) -> StoreError:
+    """Say what is there in the place of a checkpoint."""
+    reason = OSError(number, "there is no such folder")  # of the class that its number has
+    if os.path.isfile(folder):
+        reason.strerror = (
+            "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
+            "mlstate convert others too"
+        )
+    elif list_roots(folder):
+        reason.strerror = "manifest.json is gone; older steps are there for verify(repair=True)"
+    elif os.path.isdir(folder):
+        reason.strerror = "the folder holds none: there is no manifest.json"
+    return store_error(reason, "cannot read the checkpoint", folder)
 
 
 def list_names(folder: str, part: str) -> list[str]:

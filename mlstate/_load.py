@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import _folder
+from ._collective_args import check_group
 from ._compatibility import SHOWN, join
 from ._layout import Layout, Steps, steps_of
 from ._state_kind import restore_kind
@@ -62,8 +63,10 @@ class LoadedState:
         def shown(state: Any) -> str:
             if state is None:
                 return "None"
-            count = f"{len(state)} tensors" if hasattr(state, "__len__") else "filled"
-            return f"<{type(state).__name__}: {count}>"
+            if not hasattr(state, "keys") or not hasattr(state, "__len__"):
+                return f"<{type(state).__name__}: filled>"  # a module's length counts modules
+            count = len(state)
+            return f"<{type(state).__name__}: {count} tensor{'s' if count != 1 else ''}>"
 
         return (
             f"LoadedState(model={shown(self.model)}, optimizer={shown(self.optimizer)}, "
@@ -106,6 +109,8 @@ def select(keys: list[str], names: list[str] | None, section: int) -> tuple[list
 def _names(names: str | Iterable[str] | None) -> list[str] | None:
     if names is None:
         return None
+    if not hasattr(names, "__iter__"):
+        raise TypeError(f"names must be a str or several, got {type(names).__name__}")
     listed = [names] if isinstance(names, str) else list(names)
     for name in listed:
         if not isinstance(name, str):
@@ -321,6 +326,7 @@ def _ranks(
 ) -> tuple[Steps | None, int, int]:
     """Which part is wanted: steps, index, world (0: all of everything)."""
     if group is not None:
+        check_group(group)
         if rank is not None or world_size is not None:
             raise TypeError("give group= or rank= and world_size=, not both")
         rank, world_size = group.rank, group.world_size

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
+from ._collective_args import check_group
 from ._layout import Layout, Shard, Steps, steps_of
 from ._lock import WriterLock
 from ._manifest import IndexRecord, Manifest, build, kind_of
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 PACK_BELOW = 262144
 _MESSAGE_BYTES = 1024  # of what one rank tells the others
 _WRITER = f"mlstate {__version__}"
+_NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # what people put there
 
 
 # ---- what is saved ----
@@ -81,11 +83,31 @@ def states_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
     return states[0], states[1]
 
 
-def _as_dict(state: Any) -> dict[str, Any] | None:
+def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
+    """The error for a value that is no array: what it is, and where it belongs."""
+    value = state[name]
+    if isinstance(value, dict) and "param_groups" in state:
+        hint = "this is a torch optimizer's state_dict(): pass the optimizer itself"
+    elif isinstance(value, dict):
+        hint = "states are flat: pass the dict in it as model= or optimizer=, or join the names"
+    elif isinstance(value, list | tuple):
+        hint = "make an array of it, or keep it in metadata="
+    else:
+        hint = "what is no array goes into metadata="
+    return TypeError(
+        f"{section} {name!r} must be a NumPy array or a torch tensor, got "
+        f"{type(value).__name__}; {hint}"
+    )
+
+
+def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
     """A dict for the core, with what lies on devices brought to main memory."""
     if state is None:
         return None
     plain = state if isinstance(state, dict) else dict(state)
+    for name, value in plain.items():  # NumPy's numbers have a dtype, and are arrays
+        if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
+            raise _refuse_value(section, plain, name)
     torch = sys.modules.get("torch")
     if torch is None:
         return plain
@@ -164,6 +186,8 @@ class _Save:
         self.before: Manifest | None = None
         self.sequence = 1
         self.error: BaseException | None = None
+        self.unsure = False  # whether something of ours is left, or even committed
+        self.known: dict[str, Any] = {}  # catalogs by generation
 
     # -- the beginning: rank 0 locks and chooses the generation
 
@@ -342,8 +366,12 @@ class _Save:
         outcome = _unpack(_broadcast(self.group, _pack(outcome)))
         if outcome["committed"]:
             return
-        if not outcome["unsure"]:
-            _folder.discard(self.path, self.generation, self.group.rank)
+        self.unsure = outcome["unsure"]
+        if not self.unsure:
+            try:
+                _folder.discard(self.path, self.generation, self.group.rank)
+            except MLStateError:  # the next save tries again: what went wrong first is told
+                self.unsure = True
         if self.error is not None:
             raise self.error
         error = CollectiveError(f"not saved: {outcome['error']}")
@@ -359,6 +387,9 @@ class _Save:
                 return {"committed": False, "unsure": False, "error": text, "rank": rank}
         try:
             manifest = describe([report["written"] for report in reports])
+            if self.group.world_size > 1:
+                # what each stored by itself must make one checkpoint, before it replaces one
+                self.known[self.generation] = _folder.load_catalog(self.path, manifest)
             self.commit(manifest)
         except BaseException as error:
             self.error = error
@@ -369,13 +400,13 @@ class _Save:
     def is_committed(self) -> bool:
         """After a failure of the commit itself: whether a root names this generation."""
         try:
-            names = [root.path for root in _folder.list_roots(self.path)] + [_folder.MANIFEST]
-            return any(
-                _folder.read_manifest(self.path, name).generation == self.generation
-                for name in names
-            )
+            for name in [*(root.path for root in _folder.list_roots(self.path)), _folder.MANIFEST]:
+                with suppress(FileNotFoundError):  # there was none before, and still is not
+                    if _folder.read_manifest(self.path, name).generation == self.generation:
+                        return True
         except MLStateError:
             return True
+        return False
 
     def close(self, *, clean: bool) -> None:
         """Let go of the lock; `clean`: nothing unfinished is left."""
@@ -398,8 +429,8 @@ def _drop_old(save: _Save, retain: Callable[[str, Manifest], None] | None) -> st
         if retain is not None:
             retain(save.path, _folder.read_manifest(save.path))
         if save.before is not None:
-            _folder.prune(save.path)
-    except MLStateError as error:
+            _folder.prune(save.path, known=save.known)
+    except (MLStateError, MemoryError) as error:
         return f"old files of the checkpoint were not deleted: {error}"
     return None
 
@@ -421,21 +452,28 @@ def write_checkpoint(
     """Save one generation; see `mlstate.save`. `retain` gives up old roots after a commit."""
     from ._checkpoint import Checkpoint
 
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"the path of a checkpoint must be a str or os.PathLike, got {type(path).__name__}; "
+            "it comes first: save(path, model, optimizer)"
+        )
     folder = os.path.abspath(os.fspath(path))
     if not isinstance(folder, str):
         raise TypeError("the path of a checkpoint must be a str")
+    if group is not None:
+        check_group(group)
     save = _Save(folder, SingleGroup() if group is None else group, keep_root)
     states: tuple[Any, Any] = (None, None)
     dicts: tuple[Any, Any] = (None, None)
     kinds: tuple[Any, Any] = (None, None)
-    texts = {} if metadata is None else dict(metadata)
+    texts: dict[str, Any] = {}
     problem: BaseException | None = None
     try:  # before anything is touched; other ranks are told later
         states = states_of(model, optimizer)
-        dicts = (_as_dict(states[0]), _as_dict(states[1]))
+        dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
         kinds = (kind_of(states[0]), kind_of(states[1]))
         step = _step_of(step, states[1])
-        _check_metadata(texts)
+        texts = _checked_metadata(metadata)
         steps_of(layout, 1)
     except BaseException as error:
         if save.group.world_size == 1:
@@ -474,7 +512,8 @@ def write_checkpoint(
             left = _drop_old(save, retain)
     except BaseException:
         # what ranks that failed left behind is deleted by each; the next save looks again
-        clean = save.group.world_size == 1 and save.error is not None
+        failed = save.group.world_size == 1 and save.error is not None
+        clean = failed and save.generation != "" and not save.unsure
         raise
     finally:
         save.error = problem = None  # its traceback leads back here
@@ -572,9 +611,12 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
     return number
 
 
-def _check_metadata(metadata: dict[str, Any]) -> None:
+def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     import json
 
+    if given is not None and not hasattr(given, "keys"):
+        raise TypeError(f"metadata must be a mapping such as a dict, got {type(given).__name__}")
+    metadata = {} if given is None else dict(given)
     if not all(isinstance(name, str) for name in metadata):
         raise TypeError("metadata must have str keys")
     try:
@@ -585,3 +627,4 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
         raise cls(
             f"metadata must be what JSON can say (texts, numbers, lists, dicts): {error}"
         ) from None
+    return metadata

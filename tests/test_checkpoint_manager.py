@@ -176,3 +176,15 @@ def test_a_lost_file_is_reported_with_the_tensors_in_it(manager, damage):
     small = problems[files["small0"].relative_to(manager.directory).as_posix()]
     assert small.name is None
     assert small.text.endswith("; it holds 'small0', 'small1', 'small2' and 2 more")
+
+
+def test_steps_and_keep_that_are_no_numbers_are_refused(manager):
+    manager.save(2, state(2))
+    with pytest.raises(TypeError, match="step must be an int, got str: '2'"):
+        manager.restore("2")
+    with pytest.raises(TypeError, match="keep must be an int, or None for all, got str"):
+        CheckpointManager(manager.directory, keep="3")
+    with pytest.raises(
+        FileNotFoundError, match=r"cannot find the step: no step 9 there \(steps: 2\)"
+    ):
+        manager.delete(9)

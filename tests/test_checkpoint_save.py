@@ -546,7 +546,17 @@ def test_mapped_arrays_are_views_that_outlive_the_checkpoint(path):
     [
         ({"model": [1]}, TypeError, "model must be a mapping"),
         ({}, ValueError, "nothing to save"),
-        ({"model": {"w": 3.0}}, TypeError, "params 'w'"),
+        ({"model": {"w": 3.0}}, TypeError, "params 'w' .* got float; .* metadata="),
+        ({"model": {"w": None}}, TypeError, "params 'w' .* got NoneType"),
+        ({"model": {"w": [1.0]}}, TypeError, "params 'w' .* got list; make an array"),
+        ({"model": {"w": {"v": np.ones(2)}}}, TypeError, "params 'w' .* got dict; states are flat"),
+        (
+            {"optimizer": {"state": {}, "param_groups": []}},
+            TypeError,
+            "optim_state 'state' .* pass the optimizer itself",
+        ),
+        ({"model": {"w": np.ones(2)}, "group": object()}, TypeError, "group .*TorchGroup"),
+        ({"model": {"w": np.ones(2)}, "metadata": "text"}, TypeError, "metadata .* got str"),
         ({"model": {3: np.ones(2)}}, TypeError, "str"),
         ({"model": {"w": np.array(["x"])}}, mlstate.CompatibilityError, "params 'w'"),
         ({"model": {"\ud800": np.ones(2)}}, ValueError, "surrogate|UTF-8"),
@@ -580,6 +590,8 @@ def test_bad_arguments_are_refused_and_change_nothing(path, arguments, error, ma
         ({"rank": 0}, TypeError, "go together"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank 2 of 2 does not exist"),
         ({"layout": "rows"}, TypeError, "which part"),
+        ({"names": 3}, TypeError, "names must be a str or several, got int"),
+        ({"group": object()}, TypeError, "group must have the methods .* got object"),
         ({"rank": 0, "world_size": 3, "layout": Layout.rows(2)}, ValueError, "2 parts for 3"),
         ({"verify": "maybe"}, ValueError, "verify must be"),
         ({"group": mlstate.collectives.SingleGroup(), "rank": 0}, TypeError, "not both"),
@@ -589,6 +601,33 @@ def test_bad_arguments_of_load_are_refused(path, arguments, error, match):
     mlstate.save(path, {"w": np.ones(3)})
     with pytest.raises(error, match=match):
         mlstate.load(path, **arguments)
+
+
+def test_a_state_in_the_place_of_the_path_is_refused():
+    with pytest.raises(TypeError, match=r"got dict; it comes first: save\(path, model"):
+        mlstate.save({"w": np.ones(3)}, "path")
+
+
+def test_what_is_no_checkpoint_is_described(tmp_path):
+    file = tmp_path / "w.pt"
+    file.write_bytes(b"x")
+    with pytest.raises(mlstate.StoreError, match=r"it is a file, .*w\.pt'$") as caught:
+        mlstate.load(file)
+    assert caught.value.errno == errno.ENOTDIR
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        mlstate.load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="the folder holds none"):
+        mlstate.load(tmp_path)
+    run = tmp_path / "run"
+    CheckpointManager(run).save(1, {"w": np.ones(3)})
+    (run / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match="is gone; older steps"):
+        mlstate.load(run)
+
+
+def test_what_was_loaded_is_counted_in_tensors(path):
+    mlstate.save(path, {"w": np.ones(3)})
+    assert "model=<StateDict: 1 tensor>, optimizer=None" in repr(mlstate.load(path))
 
 
 def test_no_checkpoint_is_a_file_that_is_not_found(tmp_path):
