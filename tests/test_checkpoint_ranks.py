@@ -1,0 +1,128 @@
+"""Checkpoints of several ranks, as threads of this process: what one says, all must hear."""
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import _core
+from mlstate.checkpoint import Layout, Shard
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
+
+
+class Threads:
+    """A rank among threads.  Ranks that do not all send the same message are an error."""
+
+    def __init__(self, world, rank):
+        self._slots, self._barrier = world
+        self.rank = rank
+        self.world_size = len(self._slots)
+
+    def _exchange(self, kind, data):
+        try:
+            self._slots[self.rank] = (kind, data)
+            self._barrier.wait()
+            found = list(self._slots)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise mlstate.CollectiveError(f"rank {self.rank} waits in {kind}") from None
+        assert len({kind for kind, _ in found}) == 1, found
+        return [data for _, data in found]
+
+    def gather_bytes(self, data, root=None):
+        found = self._exchange(f"gather to {root}", data)
+        return found if root in (None, self.rank) else None
+
+    def broadcast(self, array, root=0):
+        return self._exchange("broadcast", array.copy())[root]
+
+    def barrier(self):
+        self._exchange("barrier", None)
+
+
+def run(function, world_size=2):
+    """What `function` gives or raises with the group of each rank."""
+    world = ([None] * world_size, threading.Barrier(world_size, timeout=20))
+    results = [None] * world_size
+
+    def work(rank):
+        try:
+            results[rank] = function(Threads(world, rank))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def files_of(path):
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ckpt"
+
+
+@pytest.mark.parametrize("other", ["dtype", "layout", "shape"])
+def test_shards_that_make_no_tensor_do_not_replace_a_checkpoint(path, other):
+    mlstate.save(path, {"w": np.arange(4.0)})
+    before = files_of(path)
+
+    def save(group):
+        array, layout, shape = np.ones(2), Layout.rows(2), (4,)
+        if group.rank == 1:
+            array = array.astype("f4") if other == "dtype" else array
+            layout = Layout.flat(2) if other == "layout" else layout
+            shape = (3,) if other == "shape" else shape
+            array = array[:1] if other == "shape" else array
+        shard = Shard(array, layout, group.rank, shape=shape)
+        return mlstate.save(path, {"w": shard}, group=group)
+
+    first, second = run(save)
+    assert isinstance(first, mlstate.FormatError)
+    assert "do not agree" in str(first)
+    assert isinstance(second, mlstate.CollectiveError)
+    assert second.rank == 0
+    assert files_of(path) == before
+    np.testing.assert_array_equal(mlstate.load(path).model["w"], np.arange(4.0))
+
+
+def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
+    def full(name, data):
+        raise mlstate.StoreError(errno.ENOSPC, "no room", name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "file_replace", full)
+        with pytest.raises(mlstate.StoreError, match="no room"):
+            mlstate.save(path, {"w": np.ones(3)})
+        results = run(lambda group: mlstate.save(path, {"w": np.ones(3)}, group=group))
+    assert [type(error) for error in results] == [mlstate.StoreError, mlstate.CollectiveError]
+    assert files_of(path) == ["lock"]
+
+
+def test_what_could_not_be_taken_back_goes_with_the_next_save(path, monkeypatch):
+    def full(name, data):
+        raise mlstate.StoreError(errno.ENOSPC, "no room", name)
+
+    def stuck(*unused):
+        raise mlstate.StoreError(errno.EIO, "stuck", "x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "file_replace", full)
+        patch.setattr("mlstate._folder.discard", stuck)
+        with pytest.raises(mlstate.StoreError, match="no room"):  # what went wrong first
+            mlstate.save(path, {"w": np.ones(3)})
+    assert len(files_of(path)) > 1
+    mlstate.save(path, {"w": np.zeros(3)})
+    report = mlstate.verify(path)
+    assert report
+    assert not report.leftover
