@@ -11,7 +11,7 @@ from ._checkpoint import Checkpoint
 from ._load import LoadedState
 from ._lock import WriterLock
 from ._save import PACK_BELOW, write_checkpoint
-from .errors import FormatError, MLStateError, StoreError
+from .errors import CollectiveError, FormatError, MLStateError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -317,18 +317,17 @@ class CheckpointManager:
         """
         group = keywords.get("group")
         first: MLStateError | None = None
-        for root in reversed(_folder.list_roots(self.directory)):
-            error: MLStateError | None = None
-            state = None
-            try:
-                state = Checkpoint(self.directory, _root=root.path).load(**keywords)
-            except (FormatError, StoreError) as caught:
-                error = caught
-            if _all_well(group, error is None) and state is not None:
-                return state
-            if error is not None:
-                warnings.warn(f"{root.path} cannot be restored: {error}", stacklevel=2)
-            first = first or error
+        tried: list[str] | None = None
+        # a writer may have given up all of them meanwhile, for newer ones
+        while (roots := _agreed_roots(self.directory, group)) != tried:
+            tried, first = roots, None
+            for root in reversed(roots):
+                state, error = _try_root(self.directory, root, keywords)
+                if state is not None:
+                    return state
+                if error is not None:
+                    warnings.warn(f"{root} cannot be restored: {error}", stacklevel=2)
+                first = first or error
         if first is not None:
             raise first
         raise _folder.store_error(
@@ -343,8 +342,50 @@ def find_root(folder: str, step: int) -> str:
     return CheckpointManager(folder).checkpoint(step)._root
 
 
-def _all_well(group: ProcessGroup | None, well: bool) -> bool:
-    """Whether every rank is; a step that one rank cannot read is no step for any."""
+def _tell(group: ProcessGroup | None, text: bytes) -> list[bytes]:
+    """What every rank says."""
     if group is None or group.world_size == 1:
-        return well
-    return all(answer == b"1" for answer in group.gather_bytes(b"1" if well else b"0"))
+        return [text]
+    return list(group.gather_bytes(text))
+
+
+def _agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
+    """Roots as the first rank finds them: ranks that look at other times find others."""
+    names: list[str] = []
+    error: MLStateError | None = None
+    if group is None or group.rank == 0:
+        try:
+            names = [root.path for root in _folder.list_roots(folder)]
+        except MLStateError as caught:
+            error = caught
+    said = _tell(group, b"" if error is not None else " ".join(["roots", *names]).encode())[0]
+    if error is not None:
+        raise error
+    if not said:
+        failed = CollectiveError("rank 0 cannot list the checkpoints; its own error says why")
+        failed.rank = 0
+        raise failed
+    return said.decode().split(" ")[1:]
+
+
+def _try_root(
+    folder: str, root: str, keywords: dict[str, Any]
+) -> tuple[LoadedState | None, MLStateError | None]:
+    """Load a root on all ranks, or on none: one that a rank cannot read is none for any."""
+    group = keywords.get("group")
+    state: LoadedState | None = None
+    error: MLStateError | None = None
+    try:
+        state = Checkpoint(folder, _root=root).load(**keywords)
+    except (FormatError, StoreError) as caught:
+        error = caught
+    except BaseException:
+        _tell(group, b"stop")  # no other root would do: nobody is to wait for this rank
+        raise
+    answers = _tell(group, b"good" if error is None else b"bad")
+    if b"stop" in answers:
+        rank = answers.index(b"stop")
+        failed = CollectiveError(f"rank {rank} cannot restore; its own error says why")
+        failed.rank = rank
+        raise failed
+    return (None if b"bad" in answers else state), error

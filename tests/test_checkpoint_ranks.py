@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mlstate
-from mlstate import _core
-from mlstate.checkpoint import Layout, Shard
+from mlstate import _core, _folder
+from mlstate.checkpoint import Checkpoint, CheckpointManager, Layout, Shard
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
 
@@ -126,3 +126,58 @@ def test_what_could_not_be_taken_back_goes_with_the_next_save(path, monkeypatch)
     report = mlstate.verify(path)
     assert report
     assert not report.leftover
+
+
+# ---- restoring ----
+
+
+@pytest.fixture
+def manager(path):
+    manager = CheckpointManager(path, keep=None)
+    for step in (1, 2, 3):
+        manager.save(step, model={"w": np.full(4, float(step))})
+    return manager
+
+
+def test_ranks_that_see_other_steps_restore_the_same_one(manager, monkeypatch):
+    list_roots = _folder.list_roots
+    late = threading.local()
+
+    def listed(folder):  # the second rank has not seen the newest one
+        roots = list_roots(folder)
+        return roots[:-1] if getattr(late, "is_set", False) else roots
+
+    def restore(group):
+        late.is_set = group.rank == 1
+        return manager.restore_latest(group=group).step
+
+    monkeypatch.setattr(_folder, "list_roots", listed)
+    assert run(restore) == [3, 3]
+
+
+def test_a_rank_that_asks_for_what_cannot_be_lets_no_other_wait(manager):
+    def restore(group):
+        wanted = np.zeros(4 - group.rank)
+        return manager.restore_latest(group=group, into={"model": {"w": wanted}})
+
+    first, second = run(restore)
+    assert isinstance(second, mlstate.CompatibilityError)
+    assert isinstance(first, mlstate.CollectiveError)
+    assert first.rank == 1
+
+
+def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
+    manager, monkeypatch
+):
+    load = Checkpoint.load
+    pending = [4]
+
+    def late(checkpoint, **keywords):
+        if pending:  # a writer is faster than this reader
+            newer = CheckpointManager(manager.directory, keep=1)
+            newer.save(pending.pop(), model={"w": np.full(4, 4.0)})
+        return load(checkpoint, **keywords)
+
+    monkeypatch.setattr(Checkpoint, "load", late)
+    with pytest.warns(UserWarning, match="cannot be restored"):
+        assert manager.restore_latest().step == 4
