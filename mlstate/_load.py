@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _folder
 from ._collective_args import check_group
-from ._compatibility import SHOWN, join
+from ._compatibility import SHOWN, join, rename_hint
 from ._layout import Layout, Steps, steps_of
 from ._state_kind import restore_kind
 from .errors import CompatibilityError, FormatError, StoreError, TensorNotFoundError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .collectives import ProcessGroup
 
 _GLOB = re.compile(r"[*?\[]")
+_NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer that was saved by itself
 MISSING = ("skip", "zeros", "error")
 
 
@@ -173,6 +174,8 @@ def _refuse(missing: list[str], unexpected: list[str], path: str) -> Compatibili
             quoted = join([f'"{name}"' for name in names[:SHOWN]])
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
+    hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(missing), unexpected, missing)[1]
+    lines += [f"{hint}."] if hint else []
     error = CompatibilityError("\n    ".join(lines))
     error.name = (missing or unexpected)[0]
     error.path = path
@@ -224,8 +227,10 @@ class Loader:
             self.progress,
         )
 
-    def fill(self, section: int, keys: list[str], target: Any, named: bool) -> None:
-        """Read into arrays; everything is checked before the first byte is written."""
+    def fitting(
+        self, section: int, keys: list[str], target: Any, named: bool
+    ) -> tuple[_Filling, list[str], list[str]]:
+        """Return arrays to fill, the keys for them and those without; refuse other names."""
         filling = _Filling(target)
         have = set(keys)
         wanted = filling.arrays.keys() & have if named else filling.arrays.keys()
@@ -234,7 +239,10 @@ class Loader:
         lenient = section == 1 and self.missing != "error"
         if unexpected or (missing and not lenient):
             raise _refuse([] if lenient else missing, unexpected, self.folder)
-        chosen = [name for name in keys if name in filling.arrays]
+        return filling, [name for name in keys if name in filling.arrays], missing
+
+    def fill(self, section: int, filling: _Filling, chosen: list[str], missing: list[str]) -> None:
+        """Read into arrays; shapes and dtypes are checked before the first byte is written."""
         self.catalog.load_into(
             self.folder,
             section,
@@ -270,10 +278,52 @@ def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> 
     return None if kind is None else restore_kind(arrays, kind, path)
 
 
-def _load_optimizer_torch(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> None:
-    """A torch optimizer takes its state by its own means: it may have none yet."""
+def _optimizer_torch(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> Any:
+    """What a torch optimizer takes by its own means: it may have no state yet."""
     osd: Any = _restore(loader.manifest.optimizer, loader.fresh(1, keys), loader.folder)
-    optimizer.load_state_dict(osd.to_torch(optimizer, module))
+    numbered = osd and all(map(_NUMBERED.match, osd))
+    by_name = module is not None or any("param_names" in g for g in optimizer.param_groups)
+    names = module
+    if numbered and by_name:  # then the order of the parameters is what torch goes by too
+        names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
+    elif osd and not numbered and not by_name:
+        raise CompatibilityError(
+            f"{loader.folder} has the optimizer's states by names of parameters, such as "
+            f"{next(iter(osd))!r}: give the module too, "
+            "into={'model': module, 'optimizer': optimizer}"
+        )
+    return osd.to_torch(optimizer, names)
+
+
+def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
+    """Where the two sections go; an error for one that was not saved."""
+    found: list[Any] = []
+    for name, kind in (("model", manifest.model), ("optimizer", manifest.optimizer)):
+        found.append(_target(into, name))
+        if found[-1] is not None and kind is None:
+            lacking = CompatibilityError(f"{folder} holds no {name}")
+            lacking.path = folder
+            raise lacking
+    return found
+
+
+def _load_into(loader: Loader, keys: list[list[str]], targets: list[Any], named: bool) -> None:
+    """Fill what the caller has; what can be refused is, before anything is changed."""
+    torch = sys.modules.get("torch")
+    model, optimizer = targets
+    taken: Any = None
+    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+        module = model if isinstance(model, torch.nn.Module) else None
+        taken = _optimizer_torch(loader, keys[1], optimizer, module)
+    ready = [
+        (section, *loader.fitting(section, keys[section], target, named))
+        for section, target in enumerate(targets)
+        if target is not None and (section == 0 or taken is None)
+    ]
+    for one in ready:
+        loader.fill(*one)
+    if taken is not None:
+        optimizer.load_state_dict(taken)
 
 
 def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState:
@@ -291,30 +341,17 @@ def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState
         raise error
     results: list[Any] = [None, None]
     kinds = (manifest.model, manifest.optimizer)
-    torch = sys.modules.get("torch")
-    for section, name in enumerate(("model", "optimizer")):
-        target = None if into is None else _target(into, name)
-        if into is not None and target is None:
+    if into is not None:
+        targets = _targets(manifest, into, loader.folder)
+        _load_into(loader, chosen, targets, names is not None)
+        return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+    for section, kind in enumerate(kinds):
+        if kind is None:
             continue
-        if kinds[section] is None:
-            if target is not None:
-                lacking = CompatibilityError(f"{loader.folder} holds no {name}")
-                lacking.path = loader.folder
-                raise lacking
-            continue
-        if target is None:
-            arrays = loader.fresh(section, chosen[section])
-            if section == 1 and loader.missing == "zeros" and results[0] is not None:
-                loader.add_zeros(arrays, results[0])
-            results[section] = _restore(kinds[section], arrays, loader.folder)
-        elif torch is not None and isinstance(target, torch.optim.Optimizer):
-            module = _target(into, "model")
-            module = module if isinstance(module, torch.nn.Module) else None
-            _load_optimizer_torch(loader, chosen[section], target, module)
-            results[section] = target
-        else:
-            loader.fill(section, chosen[section], target, names is not None)
-            results[section] = target
+        arrays = loader.fresh(section, chosen[section])
+        if section == 1 and loader.missing == "zeros" and results[0] is not None:
+            loader.add_zeros(arrays, results[0])
+        results[section] = _restore(kind, arrays, loader.folder)
     return LoadedState(results[0], results[1], manifest.metadata, manifest.step)
 
 

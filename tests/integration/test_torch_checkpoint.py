@@ -144,3 +144,47 @@ def test_a_tensor_without_memory_is_refused_by_name(tmp_path):
     with pytest.raises(BufferError, match="'w' is a tensor on torch's meta device"):
         mlstate.save(tmp_path / "a", {"w": torch.empty(2, device="meta")})
     assert not (tmp_path / "a").exists()
+
+
+def test_what_the_optimizer_refuses_leaves_the_module_as_it_is(tmp_path):
+    module = model()
+    mlstate.save(tmp_path / "bare", module)
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer, 1)
+    mlstate.save(tmp_path / "both", module, optimizer)
+    other = model()
+    with torch.no_grad():
+        other[0].weight.zero_()
+    partly = torch.optim.Adam(other[0].parameters())
+    for path, match in (("bare", "holds no optimizer"), ("both", "Unexpected parameter")):
+        with pytest.raises(mlstate.CompatibilityError, match=match):
+            mlstate.load(tmp_path / path, into={"model": other, "optimizer": partly})
+        assert not other[0].weight.any()
+
+
+def test_states_that_were_saved_without_names_go_by_the_order_of_parameters(tmp_path):
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer, 2)
+    mlstate.save(tmp_path / "a", module.state_dict(), optimizer)
+    assert mlstate.load(tmp_path / "a", names="param_0").optimizer
+    expected = train(module, optimizer, 2, start=2)
+    fresh = model()
+    other = torch.optim.Adam(fresh.parameters())
+    mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
+    assert train(fresh, other, 2, start=2) == expected
+
+
+def test_an_optimizer_without_its_module_is_told_what_it_lacks(tmp_path):
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer, 1)
+    mlstate.save(tmp_path / "a", module, optimizer)
+    with pytest.raises(mlstate.CompatibilityError, match="give the module too"):
+        mlstate.load(tmp_path / "a", into={"optimizer": optimizer})
+
+
+def test_a_prefix_of_a_wrapper_is_recognised(tmp_path):
+    mlstate.save(tmp_path / "a", torch.nn.ModuleDict({"module": model()}))
+    with pytest.raises(mlstate.CompatibilityError, match=r"names match after rename\("):
+        mlstate.load(tmp_path / "a", into={"model": model()})

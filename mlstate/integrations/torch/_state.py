@@ -30,7 +30,7 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         if torch.nn.parameter.is_lazy(tensor):
             return f"{kind}, without a shape yet: run the module once before taking its state"
         if hasattr(tensor, "full_tensor"):
-            return f"{kind}: store its full_tensor(), or the to_local() of each rank"
+            return f"{kind}: store its full_tensor(), or a Shard of each rank's to_local()"
         return f"{kind}: store the plain tensors that it is made of"
     if tensor.is_nested:
         return "a nested tensor: store the tensors that unbind() gives, each under a name"
