@@ -181,3 +181,31 @@ def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
     monkeypatch.setattr(Checkpoint, "load", late)
     with pytest.warns(UserWarning, match="cannot be restored"):
         assert manager.restore_latest().step == 4
+
+
+# ---- what one rank stores of what another one has ----
+
+
+def test_states_are_cut_with_parameters_that_another_rank_stores(path):
+    rng = np.random.default_rng(5)
+    model = {"w": rng.random((4, 6))}
+    optimizer = {"w.col": rng.random(6), "w.row": rng.random(4), "w.m": rng.random((4, 6))}
+    run(lambda group: mlstate.save(path, model, optimizer, group=group), world_size=3)
+    part = mlstate.load(path, rank=1, world_size=2, layout="rows").optimizer
+    np.testing.assert_array_equal(part["w.col"], optimizer["w.col"])
+    np.testing.assert_array_equal(part["w.row"], optimizer["w.row"][2:])
+    np.testing.assert_array_equal(part["w.m"], optimizer["w.m"][2:])
+
+
+def test_shards_of_states_know_a_parameter_that_only_the_first_rank_stores(path):
+    def save(group):
+        model = {"w": Shard(np.ones((4, 6)), Layout.whole(), 0, replica=group.rank)}
+        half = np.arange(3.0) + 3 * group.rank
+        optimizer = {"w.col": Shard(half, Layout.rows(2), group.rank, shape=(6,))}
+        return mlstate.save(path, model, optimizer, group=group)
+
+    run(save)
+    part = mlstate.load(path, rank=1, world_size=2, layout=Layout.axis(1, 2)).optimizer
+    np.testing.assert_array_equal(part["w.col"], [3.0, 4.0, 5.0])
+    part = mlstate.load(path, rank=1, world_size=2, layout="rows").optimizer
+    np.testing.assert_array_equal(part["w.col"], np.arange(6.0))

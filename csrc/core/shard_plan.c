@@ -99,6 +99,7 @@ static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
                                .dtype = item->dtype,
                                .rank = item->rank,
                                .shape = item->shape,
+                               .axes = item->axes,
                                .layout = item->layout,
                                .part = item->part,
                                .tier = item->tier};
@@ -182,8 +183,8 @@ static mls_code describe_all(mls_shard_plan *plan, const mls_shard_item **sorted
     return MLS_OK;
 }
 
-/* Where a state's axes are not its parameter's own, say which they are.  Parameters come
- * first and both are sorted by name, so one walk finds them. */
+/* Where a state's axes are not its parameter's own, say which they are, unless the caller
+ * did.  Parameters come first and both are sorted by name, so one walk finds them. */
 static void align_states(mls_shard_plan *plan)
 {
     mls_index_shard *shards = plan->index.shards;
@@ -200,7 +201,8 @@ static void align_states(mls_shard_plan *plan)
             parameter++;
         }
         const mls_index_shard *p = &shards[parameter];
-        if (p->id.section == MLS_PARAMS && mls_text_equal(p->id.name, s->id.name) &&
+        if (s->axes == NULL && p->id.section == MLS_PARAMS &&
+            mls_text_equal(p->id.name, s->id.name) &&
             mls_align(s->id.state, s->rank, s->shape, p->rank, p->shape, axes)) {
             s->axes = axes;
             axes += s->rank;

@@ -24,6 +24,9 @@ typedef struct mls_shard_item {
     mls_dtype dtype;
     int rank;            /* of the whole tensor */
     const size_t *shape; /* of the whole tensor */
+    /* of a state, those of its parameter (align.h); NULL: found among the items, which
+     * lack the parameter where another rank stores it */
+    const signed char *axes;
     mls_layout layout;
     size_t part;
     mls_tier tier;

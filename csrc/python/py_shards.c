@@ -133,6 +133,7 @@ typedef struct gathering {
     held *holds; /* one for each item */
     size_t count, room;
     size_t *dims; /* shapes of all items; they hold places in it until all are known */
+    signed char *axes; /* of states, at the places of their shapes; NULL: not asked for */
     size_t dims_used, dims_room;
 } gathering;
 
@@ -150,6 +151,7 @@ static void gathering_fini(gathering *g)
     mls_free(g->items);
     mls_free(g->holds);
     mls_free(g->dims);
+    mls_free(g->axes);
 }
 
 /* Room for `needed` more of what `*block` holds `used` of; false with MemoryError set. */
@@ -265,10 +267,11 @@ static int said_shape(const gathering *g, PyObject *value, size_t *shape)
 }
 
 /* Where a state's axes are not its parameter's own, fill in `axes` and return them. Asked
- * only where arrays are cut: the core finds out by itself what it writes down.  A
- * parameter that cannot say its shape is as good as one that is not there. */
+ * where arrays are cut, and where another rank may store the parameter: else the core
+ * finds out by itself what it writes down.  A parameter that cannot say its shape is as
+ * good as one that is not there. */
 static const signed char *axes_of(const gathering *g, PyObject *model,
-                                  const mls_tensor_id *id, const mls_tensor *t,
+                                  const mls_tensor_id *id, int rank, const size_t *dims,
                                   signed char *axes)
 {
     size_t shape[MLS_LAYOUT_RANK];
@@ -276,8 +279,8 @@ static const signed char *axes_of(const gathering *g, PyObject *model,
     bool differ = false;
     if (id->has_state && model != Py_None && (name = mlsp_str_of(id->name)) != NULL &&
         mlsp_dict_get(model, name, &parameter) == 1) {
-        const int rank = said_shape(g, parameter, shape);
-        differ = rank >= 0 && mls_align(id->state, t->rank, t->shape, rank, shape, axes);
+        const int said = said_shape(g, parameter, shape);
+        differ = said >= 0 && mls_align(id->state, rank, dims, said, shape, axes);
     }
     PyErr_Clear();
     Py_XDECREF(name);
@@ -322,8 +325,10 @@ static int add_whole(gathering *g, PyObject *model, const mls_tensor_id *id,
     size_t parts = 1, ignored;
     mls_status st;
     if (g->parts > 1) {
-        mls_layout_project(&g->layout, 0, view->tensor.rank,
-                           axes_of(g, model, id, &view->tensor, axes), &layout, &ignored);
+        mls_layout_project(
+            &g->layout, 0, view->tensor.rank,
+            axes_of(g, model, id, view->tensor.rank, view->tensor.shape, axes), &layout,
+            &ignored);
         (void)mls_layout_parts(&layout, &parts,
                                &st); /* no more than those of g->layout */
     }
@@ -475,6 +480,23 @@ static int add_value(gathering *g, PyObject *model, mls_section section,
     return failed;
 }
 
+/* Say which axes states have.  A rank that stores a state knows the parameter even where
+ * it is another rank's to store, and the core sees only what this one stores. */
+static int align_states(gathering *g, PyObject *model)
+{
+    g->axes = mls_alloc(g->dims_used, 1);
+    if (g->axes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < g->count; i++) {
+        mls_shard_item *item = &g->items[i];
+        item->axes = axes_of(g, model, &item->id, item->rank, item->shape,
+                             g->axes + (item->shape - g->dims));
+    }
+    return 0;
+}
+
 /* `dicts` are the model's and the optimizer's, either may be None.  Both are taken as
  * they are at one moment; code of others (an array's own) may change them afterwards. */
 static int gather(gathering *g, PyObject *const *dicts)
@@ -494,7 +516,7 @@ static int gather(gathering *g, PyObject *const *dicts)
         }
     }
     point_to_shapes(g);
-    return 0;
+    return g->world_size > 1 ? align_states(g, dicts[0]) : 0;
 }
 
 /* {"path": ..., "bytes": ..., ...} */

@@ -183,6 +183,10 @@ static void axes_of_states_are_recorded_where_they_differ(void)
                               item_of("c", "row", MLS_F32, 1, rows, NULL),
                               item_of("lr", "", MLS_F32, 1, rows, NULL)};
     items[9].id.has_state = false;
+    const signed char given[] = {1};
+    mls_shard_item elsewhere = item_of("d", "col", MLS_F32, 1, fours, NULL);
+    elsewhere.axes = given; /* another rank stores its parameter */
+    items[8] = elsewhere;
     const mls_shard_job job = job_of(items, 10, generations[0], NULL);
     mls_shard_plan plan = place(&job, NULL);
     const mls_index_shard *shards = plan.index.shards; /* params a and b come first */
@@ -192,7 +196,7 @@ static void axes_of_states_are_recorded_where_they_differ(void)
     CHECK(shards[4].axes == NULL && shards[7].axes == NULL);
     CHECK(shards[5].axes[0] == 0 && shards[5].axes[1] == MLS_NO_AXIS);
     CHECK(shards[6].axes[0] == 0);
-    CHECK(shards[8].axes == NULL && shards[9].axes == NULL); /* no parameter here */
+    CHECK(shards[8].axes == given && shards[9].axes == NULL);
     mls_shard_plan_fini(&plan);
 }
 
