@@ -591,7 +591,7 @@ def test_bad_arguments_are_refused_and_change_nothing(path, arguments, error, ma
         ({"rank": 2, "world_size": 2}, ValueError, "rank 2 of 2 does not exist"),
         ({"layout": "rows"}, TypeError, "which part"),
         ({"names": 3}, TypeError, "names must be a str or several, got int"),
-        ({"group": object()}, TypeError, "group must have the methods .* got object"),
+        ({"group": object()}, TypeError, "group must have the methods .* got builtins.object"),
         ({"rank": 0, "world_size": 3, "layout": Layout.rows(2)}, ValueError, "2 parts for 3"),
         ({"verify": "maybe"}, ValueError, "verify must be"),
         ({"group": mlstate.collectives.SingleGroup(), "rank": 0}, TypeError, "not both"),
@@ -606,6 +606,19 @@ def test_bad_arguments_of_load_are_refused(path, arguments, error, match):
 def test_a_state_in_the_place_of_the_path_is_refused():
     with pytest.raises(TypeError, match=r"got dict; it comes first: save\(path, model"):
         mlstate.save({"w": np.ones(3)}, "path")
+
+
+def test_folders_that_another_process_makes_meanwhile_are_taken(path, monkeypatch):
+    make = os.mkdir
+
+    def late(name, *arguments):
+        make(name, *arguments)  # the other one was quicker
+        make(name, *arguments)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    mlstate.save(path, {"w": np.ones(3)})
+    monkeypatch.undo()
+    assert mlstate.verify(path)
 
 
 def test_what_is_no_checkpoint_is_described(tmp_path):

@@ -40,6 +40,15 @@ def test_no_large_or_built_file_is_kept():
         assert path.stat().st_size < 2 << 20, house.relative(path)
 
 
+def test_no_two_test_files_share_a_name():
+    """pytest collects one module of a name, and stops at the second."""
+    found: dict[str, str] = {}
+    for path in house.tracked_files():
+        if path.name.startswith("test_") and path.suffix == ".py":
+            assert path.name not in found, (found[path.name], house.relative(path))
+            found[path.name] = house.relative(path)
+
+
 @pytest.mark.parametrize("path", house.python_files(), ids=house.relative)
 def test_each_module_has_a_docstring_and_lists_what_is_public(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mlstate
-from mlstate import _core, _folder
+from mlstate import _core, _folder, _lock
 from mlstate.checkpoint import Checkpoint, CheckpointManager, Layout, Shard
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
@@ -65,6 +65,15 @@ def run(function, world_size=2):
 
 def files_of(path):
     return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+
+
+def flip(path):
+    """Damage the shards of the newest checkpoint."""
+    root = mlstate.checkpoint.Checkpoint(path)
+    for file in path.glob(f"params/*{root.generation}*"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
 
 
 @pytest.fixture
@@ -209,3 +218,42 @@ def test_shards_of_states_know_a_parameter_that_only_the_first_rank_stores(path)
     np.testing.assert_array_equal(part["w.col"], [3.0, 4.0, 5.0])
     part = mlstate.load(path, rank=1, world_size=2, layout="rows").optimizer
     np.testing.assert_array_equal(part["w.col"], np.arange(6.0))
+
+
+# ---- repairing ----
+
+
+def test_repairing_leaves_a_checkpoint_that_was_replaced_meanwhile(path, monkeypatch):
+    manager = CheckpointManager(path)
+    manager.save(1, model={"w": np.full(4, 1.0)})
+    mlstate.save(path, {"w": np.full(4, 2.0)})
+    acquire = _lock.WriterLock.acquire
+    flip(path)
+
+    def late(lock):
+        monkeypatch.undo()
+        mlstate.save(path, {"w": np.full(4, 3.0)})  # a writer that was faster
+        acquire(lock)
+
+    monkeypatch.setattr(_lock.WriterLock, "acquire", late)
+    report = mlstate.verify(path, repair=True)
+    assert report
+    assert report.repaired is None
+    np.testing.assert_array_equal(mlstate.load(path).model["w"], np.full(4, 3.0))
+
+
+def test_repairing_gives_up_no_step_that_the_system_does_not_let_us_read(manager, monkeypatch):
+    read_manifest = _folder.read_manifest
+    newest = _folder.list_roots(manager.directory)[-1].path
+
+    def failing(folder, name=_folder.MANIFEST):
+        if name in (newest, _folder.MANIFEST):
+            raise _folder.store_error(OSError(errno.EIO, "input/output error"), "no", name)
+        return read_manifest(folder, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_folder, "read_manifest", failing)
+        report = mlstate.verify(manager.directory, repair=True)
+    assert report.problems[0].kind == "unreadable"
+    assert report.repaired
+    assert manager.steps() == [1, 2, 3]
