@@ -36,7 +36,7 @@ def check_group(group: object) -> None:
     if not hasattr(group, "gather_bytes") or not hasattr(group, "world_size"):
         raise TypeError(
             "group must have the methods of mlstate.collectives.ProcessGroup, got "
-            f"{type(group).__name__}; for torch.distributed there is "
+            f"{type(group).__module__}.{type(group).__qualname__}; for torch.distributed there is "
             "mlstate.integrations.torch.TorchGroup"
         )
 

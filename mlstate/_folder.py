@@ -126,6 +126,15 @@ def _is_folder(path: str) -> bool:
         return False
 
 
+def _make(path: str) -> None:
+    """Make one folder; another process that begins to save may be quicker."""
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not _is_folder(path):
+            raise
+
+
 def create(folder: str) -> None:
     """Make the folder and what belongs in it, durably."""
     try:
@@ -135,13 +144,13 @@ def create(folder: str) -> None:
             missing.append(path)
             path = os.path.dirname(path)
         for path in reversed(missing):
-            os.mkdir(path)
+            _make(path)
             _core.folder_sync(os.path.dirname(path))
         made = False
         for part in FOLDERS:
             path = os.path.join(folder, part)
             if not _is_folder(path):
-                os.mkdir(path)
+                _make(path)
                 made = True
         if made:
             _core.folder_sync(folder)

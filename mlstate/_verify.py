@@ -135,6 +135,8 @@ _HEADERS = ["problem", "file", "tensor", "bytes", "what"]
 def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Problem:
     if isinstance(error, FileNotFoundError):
         kind = "missing"
+    elif isinstance(error, StoreError):
+        kind = "unreadable"
     return Problem(kind, path, None, None, rank, error.offset or 0, 0, str(error))
 
 
@@ -204,10 +206,16 @@ def verify_root(
 def _repair(folder: str, report: VerifyReport) -> None:
     """Put the newest root that verifies in the place of those that do not.
 
-    The damaged steps are given up: their files go with the next save or `prune`.
+    The damaged steps are given up: their files go with the next save or `prune`.  What the
+    system does not let us read now may be good, and stays.
     """
     damaged: list[_folder.Root] = []
     with WriterLock(folder):
+        now = VerifyReport(folder)  # a writer may have replaced what was looked at
+        verify_root(folder, _folder.MANIFEST, now, None)
+        if now:
+            report.problems, report.step = [], now.step
+            return
         for root in reversed(_folder.list_roots(folder)):
             trial = VerifyReport(folder)
             verify_root(folder, root.path, trial, None)
@@ -218,7 +226,8 @@ def _repair(folder: str, report: VerifyReport) -> None:
                 report.repaired = root.generation
                 report.step = trial.step
                 return
-            damaged.append(root)
+            if all(problem.kind != "unreadable" for problem in trial.problems):
+                damaged.append(root)
 
 
 def verify_checkpoint(
