@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +21,8 @@ from ..._collective_args import (
     failed,
     result_of,
 )
-from ...collectives import ReduceOp, Work
+from ..._turns import Turns
+from ...collectives import ReduceOp
 from ...errors import CollectiveError, CompatibilityError
 from ._dtypes import torch_has
 from ._exchange import Link, as_bytes, gather_texts, reduce_all, reduce_rows, spread, trade
@@ -162,10 +161,7 @@ class TorchGroup:
             self._device = torch.device(kind, getattr(torch, kind).current_device())
         self._check = bool(check)
         self._ended = ""
-        self._turn = threading.Lock()  # held while an operation is under way
-        self._lock = threading.Lock()  # of the two below, never held for long
-        self._queue: deque[tuple[Work, float | None, Start]] = deque()
-        self._worker: threading.Thread | None = None
+        self._turns = Turns("mlstate-torch-group", self._rank)
 
     def __enter__(self) -> TorchGroup:
         return self
@@ -239,35 +235,6 @@ class TorchGroup:
             what = f"another rank is gone, or called something else ({text[:300]})"
         return failed(operation, self._rank, f"{what}; the group is of no use any more")
 
-    def _drain(self) -> None:
-        """Take operations from the queue until it is empty: what the thread runs."""
-        while True:
-            with self._turn:
-                with self._lock:
-                    if not self._queue:
-                        self._worker = None
-                        return
-                    work, timeout, start = self._queue.popleft()
-                try:
-                    result = self._perform(work.operation, timeout, start)
-                except BaseException as error:
-                    work.set_error(error)
-                else:
-                    del start  # arrays are let go before anyone can wait for that
-                    work.set_result(result)
-                    del result
-                del work
-
-    def _enqueue(self, operation: str, timeout: float | None, start: Start) -> Work:
-        """Hand an operation to the thread, which Python waits for when it ends."""
-        work = Work(operation, self._rank)
-        with self._lock:
-            self._queue.append((work, timeout, start))
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._drain, name="mlstate-torch-group")
-                self._worker.start()
-        return work
-
     def _submit(
         self,
         operation: str,
@@ -286,20 +253,13 @@ class TorchGroup:
         self._check_open(operation)
         if self._check:
             start = _checked(operation, call, counts, start)
-        if async_op and (device is None or device.type == "cpu"):
-            return self._enqueue(operation, timeout, start)
-        with self._turn:
-            with self._lock:
-                waiting = bool(self._queue)
-            if not waiting:
-                result = self._perform(operation, timeout, start)
-        if waiting:
-            result = self._enqueue(operation, timeout, start).wait()
-        if not async_op:
-            return result
-        work = Work(operation, self._rank)
-        work.set_result(result)
-        return work
+
+        def task() -> Any:
+            return self._perform(operation, timeout, start)
+
+        if async_op and device is not None and device.type != "cpu":
+            return self._turns.run_at_once(operation, task)
+        return self._turns.run(operation, task, async_op=async_op)
 
     def _near(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor where the backend reaches it."""
@@ -527,10 +487,7 @@ class TorchGroup:
 
         It is not destroyed. Closing again does nothing.
         """
-        with self._lock:
-            worker = self._worker
-        if worker is not None:
-            worker.join()
+        self._turns.join()
         self._ended = self._ended or "closed"
 
 
