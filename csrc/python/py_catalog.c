@@ -443,20 +443,25 @@ static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssiz
 /* ---- the type ---- */
 
 static PyMethodDef catalog_methods[] = {
-    {"keys", catalog_keys, METH_O, "keys(section, /)\n--\n\nKeys of a section."},
-    {"tensors", catalog_tensors, METH_NOARGS, "tensors()\n--\n\nFacts of all tensors."},
-    {"shards", catalog_shards, METH_NOARGS, "shards()\n--\n\nFacts of all shards."},
-    {"files", catalog_files, METH_NOARGS, "files()\n--\n\nFiles and their sizes."},
+    {"keys", catalog_keys, METH_O, "keys($self, section, /)\n--\n\nKeys of a section."},
+    {"tensors", catalog_tensors, METH_NOARGS,
+     "tensors($self, /)\n--\n\nFacts of all tensors."},
+    {"shards", catalog_shards, METH_NOARGS,
+     "shards($self, /)\n--\n\nFacts of all shards."},
+    {"files", catalog_files, METH_NOARGS,
+     "files($self, /)\n--\n\nFiles and their sizes."},
     {"heads", catalog_heads, METH_NOARGS,
-     "heads()\n--\n\nWhat each index says of "
+     "heads($self, /)\n--\n\nWhat each index says of "
      "itself."},
     {"load", MLSP_FASTCALL(mlsp_catalog_load),
-     "load(folder, section, keys, cutting, verify, mmap, progress, /)\n--\n\nArrays."},
+     "load($self, folder, section, keys, cutting, verify, mmap, progress, "
+     "/)\n--\n\nArrays."},
     {"load_into", MLSP_FASTCALL(mlsp_catalog_load_into),
-     "load_into(folder, section, keys, cutting, targets, verify, progress, "
+     "load_into($self, folder, section, keys, cutting, targets, verify, progress, "
      "/)\n--\n\nRead into arrays that exist."},
     {"verify", MLSP_FASTCALL(catalog_verify),
-     "verify(folder, progress, /)\n--\n\nEverything that is wrong with the files."},
+     "verify($self, folder, progress, /)\n--\n\nEverything that is wrong with the "
+     "files."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -723,7 +723,7 @@ static PyObject *folder_sync(PyObject *module, PyObject *path)
 
 PyMethodDef mlsp_shards_methods[] = {
     {"shards_write", MLSP_FASTCALL(shards_write),
-     "shards_write(folder, generation, ranks, states, Shard, mine, layout, before, "
+     "shards_write(folder, generation, ranks, states, shard_type, mine, layout, before, "
      "pack_below, progress, /)\n--\n\nStore one rank's shards, durably."},
     {"seal", seal, METH_O, "seal(text, /)\n--\n\nFill in a text's own checksum."},
     {"seal_check", MLSP_FASTCALL(seal_check),
