@@ -1,0 +1,24 @@
+/* bucketp: buckets as Python holds them, for every engine that reduces one.
+ */
+#ifndef MLSP_BUCKETP_H
+#define MLSP_BUCKETP_H
+
+#include "mlsp.h"
+
+#include "bucket.h"
+
+/* A bucket, and what keeps its arrays alive. */
+typedef struct mlsp_bucket {
+    mls_bucket bucket;
+    mlsp_view *views; /* array and output of each segment */
+    size_t *counts;   /* of all segments */
+} mlsp_bucket;
+
+/* The bucket in a capsule, which keeps it; NULL with ValueError set.  Who works on it
+ * without the GIL holds a reference to the capsule, as the arguments of a call do. */
+mlsp_bucket *mlsp_bucket_of(PyObject *capsule);
+
+/* New list of (squares, nonfinite) of all segments. */
+PyObject *mlsp_bucket_tallies(const mls_bucket *b);
+
+#endif

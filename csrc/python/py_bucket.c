@@ -1,0 +1,397 @@
+/* py_bucket: buckets of gradients, and sketches of arrays.
+ *
+ * A bucket is parsed once, from tuples (array, counts, out), into a capsule that keeps
+ * the arrays alive; packing and reducing then need no look at Python.
+ */
+#include "bucketp.h"
+
+#include "mem.h"
+#include "size.h"
+#include "sketch.h"
+
+#include <string.h>
+
+static const char BUCKET[] = "mlstate.bucket";
+
+/* ---- making ---- */
+
+/* Free all that a bucket holds; accepts one that was half made. */
+static void bucket_free(mlsp_bucket *held)
+{
+    if (held == NULL) {
+        return;
+    }
+    for (size_t i = 0; held->views != NULL && i < 2 * held->bucket.count; i++) {
+        mlsp_view_release(&held->views[i]);
+    }
+    mls_free(held->views);
+    mls_free(held->counts);
+    mls_free(held->bucket.segments);
+    mls_free(held);
+}
+
+static void capsule_free(PyObject *capsule)
+{
+    bucket_free(PyCapsule_GetPointer(capsule, BUCKET));
+}
+
+mlsp_bucket *mlsp_bucket_of(PyObject *capsule)
+{
+    return PyCapsule_GetPointer(capsule, BUCKET);
+}
+
+/* Room for `count` segments of `world` ranks; NULL with an exception set. */
+static mlsp_bucket *bucket_new(size_t count, size_t world)
+{
+    size_t numbers;
+    mlsp_bucket *held = mls_alloc(1, sizeof *held);
+    if (held == NULL || !mls_size_mul(count, world, &numbers)) {
+        mls_free(held);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    held->bucket.world = world;
+    held->views = mls_alloc(2 * count + 1, sizeof *held->views);
+    held->counts = mls_alloc(numbers + 1, sizeof *held->counts);
+    held->bucket.segments = mls_alloc(count + 1, sizeof *held->bucket.segments);
+    if (held->views == NULL || held->counts == NULL || held->bucket.segments == NULL) {
+        bucket_free(held);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    return held;
+}
+
+/* A view that the core can walk as one run. */
+static int view_packed(const mlsp_state *state, PyObject *array, const char *what,
+                       bool writable, mlsp_view *out)
+{
+    mlsp_view view = {0};
+    if (!mlsp_view_quickly(array, writable, &view) &&
+        (writable ? mlsp_view_writable(state, array, what, &view)
+                  : mlsp_view_of(state, array, what, &view)) < 0) {
+        return -1;
+    }
+    const size_t item = mls_tensor_item_bytes(&view.tensor);
+    if (!mls_tensor_is_contiguous(&view.tensor) || view.tensor.swapped ||
+        (uintptr_t)view.tensor.data % (item < 8 ? item : 8) != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s of a bucket must be contiguous, aligned and in the byte order "
+                     "of the machine",
+                     what);
+        mlsp_view_release(&view);
+        return -1;
+    }
+    *out = view;
+    return 0;
+}
+
+/* The elements of each rank's part, which make up the array and its output. */
+static int take_counts(const mlsp_state *state, PyObject *tuple, size_t world,
+                       size_t rank, const mlsp_view *views, size_t *counts)
+{
+    size_t total = 0, have = 0, mine = 0;
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)world) {
+        PyErr_Format(PyExc_TypeError, "counts must be a tuple of %zu ints", world);
+        return -1;
+    }
+    for (size_t i = 0; i < world; i++) {
+        int64_t count;
+        PyObject *number = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
+        if (mlsp_take_int64(state, number, "count", &count) < 0) {
+            return -1;
+        }
+        if (count < 0 || !mls_size_add(total, (size_t)count, &total)) {
+            PyErr_SetString(PyExc_ValueError, "counts must not be negative");
+            return -1;
+        }
+        counts[i] = (size_t)count;
+    }
+    if (!mls_tensor_count(&views[0].tensor, &have) ||
+        !mls_tensor_count(&views[1].tensor, &mine) || have != total ||
+        mine != counts[rank]) {
+        PyErr_Format(PyExc_ValueError,
+                     "an array of %zu elements and an output of %zu do not fit counts "
+                     "that add up to %zu, with %zu for this rank",
+                     have, mine, total, counts[rank]);
+        return -1;
+    }
+    return 0;
+}
+
+/* Fill segment `held->bucket.count` from a tuple, and count it. */
+static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction reduction,
+                      mlsp_bucket *held)
+{
+    mls_status st;
+    mls_bucket *b = &held->bucket;
+    mlsp_view *views = &held->views[2 * b->count];
+    size_t *counts = &held->counts[b->world * b->count];
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 3) {
+        PyErr_SetString(PyExc_TypeError, "a segment is a tuple (array, counts, out)");
+        return -1;
+    }
+    if (view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false, &views[0]) <
+            0 ||
+        view_packed(state, PyTuple_GET_ITEM(tuple, 2), "the output", true, &views[1]) <
+            0) {
+        mlsp_view_release(&views[0]);
+        return -1;
+    }
+    b->count++; /* from here on bucket_free lets the views go */
+    if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, b->rank, views, counts) <
+        0) {
+        return -1;
+    }
+    reduction.dtype = views[0].tensor.dtype;
+    reduction.out_dtype = views[1].tensor.dtype;
+    if (mls_reduce_check(&reduction, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    b->segments[b->count - 1] = (mls_segment){.data = views[0].tensor.data,
+                                              .counts = counts,
+                                              .out = views[1].tensor.data,
+                                              .reduction = reduction};
+    return 0;
+}
+
+/* "sum", "min" or "max". */
+static int take_op(PyObject *object, mls_reduce_op *out)
+{
+    static const char *const names[] = {
+        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
+    mls_text text;
+    if (mlsp_take_text(object, "op", &text) < 0) {
+        return -1;
+    }
+    for (int op = 0; op < 3; op++) {
+        if (text.length == 3 && memcmp(text.data, names[op], 3) == 0) {
+            *out = (mls_reduce_op)op;
+            return 0;
+        }
+    }
+    PyErr_SetString(PyExc_ValueError, "op must be 'sum', 'min' or 'max'");
+    return -1;
+}
+
+/* bucket(segments, world, rank, op, divisor) -> capsule */
+static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_reduction reduction = {.divisor = 1};
+    int64_t world, rank;
+    if (mlsp_take_count("bucket", 5, count) < 0 ||
+        mlsp_take_int64(state, args[1], "world", &world) < 0 ||
+        mlsp_take_int64(state, args[2], "rank", &rank) < 0 ||
+        take_op(args[3], &reduction.op) < 0 ||
+        mlsp_take_double(args[4], "divisor", &reduction.divisor) < 0) {
+        return NULL;
+    }
+    if (!PyList_Check(args[0]) || rank < 0 || rank >= world || world > INT_MAX) {
+        PyErr_SetString(PyExc_TypeError,
+                        "a bucket is a list of segments, for one of its ranks");
+        return NULL;
+    }
+    /* a copy: the list may change while outputs are looked at */
+    PyObject *segments = PyList_AsTuple(args[0]);
+    mlsp_bucket *held = NULL;
+    if (segments == NULL ||
+        (held = bucket_new((size_t)PyTuple_GET_SIZE(segments), (size_t)world)) == NULL) {
+        goto done;
+    }
+    held->bucket.rank = (size_t)rank;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(segments); i++) {
+        if (bucket_add(state, PyTuple_GET_ITEM(segments, i), reduction, held) < 0) {
+            bucket_free(held);
+            held = NULL;
+            goto done;
+        }
+    }
+done:
+    Py_XDECREF(segments);
+    PyObject *capsule = held == NULL ? NULL : PyCapsule_New(held, BUCKET, capsule_free);
+    if (held != NULL && capsule == NULL) {
+        bucket_free(held);
+    }
+    return capsule;
+}
+
+/* ---- using ---- */
+
+/* bucket_sizes(bucket) -> (bytes to each rank with 0 for this one, bytes from each) */
+static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_status st;
+    if (mlsp_take_count("bucket_sizes", 1, count) < 0) {
+        return NULL;
+    }
+    const mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    PyObject *to = held == NULL ? NULL : PyList_New((Py_ssize_t)held->bucket.world);
+    size_t mine = 0;
+    for (size_t rank = 0; to != NULL && rank < held->bucket.world; rank++) {
+        size_t bytes;
+        if (mls_bucket_bytes(&held->bucket, rank, &bytes, &st) != MLS_OK) {
+            Py_CLEAR(to);
+            return mlsp_raise(state, &st, NULL);
+        }
+        const bool own = rank == held->bucket.rank;
+        mine = own ? bytes : mine;
+        PyObject *number = PyLong_FromSize_t(own ? 0 : bytes);
+        if (number == NULL) {
+            Py_CLEAR(to);
+        } else {
+            PyList_SET_ITEM(to, (Py_ssize_t)rank, number);
+        }
+    }
+    return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)mine);
+}
+
+/* Bytes that all messages take together: to the others, or from them. */
+static int message_bytes(const mlsp_state *state, const mls_bucket *b, bool sent,
+                         size_t *out)
+{
+    size_t total = 0;
+    mls_status st;
+    for (size_t rank = 0; rank < b->world; rank++) {
+        size_t bytes;
+        if (mls_bucket_bytes(b, sent ? rank : b->rank, &bytes, &st) != MLS_OK) {
+            mlsp_raise(state, &st, NULL);
+            return -1;
+        }
+        /* cannot wrap in what fits memory as arrays; checked all the same */
+        if (rank != b->rank && !mls_size_add(total, bytes, &total)) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    *out = total;
+    return 0;
+}
+
+/* A buffer of messages: uint8, with room for them. */
+static int view_messages(const mlsp_state *state, const mls_bucket *b, PyObject *array,
+                         bool sent, mlsp_view *out)
+{
+    size_t wanted, have;
+    if (message_bytes(state, b, sent, &wanted) < 0 ||
+        view_packed(state, array, "the messages", sent, out) < 0) {
+        return -1;
+    }
+    if (!mls_tensor_bytes(&out->tensor, &have) || have < wanted ||
+        (uintptr_t)out->tensor.data % MLS_BUCKET_ALIGN != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "messages of %zu bytes do not fit %zu bytes of memory aligned to %d",
+                     wanted, have, (int)MLS_BUCKET_ALIGN);
+        mlsp_view_release(out);
+        return -1;
+    }
+    return 0;
+}
+
+/* bucket_pack(bucket, send) */
+static PyObject *bucket_pack(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mlsp_view send = {0};
+    if (mlsp_take_count("bucket_pack", 2, count) < 0) {
+        return NULL;
+    }
+    const mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    if (held == NULL || view_messages(state, &held->bucket, args[1], true, &send) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        mls_bucket_pack(&held->bucket, send.tensor.data);
+    Py_END_ALLOW_THREADS
+    mlsp_view_release(&send);
+    Py_RETURN_NONE;
+}
+
+PyObject *mlsp_bucket_tallies(const mls_bucket *b)
+{
+    PyObject *list = PyList_New((Py_ssize_t)b->count);
+    for (size_t i = 0; list != NULL && i < b->count; i++) {
+        const mls_tally *tally = &b->segments[i].tally;
+        PyObject *pair =
+            Py_BuildValue("(dK)", tally->squares, (unsigned long long)tally->nonfinite);
+        if (pair == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
+        }
+    }
+    return list;
+}
+
+/* bucket_reduce(bucket, received) -> [(squares, nonfinite), ...] */
+static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mlsp_view received = {0};
+    if (mlsp_take_count("bucket_reduce", 2, count) < 0) {
+        return NULL;
+    }
+    mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    if (held == NULL ||
+        view_messages(state, &held->bucket, args[1], false, &received) < 0) {
+        return NULL;
+    }
+    const void **sources = mls_alloc(held->bucket.world, sizeof *sources);
+    if (sources == NULL) {
+        mlsp_view_release(&received);
+        return PyErr_NoMemory();
+    }
+    Py_BEGIN_ALLOW_THREADS
+        mls_bucket_reduce(&held->bucket, state->kernels->cpu, received.tensor.data,
+                          sources);
+    Py_END_ALLOW_THREADS
+    mls_free(sources);
+    mlsp_view_release(&received);
+    return mlsp_bucket_tallies(&held->bucket);
+}
+
+/* sketch(array, start, seed) -> (signed sum, sum of absolute values)
+ *
+ * `array` lies packed; its first element has index `start`. */
+static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mlsp_view view = {0};
+    mls_sketch sum = {0};
+    mls_status st;
+    int64_t start, seed;
+    size_t elements = 0;
+    if (mlsp_take_count("sketch", 3, count) < 0 ||
+        mlsp_take_int64(state, args[1], "start", &start) < 0 ||
+        mlsp_take_int64(state, args[2], "seed", &seed) < 0 ||
+        view_packed(state, args[0], "an array", false, &view) < 0) {
+        return NULL;
+    }
+    (void)mls_tensor_count(&view.tensor, &elements);
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_sketch_add(&sum, view.tensor.data, view.tensor.dtype, (size_t)start,
+                              elements, (uint64_t)seed, &st);
+    Py_END_ALLOW_THREADS
+    mlsp_view_release(&view);
+    if (code != MLS_OK) {
+        return mlsp_raise(state, &st, NULL);
+    }
+    return Py_BuildValue("(dd)", sum.signed_sum, sum.magnitude);
+}
+
+PyMethodDef mlsp_bucket_methods[] = {
+    {"bucket", MLSP_FASTCALL(bucket),
+     "bucket(segments, world, rank, op, divisor, /)\n--\n\nArrays to be reduced as one."},
+    {"bucket_sizes", MLSP_FASTCALL(bucket_sizes),
+     "bucket_sizes(bucket, /)\n--\n\nBytes to each other rank, and from each."},
+    {"bucket_pack", MLSP_FASTCALL(bucket_pack),
+     "bucket_pack(bucket, send, /)\n--\n\nFill the messages to the other ranks."},
+    {"bucket_reduce", MLSP_FASTCALL(bucket_reduce),
+     "bucket_reduce(bucket, received, /)\n--\n\nReduce what the other ranks sent."},
+    {"sketch", MLSP_FASTCALL(sketch),
+     "sketch(array, start, seed, /)\n--\n\nSigned and absolute sum of the elements."},
+    {NULL, NULL, 0, NULL},
+};
