@@ -23,8 +23,20 @@ enum {
 /* Sets of another architecture get the scalar table, which works everywhere. */
 static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 {
-    (void)cpu;
-    return &mls_reduce_scalar;
+    switch (cpu) {
+#if defined(__x86_64__)
+    case MLS_CPU_AVX2:
+        return &mls_reduce_avx2;
+    case MLS_CPU_AVX512:
+        return &mls_reduce_avx512;
+#endif
+#if defined(__aarch64__)
+    case MLS_CPU_NEON:
+        return &mls_reduce_neon;
+#endif
+    default:
+        return &mls_reduce_scalar;
+    }
 }
 
 /* ---- the kernels of a dtype ---- */
@@ -369,11 +381,12 @@ static bool same_view(const mls_tensor *a, const mls_tensor *b)
 /* Whether an axis of a view stands still: one element has several places then. */
 static bool repeats(const mls_tensor *t)
 {
-    bool found = false;
+    bool found = false, empty = false;
     for (int axis = 0; axis < t->rank; axis++) {
         found = found || (t->shape[axis] > 1 && t->strides[axis] == 0);
+        empty = empty || t->shape[axis] == 0;
     }
-    return found;
+    return found && !empty;
 }
 
 /* Cheap questions first. */

@@ -1,0 +1,128 @@
+/* reduce_avx2: sums and tallies with AVX2 and F16C, 8 floats or 4 doubles at a time.
+ *
+ * The loops are those of reduce_lanes.h; here is what one register does.  The set has
+ * FMA as well, which is not used: product and sum are rounded each.
+ */
+#include "reduce_kernels.h"
+
+#if defined(__x86_64__)
+
+#    include <immintrin.h>
+
+#    define TARGET __attribute__((target("avx2,f16c")))
+
+enum { WIDTH = 32 };
+typedef __m256 floats;
+typedef __m256d doubles;
+
+/* Half a register from any address. */
+TARGET static inline __m128i load_128(const unsigned char *items)
+{
+    return _mm_loadu_si128((const __m128i *)(const void *)items);
+}
+
+/* The upper half is zero. */
+TARGET static inline __m128i load_64(const unsigned char *items)
+{
+    return _mm_loadl_epi64((const __m128i *)(const void *)items);
+}
+
+/* Floats: all of these are exact. */
+TARGET static inline floats floats_f32(const unsigned char *items)
+{
+    return _mm256_loadu_ps((const float *)(const void *)items);
+}
+
+/* By the instruction for it. */
+TARGET static inline floats floats_f16(const unsigned char *items)
+{
+    return _mm256_cvtph_ps(load_128(items));
+}
+
+/* Each is the upper half of a float. */
+TARGET static inline floats floats_bf16(const unsigned char *items)
+{
+    const __m256i widened = _mm256_cvtepu16_epi32(load_128(items));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(widened, 16));
+}
+
+/* As they are. */
+TARGET static inline void store_f32(unsigned char *items, floats values)
+{
+    _mm256_storeu_ps((float *)(void *)items, values);
+}
+
+/* The rounding is named, so that the thread's own mode has no say. */
+TARGET static inline void store_f16(unsigned char *items, floats values)
+{
+    const __m128i halves =
+        _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128((__m128i *)(void *)items, halves);
+}
+
+/* Rounded by an addition, as in copy_avx2.c; a NaN keeps its upper half with the quiet
+ * bit set. */
+TARGET static inline void store_bf16(unsigned char *items, floats values)
+{
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    const __m256i upper = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+    const __m256i all = _mm256_blendv_epi8(rounded, quiet, nan);
+    const __m128i low = _mm256_castsi256_si128(all);
+    const __m128i high = _mm256_extracti128_si256(all, 1);
+    _mm_storeu_si128((__m128i *)(void *)items, _mm_packus_epi32(low, high));
+}
+
+/* Doubles: exact as well. */
+TARGET static inline doubles doubles_f64(const unsigned char *items)
+{
+    return _mm256_loadu_pd((const double *)(const void *)items);
+}
+
+/* Widened once. */
+TARGET static inline doubles doubles_f32(const unsigned char *items)
+{
+    return _mm256_cvtps_pd(_mm_castsi128_ps(load_128(items)));
+}
+
+/* Widened twice. */
+TARGET static inline doubles doubles_f16(const unsigned char *items)
+{
+    return _mm256_cvtps_pd(_mm_cvtph_ps(load_64(items)));
+}
+
+/* As above. */
+TARGET static inline doubles doubles_bf16(const unsigned char *items)
+{
+    const __m128i widened = _mm_cvtepu16_epi32(load_64(items));
+    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(widened, 16)));
+}
+
+/* To any address. */
+TARGET static inline void store_f64(unsigned char *items, doubles values)
+{
+    _mm256_storeu_pd((double *)(void *)items, values);
+}
+
+/* The same number in all lanes. */
+TARGET static inline floats repeat(float value)
+{
+    return _mm256_set1_ps(value);
+}
+
+/* As above. */
+TARGET static inline doubles repeat_f64(double value)
+{
+    return _mm256_set1_pd(value);
+}
+
+#    include "reduce_lanes.h"
+
+/* mls_cpu_offers(MLS_CPU_AVX2) must be true before any of these is called. */
+const mls_reduce_kernels mls_reduce_avx2 = MLS_REDUCE_TABLE;
+
+#endif
