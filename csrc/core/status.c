@@ -169,6 +169,7 @@ const char *mls_code_name(mls_code code)
         [MLS_E_IO] = "io",
         [MLS_E_BUSY] = "busy",
         [MLS_E_STOPPED] = "stopped",
+        [MLS_E_PEER] = "peer",
     };
     return (unsigned)code < MLS_E_COUNT ? names[code] : "?";
 }

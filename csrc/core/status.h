@@ -26,6 +26,7 @@ typedef enum mls_code {
     MLS_E_IO,       /* the operating system said no: see os_error */
     MLS_E_BUSY,     /* memory that may not move now, because a view of it is alive */
     MLS_E_STOPPED,  /* the caller asked to stop */
+    MLS_E_PEER,     /* another rank: it is gone, late, or does something else */
     MLS_E_COUNT     /* number of codes; never returned */
 } mls_code;
 

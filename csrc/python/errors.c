@@ -173,6 +173,8 @@ static PyObject *class_of(const mlsp_state *state, const mls_status *st)
         return state->errors[MLSP_ERROR_CHECKSUM];
     case MLS_E_BUSY:
         return PyExc_BufferError;
+    case MLS_E_PEER:
+        return state->errors[MLSP_ERROR_COLLECTIVE];
     case MLS_E_IO:
         return state->errors[st->os_error == ENOENT ? MLSP_ERROR_STORE_MISSING
                              : st->os_error == EACCES || st->os_error == EPERM

@@ -1,0 +1,162 @@
+/* local_steps: what local.c, local_wait.c and local_ops.c share: the memory of a group,
+ * and the steps that every operation is made of.
+ *
+ * In each step every rank fills one slot of its ring, publishes it, and reads the slots
+ * of the others.  Steps are counted from the group's beginning, by two numbers of each
+ * rank: `published`, and `consumed`, steps that it has read from everybody.  A slot is
+ * free again when all have consumed the step that was in it.  All operations take equally
+ * many steps on every rank, so that the numbers stay together.
+ *
+ * A rank that finds nothing to do spins for a while and then sleeps on its own `bell`.
+ * Who publishes or consumes rings the bells of those who sleep.  All of these words are
+ * read and written in one order that all ranks agree on (memory_order_seq_cst): a sleeper
+ * first says that he sleeps and then looks again, so that nobody is forgotten.
+ */
+#ifndef MLS_LOCAL_STEPS_H
+#define MLS_LOCAL_STEPS_H
+
+#if !defined(_WIN32)
+
+#    include "local.h"
+
+#    include <stdatomic.h>
+#    include <sys/types.h>
+
+/* Words of different ranks lie this far apart: processors fetch lines in pairs. */
+enum { MLS_LOCAL_LINE = 128, MLS_LOCAL_PAGE = 4096 };
+
+/* What a rank says of the operation that begins with this slot. */
+typedef struct mls_local_note {
+    uint64_t number;      /* of the operation, from 1 */
+    uint64_t fingerprint; /* of all that ranks must call alike */
+    uint32_t kind;
+    char text[MLS_LOCAL_CALL_BYTES];
+} mls_local_note;
+
+enum { MLS_LOCAL_MAX_DEPTH = 16 };
+
+/* Written by one rank, read by all. */
+typedef struct mls_local_area {
+    _Alignas(MLS_LOCAL_LINE) _Atomic(uint64_t) published;
+    _Alignas(MLS_LOCAL_LINE) _Atomic(uint64_t) consumed;
+    _Alignas(MLS_LOCAL_LINE) _Atomic(uint32_t) bell; /* others write these two */
+    _Atomic(uint32_t) sleeping;
+    _Alignas(MLS_LOCAL_LINE) _Atomic(uint64_t) doing; /* operation number << 8 | kind */
+    _Atomic(uint32_t) state;                          /* mls_local_state */
+    _Atomic(int64_t) process;
+    _Alignas(MLS_LOCAL_LINE) mls_local_note notes[MLS_LOCAL_MAX_DEPTH];
+} mls_local_area;
+
+/* Where a rank is in its life. */
+typedef enum mls_local_state {
+    MLS_LOCAL_ABSENT,
+    MLS_LOCAL_JOINED,
+    MLS_LOCAL_CLOSED
+} mls_local_state;
+
+/* Why a group is of no use any more. */
+typedef enum mls_local_why {
+    MLS_LOCAL_WORKS,
+    MLS_LOCAL_TIMEOUT,     /* `reporter` waited for `culprit` */
+    MLS_LOCAL_DIED,        /* the process of `culprit` */
+    MLS_LOCAL_LEFT,        /* `culprit` closed, and `reporter` needed it */
+    MLS_LOCAL_ABORTED,     /* by `culprit` */
+    MLS_LOCAL_INTERRUPTED, /* `culprit`, by its caller */
+    MLS_LOCAL_FAILED       /* an operation of `culprit`, for reasons of its own */
+} mls_local_why;
+
+/* The first bytes of the memory.  Both words are 0 at first and set once. */
+typedef struct mls_local_header {
+    _Alignas(MLS_LOCAL_LINE) _Atomic(uint64_t) shape;  /* version and mls_local_shape */
+    _Alignas(MLS_LOCAL_LINE) _Atomic(uint64_t) broken; /* an mls_local_blame, packed */
+} mls_local_header;
+
+/* Who is to blame.  It fits one word, so that a rank which dies while it writes leaves
+ * all of it or nothing. */
+typedef struct mls_local_blame {
+    mls_local_why why;
+    size_t reporter, culprit;
+    mls_local_kind kind; /* the operation that was under way */
+} mls_local_blame;
+
+/* The memory, held by those ranks of this process that use it. */
+typedef struct mls_local_memory {
+    unsigned char *data;
+    size_t bytes;
+    atomic_size_t users;
+} mls_local_memory;
+
+/* A place among destinations that are dealt out piece by piece (local_ops.c). */
+typedef struct mls_local_cursor {
+    size_t segment;
+    size_t at;   /* elements of its share that were dealt out */
+    size_t base; /* where the share begins in the segment */
+} mls_local_cursor;
+
+struct mls_local {
+    mls_local_memory *memory; /* shares */
+    mls_local_shape shape;
+    size_t rank;
+    int fd; /* owned; -1 among threads */
+    pid_t process;
+    mls_cpu cpu;
+    uint64_t written, read; /* steps published and consumed by this rank */
+    uint64_t number;        /* operations begun */
+    long spins;             /* nanoseconds to spin before sleeping */
+    size_t piece_bytes;     /* of a slot, for one peer */
+    mls_local_cursor cursors[MLS_LOCAL_MAX_RANKS];
+};
+
+/* ---- local.c: the memory ---- */
+
+mls_local_header *mls_local_header_of(const mls_local *g);
+mls_local_area *mls_local_area_of(const mls_local *g, size_t rank);
+
+/* The slot of a rank that holds a step. */
+unsigned char *mls_local_slot(const mls_local *g, size_t rank, uint64_t step);
+
+/* Declare the group to be of no use, unless somebody did before, and wake everybody. */
+void mls_local_break(mls_local *g, mls_local_blame blame);
+
+/* Fill `st` (MLS_E_PEER) with who is to blame, as this rank tells it in `kind`.  Returns
+ * the code. */
+mls_code mls_local_blamed(mls_local *g, mls_local_kind kind, const char *more,
+                          mls_status *st);
+
+/* ---- local_wait.c: one operation, step by step ---- */
+
+/* An operation as the steps see it. */
+typedef struct mls_local_flow {
+    mls_local_kind kind;
+    uint64_t fingerprint;
+    int source; /* the one rank whose slots are read after the first step; -1 for all */
+    /* Write this rank's part of a step; NULL where it never has one. */
+    void (*fill)(void *context, unsigned char *slot);
+    /* Read everybody's; NULL for nothing. */
+    mls_code (*drain)(void *context, uint64_t step, mls_status *st);
+    /* Whether another step is to be filled; asked after the first one was drained. */
+    bool (*more)(void *context);
+    void *context;
+} mls_local_flow;
+
+/* When an operation must end. */
+typedef struct mls_local_clock {
+    const mls_local_call *call;
+    int64_t deadline, polled; /* nanoseconds */
+} mls_local_clock;
+
+/* Begin an operation: take its first step, in which ranks find out whether they called
+ * the same. */
+mls_code mls_local_begin(mls_local *g, const mls_local_flow *flow,
+                         const mls_local_call *call, mls_local_clock *clock,
+                         mls_status *st);
+
+/* The steps that follow, until there are no more. */
+mls_code mls_local_continue(mls_local *g, const mls_local_flow *flow,
+                            mls_local_clock *clock, mls_status *st);
+
+/* Ring for every rank that sleeps. */
+void mls_local_ring(const mls_local *g);
+
+#endif
+#endif
