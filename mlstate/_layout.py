@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _core
+from ._arrays import is_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -353,6 +354,17 @@ class Shard:
         import numpy as np
 
         return np.asarray(self.array).__array_interface__
+
+    @property
+    def __dlpack__(self) -> Any:
+        """The same for tensors, whose dtype or device may be none of NumPy's."""
+        if not is_torch(self.array):
+            raise AttributeError("a shard of an array has __array_interface__")
+        return self.array.detach().__dlpack__
+
+    @property
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__
 
     def __repr__(self) -> str:
         part = f"{self.index} of {self.layout.parts} of {self.shape}"

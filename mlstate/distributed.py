@@ -52,7 +52,9 @@ __all__ = ["DistributedStateCollector", "RankDifference"]
 # ---- what a rank has ----
 
 
-def _of_torch(source: Any, model: Any) -> tuple[StateDict, Callable[[], None] | None] | None:
+def _of_torch(
+    source: Any, model: Any, fill: bool
+) -> tuple[StateDict, Callable[[], None] | None] | None:
     """Return the state of a torch module or optimizer; None for anything else."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -62,7 +64,7 @@ def _of_torch(source: Any, model: Any) -> tuple[StateDict, Callable[[], None] | 
 
         if model is not None and not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        states, keywords, store = optimizer_parts(source, model)
+        states, keywords, store = optimizer_parts(source, model, fill=fill)
         made = OptimizerStateDict(**keywords)
         made.update(states)
         return made, store
@@ -94,9 +96,11 @@ def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
     return made
 
 
-def _taken(source: Any, model: Any) -> tuple[StateDict, Callable[[], None] | None]:
+def _taken(
+    source: Any, model: Any, *, fill: bool = False
+) -> tuple[StateDict, Callable[[], None] | None]:
     """Return what this rank has, and what puts it back where it is not the memory itself."""
-    made = _of_torch(source, model)
+    made = _of_torch(source, model, fill)
     if made is not None:
         return made
     if model is not None:
@@ -358,6 +362,8 @@ class DistributedStateCollector:
 
         Notes
         -----
+        Copy whole arrays before training goes on, if the state is to stay as it is.
+
         Besides the result the root takes at most `max_bytes`; so do the others, and less where
         arrays are contiguous. All replicas are read once to be compared, where they lie. Running
         statistics of batch normalisation differ between replicas in training: give
@@ -455,7 +461,7 @@ class DistributedStateCollector:
                 "root": check_root(operation, root, self._group.world_size),
                 "max_bytes": check_max_bytes(operation, max_bytes),
             }
-            state, store = _taken(target, model)
+            state, store = _taken(target, model, fill=True)
             check_writable(state)
             taken.append(state)
             stores.append(store)

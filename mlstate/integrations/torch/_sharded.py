@@ -226,9 +226,9 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
     """
     import torch
 
+    if hasattr(value, "local_shards"):
+        return _part_of_sharded(name, value, replica)
     if not isinstance(value, torch.Tensor):
-        if hasattr(value, "local_shards"):
-            return _part_of_sharded(name, value, replica)
         raise TypeError(
             f"{name!r} is a {type(value).__name__}, not a tensor: take it out of the state "
             "first, and store it on its own"
@@ -308,7 +308,7 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
 
 
 def optimizer_parts(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, *, fill: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
     """Return what this rank has of an optimizer's states, as ``"<parameter>.<state name>"``.
 
@@ -318,6 +318,8 @@ def optimizer_parts(
         Of parameters that are plain, or sharded by FSDP2 or FSDP1.
     module : torch.nn.Module, optional
         Whose parameters they are, for names; needed for FSDP1.
+    fill : bool, default False
+        Whether the states are going to be filled in place.
 
     Returns
     -------
@@ -331,11 +333,17 @@ def optimizer_parts(
     Raises
     ------
     TypeError, ValueError
-        The state is more than tensors and numbers by parameter, or the module lacks some.
+        The state is more than tensors and numbers by parameter, or the module lacks some; or
+        it is FSDP1's, which cannot be filled.
     """
     wrappers = [] if module is None else _flat_sharded(module)
     if module is not None and wrappers:
-        return _parts_of_flat(optimizer, module, _replica_of(wrappers))
+        if fill:
+            raise TypeError(
+                "an optimizer of FSDP1 cannot be filled in place: gather its state, and load it "
+                "by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
+        return (*_parts_of_flat(optimizer, module, _replica_of(wrappers)), None)
     named = _named(optimizer, module)
     if module is not None:
         named = _by_name(module, named)
@@ -366,18 +374,12 @@ def _keywords(
 
 def _parts_of_flat(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
-) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Let torch cut FSDP1's flat states by parameter."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    def refuse() -> None:
-        raise TypeError(
-            "an optimizer of FSDP1 cannot be filled in place: gather its state, and load it by "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-        )
-
     if not optimizer.state:  # torch would take a step to make one
-        return {}, {"optimizer_type": _kind_of(optimizer)}, refuse
+        return {}, {"optimizer_type": _kind_of(optimizer)}
     with _quiet():
         found: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
         states: dict[str, Any] = {}
@@ -393,4 +395,4 @@ def _parts_of_flat(
         "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
         "param_groups": groups,
     }
-    return states, keywords, refuse
+    return states, keywords

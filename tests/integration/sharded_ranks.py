@@ -1,0 +1,482 @@
+"""What each rank does in test_torch_sharded.py: one process, started with its rank.
+
+`python sharded_ranks.py STORE RANK RANKS SCENARIO...` runs the scenarios and prints one line of
+JSON: each one's name and "ok" or what went wrong.
+"""
+
+import json
+import pickle
+import sys
+import traceback
+import warnings
+from datetime import timedelta
+
+import numpy as np
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from torch.distributed.tensor import (
+        DTensor,
+        Partial,
+        Replicate,
+        Shard,
+        distribute_module,
+        distribute_tensor,
+    )
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.nn.parallel import DistributedDataParallel
+
+import mlstate
+from mlstate import CollectiveError, CompatibilityError
+from mlstate.checkpoint import Layout
+from mlstate.distributed import DistributedStateCollector
+from mlstate.integrations.torch import TorchGroup
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+class Recording:
+    """A group that counts the bytes of its largest message of elements."""
+
+    def __init__(self, group):
+        self._group = group
+        self.largest = 0
+
+    def __getattr__(self, name):
+        return getattr(self._group, name)
+
+    def all_to_all(self, array, *, out, **keywords):
+        self.largest = max(self.largest, array.nbytes, out.nbytes)
+        return self._group.all_to_all(array, out=out, **keywords)
+
+    def broadcast(self, array, **keywords):
+        self.largest = max(self.largest, array.nbytes)
+        return self._group.broadcast(array, **keywords)
+
+
+def model(dtype=torch.float32):
+    """Five rows: uneven over two ranks, none for the last of four."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
+    )
+    layers.register_buffer("scale", torch.arange(3.0))
+    return layers.to(dtype)
+
+
+def train(module, optimizer, steps=2, dtype=torch.float32):
+    torch.manual_seed(7)  # the same data everywhere, so that sharded sums have no other bits
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(torch.randn(4, 3, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+
+
+def same(found, expected):
+    assert set(found) == set(expected), (set(found), set(expected))
+    for name, value in expected.items():
+        tensor = torch.as_tensor(np.asarray(found[name]) if name not in found else found[name])
+        assert tensor.dtype == value.dtype, (name, tensor.dtype, value.dtype)
+        assert torch.equal(tensor, value.detach()), (name, tensor, value)
+
+
+def raises(error, text, call, *args, **keywords):
+    try:
+        call(*args, **keywords)
+    except error as caught:
+        assert text in str(caught), str(caught)
+        return caught
+    raise AssertionError(f"{call} raised nothing")
+
+
+def gathered(group, source, **keywords):
+    """The full state on rank 0, in messages of a few bytes; None elsewhere."""
+    recording = Recording(group)
+    full = DistributedStateCollector(recording).gather_full_state(source, max_bytes=64, **keywords)
+    assert recording.largest <= 64
+    if group.rank:
+        assert full is None
+        return None
+    return full
+
+
+def merged(group, source):
+    """The full state on every rank, of states that travelled as a whole."""
+    collector = DistributedStateCollector(group)
+    state = dict(collector.collect_local_state(source))
+    states = [pickle.loads(data) for data in group.gather_bytes(pickle.dumps(state))]
+    return collector.merge_states(states)
+
+
+def fill(module):
+    """Other elements, so that a broadcast has something to do."""
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.fill_(-1)
+
+
+def sent_back(group, module, full):
+    """Let rank 0 send a full state into a module that gets other elements first."""
+    if full is not None:  # replicas are the module's own
+        full = {name: value.clone() for name, value in full.items()}
+    fill(module)
+    recording = Recording(group)
+    DistributedStateCollector(recording).broadcast_state(module, source=full, max_bytes=64)
+    assert recording.largest <= 64
+
+
+# ---- replicas ----
+
+
+@scenario
+def modules_and_their_wrappers_have_the_same_names(group):
+    collector = DistributedStateCollector(group)
+    expected = list(model().state_dict())
+    for wrapped in (
+        model(),
+        DistributedDataParallel(model()),
+        torch.nn.DataParallel(model()),
+        torch.compile(model()),
+        torch.compile(DistributedDataParallel(model())),
+        DistributedDataParallel(torch.compile(model())),
+    ):
+        state = collector.collect_local_state(wrapped)
+        assert list(state) == expected, list(state)
+        inner = dict(wrapped.named_parameters())
+        pointers = {tensor.data_ptr() for tensor in inner.values()}
+        assert pointers <= {tensor.data_ptr() for tensor in state.values()}
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+        for parameter in wrapped.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        states = collector.collect_local_state(optimizer, model=wrapped)
+        assert {name.rpartition(".")[0] for name in states} == set(expected) - {"scale"}
+        assert states.optimizer_type == "sgd"
+    own = torch.nn.ModuleDict({"module": torch.nn.Linear(1, 1)})
+    assert list(collector.collect_local_state(own)) == ["module.weight", "module.bias"]
+    both = collector.collect_local_state(DistributedDataParallel(own))
+    assert list(both) == ["module.weight", "module.bias"]
+
+
+@scenario
+def replicas_of_ddp_are_compared(group):
+    module = DistributedDataParallel(model())
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer)
+    full = gathered(group, module)
+    if group.rank == 0:
+        same(full, module.module.state_dict())
+        assert full["0.weight"].data_ptr() == module.module[0].weight.data_ptr()
+        model().load_state_dict(full)
+    full = gathered(group, optimizer, model=module)
+    if group.rank == 0:
+        assert full.step == 2
+        other = torch.optim.Adam((fresh := model()).parameters())
+        other.load_state_dict(full.to_torch(other, fresh))
+    changed = group.world_size - 1
+    if group.rank == changed:
+        with torch.no_grad():
+            module.module[3].weight[0, 2] += 1
+    error = raises(
+        CompatibilityError,
+        f"3.weight: the elements on rank {changed} differ from those on rank",
+        DistributedStateCollector(group).gather_full_state,
+        module,
+    )
+    assert [(d.kind, d.name, d.ranks) for d in error.differences] == [
+        ("elements", "3.weight", (changed,))
+    ]
+    DistributedStateCollector(group).broadcast_state(module)
+    assert gathered(group, module, names="3") is None or group.rank == 0
+
+
+@scenario
+def a_broadcast_makes_replicas_the_same_and_autograd_sees_it(group):
+    torch.manual_seed(group.rank)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2).to(torch.bfloat16))
+    weight = module[0].weight
+    squared = (weight * weight).sum()
+    DistributedStateCollector(group).broadcast_state(module, root=1)
+    raises(RuntimeError, "modified by an inplace operation", squared.backward)
+    torch.manual_seed(1)
+    expected = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2).to(torch.bfloat16))
+    same(module.state_dict(), expected.state_dict())
+
+
+@scenario
+def numbers_of_optimizers_are_filled_too(group):
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(module.parameters())
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    optimizer.state[module.weight]["count"] = group.rank + 5
+    DistributedStateCollector(group).broadcast_state(optimizer, model=module, root=1)
+    assert optimizer.state[module.weight]["count"] == 6
+
+
+# ---- FSDP2 ----
+
+
+def sharded(dtype=torch.float32, mesh=None):
+    module = model(dtype)
+    keywords = {} if mesh is None else {"mesh": mesh}
+    fully_shard(module[0], **keywords)
+    return fully_shard(module, **keywords)
+
+
+@scenario
+def fsdp2_is_assembled(group):
+    for dtype in (torch.float32, torch.bfloat16):
+        module = sharded(dtype)
+        state = DistributedStateCollector(group).collect_local_state(module)
+        shard = state["0.weight"]
+        assert (shard.layout, shard.index) == (Layout.rows(group.world_size), group.rank)
+        local = module[0].weight.to_local()
+        assert shard.array.shape == local.shape
+        assert not local.numel() or shard.array.data_ptr() == local.data_ptr()
+        full = gathered(group, module)
+        if full is not None:
+            same(full, model(dtype).state_dict())
+        if dtype == torch.float32:
+            same(merged(group, module), model().state_dict())
+        sent_back(group, module, full)
+        for name, tensor in module.state_dict().items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(whole, model(dtype).state_dict()[name]), name
+
+
+@scenario
+def optimizers_of_fsdp2_are_assembled(group):
+    module, plain = sharded(), model()
+    for one in (module, plain):
+        train(one, optimizer := torch.optim.Adam(one.parameters()))
+        if one is module:
+            mine = optimizer
+    full = gathered(group, mine, model=module)
+    state = DistributedStateCollector(group).collect_local_state(mine, model=module)
+    assert state.step == 2
+    assert state["0.bias.exp_avg"].layout == Layout.rows(group.world_size)
+    if full is not None:
+        assert full.parameters() == [name for name, _ in plain.named_parameters()]
+        for name, parameter in plain.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                torch.testing.assert_close(torch.as_tensor(full[f"{name}.{key}"]), value)
+        other = torch.optim.Adam((fresh := model()).parameters())
+        other.load_state_dict(full.to_torch(other, fresh))
+    kept = full if full is None else {name: value.clone() for name, value in full.items()}
+    for by_state in mine.state.values():
+        by_state["exp_avg"].zero_()
+    DistributedStateCollector(group).broadcast_state(mine, model=module, source=kept)
+    again = gathered(group, mine, model=module)
+    if again is not None:
+        same(again, kept)
+
+
+@scenario
+def a_missing_shard_is_an_error_everywhere(group):
+    state = DistributedStateCollector(group).collect_local_state(sharded())
+    if group.rank == 1:
+        shard = state["0.weight"]
+        state["0.weight"] = mlstate.checkpoint.Shard(
+            torch.zeros(shard.layout.shape((5, 3), 0)), shard.layout, 0, shape=(5, 3)
+        )
+    raises(
+        CompatibilityError,
+        "0.weight: no rank has part 1 of",
+        DistributedStateCollector(group).gather_full_state,
+        state,
+    )
+    bad = object() if group.rank == 1 else state
+    error = TypeError if group.rank == 1 else CollectiveError
+    raises(error, "expected a mapping", DistributedStateCollector(group).gather_full_state, bad)
+
+
+# ---- FSDP1 ----
+
+
+@scenario
+def fsdp1_is_assembled(group):
+    for original in (False, True):
+        plain = model()
+        module = model()
+        module[0] = FullyShardedDataParallel(
+            module[0], use_orig_params=original, device_id=torch.device("cpu")
+        )
+        module = FullyShardedDataParallel(
+            module, use_orig_params=original, device_id=torch.device("cpu")
+        )
+        state = DistributedStateCollector(group).collect_local_state(module)
+        assert state["0.weight"].layout == Layout.rows(group.world_size)
+        full = gathered(group, module)
+        if full is not None:
+            same(full, plain.state_dict())
+        same(merged(group, module), plain.state_dict())
+        optimizer = torch.optim.Adam(module.parameters())
+        assert not DistributedStateCollector(group).collect_local_state(optimizer, model=module)
+        train(module, optimizer)
+        train(plain, expected := torch.optim.Adam(plain.parameters()))
+        found = gathered(group, optimizer, model=module)
+        if found is not None:
+            assert found.step == 2
+            assert set(found.parameters()) == {name for name, _ in plain.named_parameters()}
+            for name, parameter in plain.named_parameters():
+                for key, value in expected.state[parameter].items():
+                    torch.testing.assert_close(torch.as_tensor(found[f"{name}.{key}"]), value)
+        sent_back(group, module, full)
+        same(merged(group, module), model().state_dict())
+        raises(
+            TypeError,
+            "cannot be filled in place",
+            DistributedStateCollector(group).broadcast_state,
+            optimizer,
+            model=module,
+        )
+
+
+# ---- meshes ----
+
+
+@scenario
+def dtensors_are_shards(group):
+    mesh = init_device_mesh("cpu", (group.world_size,))
+    whole = torch.arange(35.0).reshape(5, 7)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        state = {"w": distribute_tensor(whole, mesh, [placement]), "p": torch.ones(2)}
+        found = DistributedStateCollector(group).collect_local_state(state)["w"]
+        assert isinstance(found, torch.Tensor) == isinstance(placement, Replicate)
+        full = gathered(group, state)
+        if full is not None:
+            assert torch.equal(full["w"], whole)
+    partial = DTensor.from_local(whole, mesh, [Partial()])
+    for state in ({"part.w": partial}, distribute_module(torch.nn.Linear(1, 1), mesh)):
+        if isinstance(state, dict):
+            error = raises(
+                TypeError,
+                "'part.w' is a DTensor with placements (Partial(sum),)",
+                DistributedStateCollector(group).collect_local_state,
+                state,
+            )
+            assert "redistribute() it first" in str(error)
+        else:
+            gathered(group, state, verify_replicas=False)
+
+
+@scenario
+def meshes_of_two_dimensions_are_layouts(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.arange(35.0).reshape(5, 7)
+    for placements, layout in (
+        ((Shard(0), Shard(1)), Layout([(0, 2), (1, 2)])),
+        ((Shard(1), Shard(0)), Layout([(1, 2), (0, 2)])),
+        ((Shard(0), Shard(0)), Layout([(0, 2), (0, 2)])),
+        ((Replicate(), Shard(1)), Layout.axis(1, 2)),
+        ((Shard(0), Replicate()), Layout.rows(2)),
+    ):
+        state = {"w": distribute_tensor(whole, mesh, placements)}
+        shard = DistributedStateCollector(group).collect_local_state(state)["w"]
+        assert shard.layout == layout
+        full = gathered(group, state)
+        if full is not None:
+            assert torch.equal(full["w"], whole)
+
+
+@scenario
+def hybrid_sharding_has_replicas(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    module = sharded(mesh=mesh)
+    shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
+    assert (shard.layout, shard.index, shard.replica) == (
+        Layout.rows(2), group.rank % 2, group.rank // 2,
+    )  # fmt: skip
+    full = gathered(group, module)
+    if full is not None:
+        same(full, model().state_dict())
+    if group.rank == 3:
+        with torch.no_grad():
+            module[0].weight.to_local()[0, 0] += 1
+    raises(
+        CompatibilityError,
+        "0.weight: the elements of part 1 on rank 3 differ from those on rank 1",
+        DistributedStateCollector(group).gather_full_state,
+        module,
+    )
+    sent_back(group, module, full)
+    same(merged(group, module), model().state_dict())
+
+
+@scenario
+def hybrid_sharding_of_fsdp1_has_replicas(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for original in (False, True):
+        module = FullyShardedDataParallel(
+            model(), device_mesh=mesh, use_orig_params=original,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_id=torch.device("cpu"),
+        )  # fmt: skip
+        shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
+        assert (shard.layout, shard.index) == (Layout.rows(2), group.rank % 2)
+        assert shard.replica == group.rank // 2
+        full = gathered(group, module)
+        if full is not None:
+            same(full, model().state_dict())
+        sent_back(group, module, full)
+
+
+@scenario
+def tensor_parallel_modules_under_fsdp_are_assembled(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+    plain.load_state_dict(
+        {k: torch.arange(float(v.numel())).reshape(v.shape) for k, v in plain.state_dict().items()}
+    )
+    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+    module.load_state_dict(plain.state_dict())
+    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(module, mesh=mesh["dp"])
+    shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
+    assert shard.layout == Layout([(0, 2), (0, 2)])
+    assert shard.index == (group.rank % 2) * 2 + group.rank // 2  # tensor parallel cuts first
+    full = gathered(group, module)
+    if full is not None:
+        same(full, plain.state_dict())
+    sent_back(group, module, full)
+    same(merged(group, module), plain.state_dict())
+
+
+def main():
+    store, rank, world, *names = sys.argv[1:]
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, int(world)),
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=30),
+    )
+    group = TorchGroup()
+    for name in names:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch: its wrappers warn of themselves
+                SCENARIOS[name](group)
+            outcome = "ok"
+        except BaseException:
+            outcome = traceback.format_exc()
+        print(json.dumps({name: outcome}), flush=True)
+    group.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
