@@ -1,0 +1,82 @@
+"""Arrays of either kind as flat memory in this process, which MPI can read and write.
+
+A flat array is of the kind that the caller's is, NumPy or torch; its bytes are a NumPy array
+over the same memory.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..._arrays import is_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
+    """Return the elements as a flat array: its own memory if it is contiguous and here.
+
+    `native` asks for numbers to compute with, in this machine's byte order.
+    """
+    if is_torch(array):
+        from ..torch._state import why_not_plain
+
+        reason = why_not_plain(array)
+        if reason:
+            raise TypeError(f"{operation}: the tensor is {reason}")
+        return array.contiguous().reshape(-1).cpu()
+    flat = np.require(array, requirements=["C", "A"]).reshape(-1)
+    return flat.astype(flat.dtype.newbyteorder("="), copy=False) if native else flat
+
+
+def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
+    """Return flat memory for a result: that of `place`, or new memory where that is not flat."""
+    if is_torch(place):
+        if place.device.type == "cpu" and place.is_contiguous():
+            return flat_of(operation, place)
+        return place.new_empty(place.numel(), device="cpu")
+    flags = place.flags
+    if flags.c_contiguous and flags.aligned and (place.dtype.isnative or not native):
+        return place.reshape(-1)
+    return np.empty(place.size, place.dtype.newbyteorder("=") if native else place.dtype)
+
+
+def put(flat: Any, place: Any) -> None:
+    """Copy a result to where it belongs; nothing to do where it is there."""
+    if is_torch(place):
+        if flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
+            place.copy_(flat.view(place.shape))
+        elif not place.is_inference():
+            from ..torch import note_written  # MPI wrote to it, which torch cannot know
+
+            note_written([place])
+    elif not np.shares_memory(flat, place):
+        place[...] = flat.reshape(place.shape)
+
+
+def bytes_of(flat: Any) -> Any:
+    """See a flat array as bytes, in NumPy."""
+    if is_torch(flat):
+        import torch
+
+        return flat.view(torch.uint8).numpy()
+    return flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
+
+
+def new_like(flat: Any, count: int) -> Any:
+    """Return new flat memory for elements of the same kind."""
+    return flat.new_empty(count) if is_torch(flat) else np.empty(count, flat.dtype)
+
+
+def split(flat: Any, counts: Sequence[int]) -> list[Any]:
+    """Return each rank's part, one behind the other."""
+    return [flat[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def item_bytes(flat: Any) -> int:
+    """Return the bytes of one element."""
+    return int(flat.element_size() if is_torch(flat) else flat.itemsize)

@@ -1,0 +1,400 @@
+"""What each rank does in test_mpi_group.py: started by mpiexec.
+
+`python mpi_ranks.py SCENARIO...` runs the scenarios and prints one line of JSON from each
+rank and for each scenario: its name, the rank, and "ok" or what went wrong. What every group
+must do is in group_ranks.py, what an MPI job alone does is here.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+
+import mpi4py
+import numpy as np
+
+if os.environ.get("MLSTATE_TEST_MPI_LEVEL"):
+    mpi4py.rc.thread_level = os.environ["MLSTATE_TEST_MPI_LEVEL"]
+
+import group_ranks
+from group_ranks import SCENARIOS, as_tensor, inputs, raises, reduced, same_bits
+from mpi4py import MPI
+
+from mlstate import CollectiveError, CompatibilityError
+from mlstate.collectives import ProcessGroup, Work
+from mlstate.integrations.mpi import MPIGroup
+
+# What any group of real processes does, whatever connects them.
+SHARED = [
+    "reductions_have_the_bits_of_sums_in_the_order_of_ranks",
+    "nan_wins",
+    "rows_are_scattered_and_gathered",
+    "any_bytes_travel",
+    "rows_go_to_each_rank",
+    "tensors_stay_tensors",
+    "out_is_filled_where_it_lies",
+    "nothing_is_copied_on_the_way",
+    "bytes_of_any_length_are_gathered",
+    "async_operations_keep_their_order",
+    "several_threads_use_one_group",
+    "checkpoints_are_saved_and_loaded_by_all",
+]
+OWN = {}
+
+
+def scenario(function):
+    OWN[function.__name__] = function
+    return function
+
+
+@scenario
+def a_communicator_is_a_group(group):
+    world = MPI.COMM_WORLD
+    assert isinstance(group, ProcessGroup)
+    assert (group.rank, group.world_size) == (world.rank, world.size)
+    assert repr(group) == f"MPIGroup(rank {group.rank} of {group.world_size})"
+
+
+@scenario
+def messages_of_the_program_do_not_mix_with_the_groups(group):
+    world, rank = MPI.COMM_WORLD, group.rank
+    right, left = (rank + 1) % world.size, (rank - 1) % world.size
+    request = world.isend(f"from {rank}", right, tag=0)
+    everyones = inputs(group.world_size, 1000, "float32")
+    same_bits(group.all_reduce(everyones[rank]), reduced(everyones, "sum"))
+    assert world.recv(source=left, tag=MPI.ANY_TAG) == f"from {left}"
+    request.wait()
+
+
+@scenario
+def long_arrays_travel_in_several_messages(group):
+    """17 MiB and one byte, from every rank as the root, in place and beside it."""
+    length = (17 << 20) + 1
+    whole = np.arange(length, dtype=np.uint32).astype(np.uint8)
+    for root in range(group.world_size):
+        array = whole + np.uint8(root) if group.rank == root else np.empty(length, np.uint8)
+        group.broadcast(array, root=root)
+        assert np.array_equal(array, whole + np.uint8(root))
+    total = group.all_reduce(array, op="sum", out=array)
+    assert total is array
+    expected = (whole + np.uint8(group.world_size - 1)) * np.uint8(group.world_size)
+    assert np.array_equal(array, expected)
+
+
+@scenario
+def counts_may_be_empty_and_uneven(group):
+    world, rank = group.world_size, group.rank
+    for counts in ([0] * (world - 1) + [5], [3] + [0] * (world - 1), [0] * world, range(world)):
+        for dtype in ("float32", "bfloat16"):
+            everyones = inputs(world, sum(counts), dtype)
+            mine = group.reduce_scatter(everyones[rank], counts=counts, op="mean")
+            start = sum(counts[:rank])
+            total = reduced(everyones, "mean")
+            same_bits(mine, total[start : start + counts[rank]])
+            same_bits(group.all_gather(mine, counts=counts), total)
+
+
+@scenario
+def a_bucket_is_traded_as_bytes(group):
+    """What buckets of gradients do: uneven parts of one buffer, and short texts before."""
+    world, rank = group.world_size, group.rank
+    sent = [100 * rank + to for to in range(world)]
+    wanted = [100 * source + rank for source in range(world)]
+    send = np.concatenate([np.full(n, 16 * rank + to, np.uint8) for to, n in enumerate(sent)])
+    out = np.empty(sum(wanted), np.uint8)
+    for _ in range(3):
+        told = group.gather_bytes(bytes([rank]) * 248)
+        assert told == [bytes([r]) * 248 for r in range(world)]
+        group.all_to_all(send, counts=sent, out_counts=wanted, out=out, async_op=True).wait(60)
+        expected = [np.full(n, 16 * source + rank, np.uint8) for source, n in enumerate(wanted)]
+        same_bits(out, np.concatenate(expected))
+
+
+@scenario
+def a_part_of_the_ranks_is_a_group(group):
+    part = MPI.COMM_WORLD.Split(0 if group.rank < 2 else MPI.UNDEFINED, group.rank)
+    if group.rank < 2:
+        with MPIGroup(part) as pair:
+            assert (pair.rank, pair.world_size) == (group.rank, 2)
+            assert pair.gather_bytes(b"%d" % group.rank) == [b"0", b"1"]
+        part.Free()  # was borrowed
+    else:
+        raises(ValueError, "no member", MPIGroup, part)
+    with MPIGroup(MPI.COMM_SELF) as alone:
+        assert (alone.rank, alone.world_size) == (0, 1)
+        assert alone.all_reduce(np.arange(3.0)).tolist() == [0.0, 1.0, 2.0]
+        assert alone.broadcast(np.arange(2)).tolist() == [0, 1]
+        assert alone.gather_bytes(b"x" * 1000) == [b"x" * 1000]
+        alone.barrier()
+    raises(TypeError, "must be an mpi4py.MPI.Intracomm, got int", MPIGroup, 3)
+    group.barrier()
+
+
+@scenario
+def wrong_arguments_fail_before_anything_is_sent(group):
+    import torch
+
+    world = group.world_size
+    raises(CompatibilityError, "a multiple of", group.reduce_scatter, np.zeros(world + 1))
+    raises(CompatibilityError, "out has shape", group.all_gather, np.zeros(2), out=np.zeros(2))
+    raises(ValueError, "counts has 1 entries", group.all_gather, np.zeros(2), counts=[2])
+    caught = raises(
+        CompatibilityError, "is 2, expected 3", group.all_gather, np.zeros(2), counts=[3] * world
+    )
+    assert caught.rank == group.rank
+    raises(ValueError, "both counts", group.all_to_all, np.zeros(world), counts=[1] * world)
+    raises(ValueError, f"pass 0 to {world - 1}", group.broadcast, np.zeros(2), root=world)
+    raises(ValueError, "timeout must be", group.barrier, timeout=0)
+    raises(ValueError, "timeout must be", MPIGroup, timeout=-1)
+    raises(TypeError, "takes bytes", group.gather_bytes, "text")
+    raises(TypeError, "got list", group.all_reduce, [1.0])
+    raises(TypeError, "sparse", group.all_reduce, torch.eye(2).to_sparse())
+    raises(TypeError, "sparse", group.broadcast, torch.eye(2).to_sparse())
+    raises(CompatibilityError, "op 'mean'", group.all_reduce, np.arange(2), op="mean")
+    if group.rank != 1:
+        raises(ValueError, "is read-only", group.broadcast, np.frombuffer(bytes(8)), root=1)
+    group.barrier()
+
+
+@scenario
+def tensors_that_were_written_to_have_a_new_version(group):
+    import torch
+
+    weight = torch.ones(3, requires_grad=True)
+    place = torch.ones(3)
+    product = (weight * place).sum()  # its backward pass needs `place` as it is
+    group.all_reduce(as_tensor(np.ones(3, np.float32)), out=place)
+    raises(RuntimeError, "modified by an inplace operation", product.backward)
+
+
+@scenario
+def a_closed_group_says_so(group):
+    with MPIGroup(timeout=20) as other:
+        work = other.barrier(async_op=True)
+    assert work.done()
+    caught = raises(CollectiveError, "this group was closed", other.barrier)
+    assert (caught.name, caught.rank) == ("barrier", group.rank)
+    assert repr(other).endswith(", closed)")
+    other.close()
+    other.abort()
+    group.barrier()  # the communicator that was given lives on
+
+
+WORKING = [*SHARED, *OWN]
+
+
+# ---- failures: each in a job of its own ----
+
+
+def await_the_end(group):
+    """Let ranks wait for each other by other means than their group."""
+    MPI.COMM_WORLD.Barrier()
+
+
+@scenario
+def a_rank_that_does_not_come_is_named(group):
+    last = group.world_size - 1
+    if group.rank != last:
+        began = time.monotonic()
+        caught = raises(CollectiveError, "", group.all_reduce, np.zeros(9), timeout=0.5)
+        text = str(caught)
+        assert f"all_reduce on rank {group.rank}: " in text, text
+        assert f"not done after 0.5 s: nothing more came from rank {last}" in text or (
+            "gave up in all_reduce" in text  # the first one tells the others
+        ), text
+        assert time.monotonic() - began < 5
+        assert (caught.name, caught.rank) == ("all_reduce", group.rank)
+        raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
+    await_the_end(group)
+    if group.rank == last:  # comes too late
+        raises(CollectiveError, "gave up in all_reduce", lambda: [group.barrier() for _ in "ab"])
+
+
+@scenario
+def an_async_operation_times_out_too(group):
+    if group.rank == 0:
+        work = group.gather_bytes(b"x", async_op=True, timeout=0.5)
+        behind = group.barrier(async_op=True)
+        raises(CollectiveError, "gather_bytes on rank 0: not done after 0.01 s", work.wait, 0.01)
+        raises(CollectiveError, "not done after 0.5 s: nothing more came", work.wait, 20)
+        raises(CollectiveError, "broken by gather_bytes", behind.wait, 20)
+    await_the_end(group)
+
+
+@scenario
+def the_groups_own_timeout_holds(group):
+    impatient = MPIGroup(timeout=0.3)
+    if group.rank == 0:
+        raises(CollectiveError, "not done after 0.3 s", impatient.barrier)
+    await_the_end(group)
+
+
+@scenario
+def calls_that_do_not_go_together_fail_on_every_rank(group):
+    last = group.rank == group.world_size - 1
+    wrong = {
+        "called": lambda g: g.barrier() if last else g.gather_bytes(b""),
+        "called all_gather with another shape": lambda g: g.all_gather(np.zeros(4 if last else 3)),
+        "another shape, dtype, op": lambda g: g.all_reduce(np.zeros(9), op="max" if last else "min"),
+        "called all_reduce with another": lambda g: g.all_reduce(np.zeros(2, "f4" if last else "i4")),
+        "called reduce_scatter with": lambda g: g.reduce_scatter(np.zeros((9999 if last else 12) * 12)),
+        "bytes": lambda g: g.all_to_all(
+            np.zeros(12 * g.world_size if last else g.world_size), timeout=20
+        ),
+    }  # fmt: skip
+    for text, call in wrong.items():
+        other = MPIGroup(timeout=20)
+        caught = raises(CollectiveError, "", call, other)
+        assert text in str(caught) or "gave up in" in str(caught), (text, str(caught))
+        assert caught.rank == group.rank
+        assert "broken" in repr(other)
+        group.barrier()
+
+
+@scenario
+def an_abort_ends_what_waits_everywhere(group):
+    if group.rank == 0:
+        work = group.all_gather(np.zeros(3), async_op=True)
+        time.sleep(0.05)
+        group.abort()
+        raises(CollectiveError, "this group was aborted meanwhile", work.wait, 20)
+        raises(CollectiveError, "this group was aborted", group.barrier)
+    else:
+        caught = raises(CollectiveError, "", lambda: [group.barrier() for _ in "ab"])
+        known = ("rank 0 aborted", "gave up in", "rank 0 called all_gather, this rank barrier")
+        assert any(text in str(caught) for text in known), str(caught)
+    await_the_end(group)
+    other = MPIGroup()
+    if group.rank == 0:
+        other.abort()  # while nothing is under way
+    else:
+        raises(CollectiveError, "rank 0 aborted the group", other.barrier)
+    await_the_end(group)
+
+
+@scenario
+def what_fails_half_way_breaks_the_group(group):
+    """Memory that ran out, a key that was pressed: ranks are not at one place any more."""
+    from mlstate.integrations.mpi import _exchange
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    group.barrier()
+    if group.rank == 0:
+        _exchange.reduce_parts = fail
+        raises(KeyboardInterrupt, "", group.all_reduce, np.zeros(3))
+        raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
+    else:
+        group.all_reduce(np.zeros(3))
+        raises(CollectiveError, "rank 0 gave up in all_reduce", group.barrier)
+    await_the_end(group)
+
+
+@scenario
+def a_key_that_is_pressed_ends_the_wait(group):
+    import signal
+    import threading
+
+    if group.rank == 0:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        raises(KeyboardInterrupt, "", group.barrier)
+    else:
+        raises(
+            CollectiveError, "rank 0 gave up in barrier", lambda: [group.barrier(), group.barrier()]
+        )
+    await_the_end(group)
+
+
+@scenario
+def a_group_that_others_do_not_make_is_a_timeout(group):
+    if group.rank == 0:
+        raises(
+            CollectiveError, "every rank of the communicator must make it", MPIGroup, timeout=0.3
+        )
+        await_the_end(group)
+    else:
+        await_the_end(group)
+
+
+@scenario
+def with_fewer_threads_operations_are_done_at_once(group):
+    """MPI_THREAD_SERIALIZED and less: an operation's thread must not meet the program's."""
+    import threading
+
+    work = group.all_gather(np.array([group.rank]), async_op=True)
+    assert isinstance(work, Work)
+    assert work.done()
+    assert work.wait().tolist() == list(range(group.world_size))
+    assert not [t for t in threading.enumerate() if t.name == "mlstate-mpi-group"]
+    found = []
+
+    def elsewhere():
+        try:
+            found.append(group.gather_bytes(b"x"))
+        except CollectiveError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    if MPI.Query_thread() == MPI.THREAD_SERIALIZED:
+        assert found == [[b"x"] * group.world_size]
+    else:
+        assert "MPI was initialised for one thread" in found[0]
+    group.barrier()
+    if group.rank == 0:  # a failure is the work's, too
+        work = group.barrier(async_op=True, timeout=0.3)
+        raises(CollectiveError, "not done after 0.3 s", work.wait)
+    await_the_end(group)
+
+
+@scenario
+def a_killed_rank_takes_the_job_down(group):
+    import signal
+
+    group.barrier()
+    if group.rank == group.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        group.all_reduce(np.zeros(9), timeout=60)
+
+
+@scenario
+def an_uncaught_error_under_mpi4py_ends_the_job(group):
+    if group.rank == 0:
+        group.barrier(timeout=0.3)  # raises, which `python -m mpi4py` turns into an abort
+    MPI.COMM_WORLD.Recv(np.zeros(1), source=0)  # for ever
+
+
+FAILURES = [name for name in OWN if name not in WORKING]
+
+
+def say(line):
+    """One write for a line: mpiexec mixes what ranks print."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def main():
+    warnings.simplefilter("error")
+    group = MPIGroup(timeout=60)
+    for name in sys.argv[1:]:
+        try:
+            (OWN.get(name) or SCENARIOS[name])(group)
+            outcome = "ok"
+        except SystemExit:
+            raise
+        except BaseException:
+            if "uncaught" in name:
+                raise
+            outcome = traceback.format_exc()
+        say([name, group.rank, outcome])
+    group.close()
+
+
+if __name__ == "__main__":
+    assert group_ranks.SCENARIOS
+    main()
