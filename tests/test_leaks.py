@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import mlstate
-from mlstate import checkpoint, collectives, coreml, errors, kv, state, threads
+from mlstate import checkpoint, collectives, coreml, distributed, errors, kv, state, threads
 
-MODULES = (mlstate, checkpoint, collectives, coreml, errors, kv, state, threads)
+MODULES = (mlstate, checkpoint, collectives, coreml, distributed, errors, kv, state, threads)
 CALLS = 300
 FEW = 40  # of those that wait for the disk
 PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage"
@@ -612,6 +612,38 @@ def single_groups(_):
         work.done()
 
     return run, [array, data]
+
+
+# ---- states of several ranks ----
+
+
+@case(
+    "RankDifference",
+    "DistributedStateCollector",
+    *(f"DistributedStateCollector.{n}" for n in vars(distributed.DistributedStateCollector)
+      if n[0] != "_"),
+    calls=100,
+)  # fmt: skip
+def collected_states(_):
+    whole = np.arange(60.0).reshape(5, 12)
+    plain, other, target = np.ones(3), np.zeros(3), np.zeros(3)
+    layout = checkpoint.Layout.axis(1, 2)
+    states = [{"w": layout.shard(whole, index), "b": plain} for index in range(2)]
+    single = {"w": checkpoint.Layout.rows(1).shard(whole, 0), "b": plain}
+
+    def run():
+        collector = distributed.DistributedStateCollector(collectives.SingleGroup())
+        collector.collect_local_state(single)
+        collector.merge_states(states)
+        collector.compare_states([{"b": plain}, {"b": other}])
+        raises(errors.CompatibilityError, collector.merge_states, states[:1])()
+        raises(errors.CompatibilityError, collector.merge_states, [{"b": plain}, {"b": other}])()
+        collector.gather_full_state(single, max_bytes=64)
+        collector.broadcast_state({"b": target}, source={"b": other})
+        raises(errors.CompatibilityError, collector.broadcast_state, {"b": target}, source={})()
+        raises(TypeError, collector.gather_full_state, 5)()
+
+    return run, [whole, plain, other, target]
 
 
 # ---- the rest ----
