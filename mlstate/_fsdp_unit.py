@@ -23,6 +23,22 @@ def dtype_text(dtype: Any) -> str:
     return str(np.dtype(dtype).name)
 
 
+def _item_bytes(dtype: str) -> int:
+    """Return the size of an element of NumPy's dtypes, bfloat16 and the 8-bit floats."""
+    if dtype == "bfloat16":
+        return 2
+    return 1 if dtype.startswith("float8") else int(np.dtype(dtype).itemsize)
+
+
+def _numpy_dtype(dtype: str) -> Any:
+    try:
+        return np.dtype(dtype)
+    except TypeError:  # what NumPy itself lacks
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype))
+
+
 class FSDPShardingUnit:
     """A parameter, and the part of its gradient that this rank keeps.
 
@@ -77,6 +93,7 @@ class FSDPShardingUnit:
         "_world_size",
         "dtype",
         "fact",
+        "like",
         "local_gradient",
         "parameter_name",
         "shape",
@@ -94,7 +111,9 @@ class FSDPShardingUnit:
         layout: str = "flat",
     ) -> None:
         if not isinstance(parameter_name, str) or not parameter_name:
-            raise ValueError(f"parameter_name must be a str that is not empty, got {parameter_name!r}")
+            raise ValueError(
+                f"parameter_name must be a str that is not empty, got {parameter_name!r}"
+            )
         if layout not in _LAYOUTS:
             raise ValueError(f"layout must be 'flat' or 'rows', got {layout!r}")
         if shard_index < 0:
@@ -106,6 +125,7 @@ class FSDPShardingUnit:
         self.dtype = dtype_text(dtype)
         self.shard_index = int(shard_index)
         self.local_gradient: Any = None
+        self.like: Any = None  # the parameter itself, where it is a tensor of torch
         self._layout = layout
         self._world_size: int | None = None
         self._counts: tuple[int, ...] = ()
@@ -182,6 +202,17 @@ class FSDPShardingUnit:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of `local_gradient`."""
         return self.layout.shape(self.shape, self.shard_index)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full gradient."""
+        return prod(self.shape) * _item_bytes(self.dtype)
+
+    def zeros(self) -> Any:
+        """Return a full gradient of zeros, in the place of one that is missing."""
+        if self.like is not None:
+            return self.like.new_zeros(self.shape)
+        return np.zeros(self.shape, _numpy_dtype(self.dtype))
 
     def shard(self) -> Shard:
         """Return the local gradient as what `mlstate.save` stores.

@@ -121,7 +121,10 @@ def judge(texts: Sequence[bytes]) -> Verdict:
         wrong = [(rank, e[name][2]) for rank, e in enumerate(entries) if name in e and e[name][2]]
         facts = {rank: e[name][1] for rank, e in enumerate(entries) if name in e}
         if wrong:
-            failures[name] = (wrong[0][0], "; ".join(f"rank {rank}: {what}" for rank, what in wrong))
+            failures[name] = (
+                wrong[0][0],
+                "; ".join(f"rank {rank}: {what}" for rank, what in wrong),
+            )
         elif absent:
             doing = "; ".join(_doing(rank, told[rank]) for rank in absent)
             failures[name] = (absent[0], f"missing on {ranks_text(absent)} ({doing})")

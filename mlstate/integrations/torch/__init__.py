@@ -6,6 +6,7 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
+from ._backward import call_at_end, parameters_of, reduce_on_device, watch
 from ._group import TorchGroup
 from ._kv import move
 from ._memory import note_written, write_into_tensor
@@ -16,14 +17,18 @@ from ._state import arrays_of, tensors_of
 __all__ = [
     "TorchGroup",
     "arrays_of",
+    "call_at_end",
     "move",
     "note_written",
     "optimizer_dict",
     "optimizer_state",
+    "parameters_of",
+    "reduce_on_device",
     "reduce_state",
     "register",
     "restore_state",
     "tensors_of",
+    "watch",
     "write_into_tensor",
 ]
 

@@ -1,0 +1,793 @@
+"""Gradients that are scattered as the backward pass makes them; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ._fsdp import FSDP
+from ._fsdp_reduce import Entry
+from ._fsdp_unit import FSDPShardingUnit
+from ._fsdp_verify import GradientReport, compare, compare_sums
+from ._gradients import add, clear, copied
+from ._turns import Turns
+from .collectives import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_MISSING = "the backward pass gave no gradient"
+
+
+def _check_units(units: Any) -> None:
+    if not hasattr(units, "items"):
+        raise TypeError(
+            f"sharding_units must be a dict of FSDPShardingUnit, got {type(units).__name__}"
+        )
+    for name, unit in units.items():
+        if not isinstance(unit, FSDPShardingUnit):
+            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
+        if unit.parameter_name != name:
+            raise ValueError(
+                f"sharding_units[{name!r}] is the unit of {unit.parameter_name!r}: gradients are "
+                "paired by name"
+            )
+
+
+class ReduceScatterOperation:
+    """The reduce-scatter of one gradient.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The ranks.
+    shape : iterable of int
+        Of the full gradient.
+    dtype : dtype or str
+        Of the gradient.
+    shard_index : int
+        Which part this rank keeps: its rank.
+    op : {"sum", "mean", "min", "max"}, default "sum"
+        How gradients become one.
+    layout : {"flat", "rows"}, default "flat"
+        As for `FSDPShardingUnit`.
+
+    Raises
+    ------
+    ValueError
+        The shard is not that of this rank, or an argument makes no sense.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import ReduceScatterOperation
+    >>> operation = ReduceScatterOperation(SingleGroup(), (2, 2), "float32", 0)
+    >>> operation.reduce_scatter(np.ones((2, 2), "float32"))
+    array([1., 1., 1., 1.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        shape: Any,
+        dtype: Any,
+        shard_index: int,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        layout: str = "flat",
+    ) -> None:
+        self._fsdp = FSDP(group, op=op)
+        self._unit = FSDPShardingUnit("gradient", shape, dtype, shard_index, layout=layout)
+        self._fsdp.bind(self._unit)
+
+    def reduce_scatter(self, full_gradient: Any) -> Any:
+        """Reduce the gradients of all ranks, and return this rank's part.
+
+        Parameters
+        ----------
+        full_gradient : array or torch.Tensor
+            Of the operation's shape and dtype. One that is not contiguous is copied.
+
+        Returns
+        -------
+        array or torch.Tensor
+            New, of the kind of the gradient.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, where one of them passes what does not fit, or what is not finite.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import ReduceScatterOperation
+        >>> operation = ReduceScatterOperation(SingleGroup(), (2,), "int64", 0, "max")
+        >>> operation.reduce_scatter(np.array([1, 2]))
+        array([1, 2])
+        """
+        self._unit.local_gradient = None
+        _run(self._fsdp, "reduce_scatter", [self._fsdp.entry(self._unit, full_gradient)])
+        part, self._unit.local_gradient = self._unit.local_gradient, None
+        return part
+
+
+def _run(fsdp: FSDP, operation: str, entries: list[Entry]) -> None:
+    """Reduce gradients in buckets, in the order of their names, and raise what fails."""
+    fsdp.begin()
+    try:
+        fsdp.reduce(sorted(entries, key=lambda entry: entry.name))
+        fsdp.finish(operation)
+    finally:
+        fsdp.end()
+
+
+class FSDPBackwardHook:
+    """Scatters the gradients of a model while its backward pass runs.
+
+    Parameters
+    ----------
+    fsdp : FSDP
+        The ranks, and how they reduce.
+
+    Raises
+    ------
+    TypeError
+        `fsdp` is none.
+
+    Notes
+    -----
+    ``FSDPBackwardHook`` of the specification (FSDP backward hook). Gradients go in buckets
+    of `FSDP.bucket_bytes`, in the reverse order of the parameters, from a thread of their own:
+    the backward pass goes on meanwhile. Where one gradient fails, all others are scattered, and
+    then every rank raises the same `CollectiveError`, which names rank and parameter.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+    >>> fsdp = FSDP(SingleGroup())
+    >>> units = {"w": FSDPShardingUnit("w", (2, 2), "float64", 0)}
+    >>> with FSDPBackwardHook(fsdp) as hook:
+    ...     hook.scatter_multiple(units, {"w": np.eye(2)})
+    >>> units["w"].local_gradient
+    array([1., 0., 0., 1.])
+    """
+
+    def __init__(self, fsdp: FSDP) -> None:
+        if not isinstance(fsdp, FSDP):
+            raise TypeError(
+                f"fsdp must be an FSDP, got {type(fsdp).__name__}; make one of your group: "
+                "FSDP(group)"
+            )
+        self._fsdp = fsdp
+        self._handles: list[Any] = []
+        self._units: dict[str, FSDPShardingUnit] = {}
+        self._buckets: list[list[FSDPShardingUnit]] = []
+        self._accumulate = False
+        self._sync = True
+        self._held: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._calls = Turns("mlstate-fsdp-calls", fsdp.rank)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be ready for another backward pass."""
+        self._arrived: dict[str, Entry] = {}
+        self._next = 0  # the bucket that is reduced next
+        self._works: list[Any] = []
+        self._running = False
+
+    def __enter__(self) -> FSDPBackwardHook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"FSDPBackwardHook({self._fsdp!r}, {len(self._units)} parameters)"
+
+    # ---- hooks ----
+
+    def register_hooks(
+        self,
+        model: Any,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        *,
+        keep_full_gradient: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """Scatter the gradients of these parameters in each backward pass from now on.
+
+        Parameters
+        ----------
+        model : torch.nn.Module, or object with ``register_backward_hook(name, function)``
+            Hooks of the latter get the gradient and return the local part; they scatter one
+            gradient after the other. For a module, all gradients are scattered when
+            ``backward`` returns.
+        sharding_units : dict of str to FSDPShardingUnit
+            By the parameter's name. None at all: nothing to do.
+        keep_full_gradient : bool, default False
+            Leave the full gradients of a module in ``parameter.grad``, as it is without
+            hooks. Default: they are freed as soon as their bucket is reduced.
+        accumulate : bool, default False
+            Add the parts to the local gradients that are there. Default: replace them.
+
+        Raises
+        ------
+        ValueError
+            `model` is None, a unit does not belong to this rank, or a parameter is unknown,
+            frozen, or of another shape or dtype than its unit.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> unit = FSDPShardingUnit("weight", (1, 2), "float32", 0)
+        >>> with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        ...     hook.register_hooks(model, {"weight": unit})
+        ...     model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> unit.local_gradient, model.weight.grad
+        (tensor([1., 2.]), None)
+        """
+        if model is None:
+            raise ValueError("model must not be None")
+        if sharding_units is None or not len(sharding_units):
+            return
+        _check_units(sharding_units)
+        for unit in sharding_units.values():
+            self._fsdp.bind(unit)
+        if self._handles or self._units:
+            raise ValueError("this object has hooks already; close it, or make another one")
+        named = getattr(model, "named_parameters", None)
+        if named is not None:
+            self._register_torch(model, sharding_units, keep_full_gradient)
+        elif hasattr(model, "register_backward_hook"):
+            for name, unit in sharding_units.items():
+                handle = model.register_backward_hook(name, self._spec_hook(unit))
+                if hasattr(handle, "remove"):
+                    self._handles.append(handle)
+            self._units = dict(sharding_units)
+        else:
+            raise TypeError(
+                "model must be a torch module, or have register_backward_hook(name, function); "
+                f"got {type(model).__name__}. For a loop of your own: use_units and add_gradient"
+            )
+        self._accumulate = accumulate
+        self._buckets = list(self._fsdp.buckets(reversed(self._units.values())))
+
+    def _register_torch(
+        self, model: Any, units: Mapping[str, FSDPShardingUnit], keep: bool
+    ) -> None:
+        from .integrations.torch import parameters_of, watch
+
+        parameters = parameters_of(model)
+        for name, unit in units.items():
+            _check_parameter(unit, parameters.get(name), parameters)
+        for name, parameter in parameters.items():  # the order that all ranks have
+            if name in units:
+                units[name].like = parameter.detach()
+                self._units[name] = units[name]
+                self._handles.append(watch(parameter, self._torch_hook(name, parameter, keep)))
+
+    def _torch_hook(self, name: str, parameter: Any, keep: bool) -> Callable[[Any], None]:
+        from .integrations.torch import call_at_end
+
+        def settled(gradient: Any) -> Callable[[bool], None]:
+            def put_back(stored: bool) -> None:
+                if not stored:
+                    parameter.grad = gradient
+
+            return put_back
+
+        def ready(gradient: Any) -> None:
+            if not self._sync:
+                return
+            if not self._running:
+                call_at_end(lambda: self.finish())
+            if keep:
+                self._add(name, gradient, None)
+                return
+            parameter.grad = None
+            self._add(name, gradient, settled(gradient))
+
+        return ready
+
+    def _spec_hook(self, unit: FSDPShardingUnit) -> Callable[[Any], Any]:
+        def scatter(gradient: Any) -> Any:
+            if not self._sync:
+                self._hold(unit.parameter_name, gradient)
+                return gradient
+            return self.scatter_gradient(unit, self._with_held(unit.parameter_name, gradient))
+
+        return scatter
+
+    def use_units(
+        self, sharding_units: Mapping[str, FSDPShardingUnit], *, accumulate: bool = False
+    ) -> None:
+        """Prepare for a backward pass of your own, which calls `add_gradient` and `finish`.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            In the order of the forward pass, the same on all ranks.
+        accumulate : bool, default False
+            As for `register_hooks`.
+
+        Raises
+        ------
+        ValueError
+            As `register_hooks`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> units = {n: FSDPShardingUnit(n, (2,), "float64", 0) for n in ("a", "b")}
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> hook.use_units(units)
+        >>> hook.add_gradient("b", np.ones(2))
+        >>> hook.add_gradient("a", np.zeros(2))
+        >>> hook.finish()
+        >>> units["b"].local_gradient
+        array([1., 1.])
+        """
+        _check_units(sharding_units)
+        for unit in sharding_units.values():
+            self._fsdp.bind(unit)
+        if self._units:
+            raise ValueError("this object has hooks already; close it, or make another one")
+        self._units = dict(sharding_units)
+        self._accumulate = accumulate
+        self._buckets = list(self._fsdp.buckets(reversed(self._units.values())))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside add up on each rank, and reduce nothing.
+
+        The first backward pass outside reduces the sums. Until then full gradients take their
+        memory: those of a module stay in ``parameter.grad``.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> unit = FSDPShardingUnit("w", (2,), "float64", 0)
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> hook.use_units({"w": unit})
+        >>> with hook.no_sync():
+        ...     hook.add_gradient("w", np.ones(2))
+        >>> hook.add_gradient("w", np.ones(2))
+        >>> hook.finish()
+        >>> unit.local_gradient
+        array([2., 2.])
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _hold(self, name: str, gradient: Any) -> None:
+        """Keep what `no_sync` gathers; the first gradient is copied."""
+        if name in self._held:
+            add({name: self._held[name]}, {name: gradient})
+        else:
+            self._held[name] = copied(gradient)
+
+    def _with_held(self, name: str, gradient: Any) -> Any:
+        held = self._held.pop(name, None)
+        if held is None:
+            return gradient
+        if gradient is not None:
+            add({name: held}, {name: gradient})
+        return held
+
+    # ---- one backward pass ----
+
+    def add_gradient(self, name: str, gradient: Any) -> None:
+        """Say that a gradient is there; it is reduced as soon as its bucket is full.
+
+        Parameters
+        ----------
+        name : str
+            Of a parameter that `use_units` or `register_hooks` was told of.
+        gradient : array or torch.Tensor
+            The full one, used where it lies: leave it alone until `finish`.
+
+        Raises
+        ------
+        ValueError
+            The parameter is unknown, or has a gradient already.
+
+        Examples
+        --------
+        See `use_units`.
+        """
+        if name not in self._units:
+            raise ValueError(f"{name!r} has no sharding unit here")
+        if not self._sync:
+            self._hold(name, gradient)
+            return
+        self._add(name, self._with_held(name, gradient), None)
+
+    def _add(self, name: str, gradient: Any, settled: Callable[[bool], None] | None) -> None:
+        with self._lock:
+            if not self._running:
+                self._fsdp.begin()
+                self._running = True
+            if name in self._arrived:
+                raise ValueError(f"{name!r} has a gradient already in this backward pass")
+            self._arrived[name] = self._fsdp.entry(self._units[name], gradient, settled=settled)
+            self._send_what_is_full(perf_counter())
+
+    def _send_what_is_full(self, now: float) -> None:
+        """Hand over buckets whose gradients are all there, in their order."""
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if not all(unit.parameter_name in self._arrived for unit in bucket):
+                return
+            entries = [self._arrived[unit.parameter_name] for unit in bucket]
+            self._works.append(
+                self._fsdp.reduce_later(entries, accumulate=self._accumulate, ready=now)
+            )
+            self._next += 1
+
+    def finish(self) -> None:
+        """End a backward pass: wait until all gradients are scattered.
+
+        Hooks of a torch module do this when ``backward`` ends.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank: gradients that could not be reduced, with their parameters and
+            ranks; all others are stored. After a timeout, or where a rank is gone, the group
+            is of no use any more.
+
+        Examples
+        --------
+        See `use_units`.
+        """
+        with self._lock:
+            if not self._running:
+                self._fsdp.begin()
+            try:
+                self._finish()
+            finally:
+                self._fsdp.end()
+                self._forget()
+
+    def _finish(self) -> None:
+        for name, unit in self._units.items():
+            if name not in self._arrived:
+                held = self._with_held(name, None)
+                missing = held is None and not self._fsdp.allow_unused
+                why = _MISSING if missing else ""
+                self._arrived[name] = self._fsdp.entry(unit, held, why)
+        self._send_what_is_full(perf_counter())
+        error: BaseException | None = None
+        for work in self._works:
+            try:
+                work.wait()
+            except BaseException as caught:
+                error = error or caught
+        if error is not None:  # the group is broken: there is nobody to end a run with
+            raise error
+        self._fsdp.finish("backward pass")
+
+    # ---- by hand ----
+
+    def scatter_gradient(self, unit: FSDPShardingUnit, full_gradient: Any) -> Any:
+        """Reduce one gradient, store this rank's part in its unit, and return it.
+
+        Parameters
+        ----------
+        unit : FSDPShardingUnit
+            Of the parameter.
+        full_gradient : array or torch.Tensor
+            Of the parameter's shape and dtype.
+
+        Returns
+        -------
+        array or torch.Tensor
+            ``unit.local_gradient``.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, where one has no gradient or one that does not fit.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> hook.scatter_gradient(FSDPShardingUnit("w", (2,), "float64", 0), np.ones(2))
+        array([1., 1.])
+        """
+        self._fsdp.bind(unit)
+        _run(self._fsdp, "scatter_gradient", [self._fsdp.entry(unit, full_gradient)])
+        return unit.local_gradient
+
+    def scatter_multiple(
+        self,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        full_gradients: Mapping[str, Any],
+    ) -> None:
+        """Reduce gradients together, and store this rank's parts in their units.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            By parameter.
+        full_gradients : dict of str to array or torch.Tensor
+            By parameter, in any order. Nothing is done where either dict is empty or None.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank: a gradient is missing, has no unit, does not fit its unit, differs
+            between ranks, or is not finite. All others are stored.
+
+        Examples
+        --------
+        See `FSDPBackwardHook`.
+        """
+        if not sharding_units or not full_gradients:
+            return
+        _check_units(sharding_units)
+        entries = []
+        for name, unit in sharding_units.items():
+            self._fsdp.bind(unit)
+            given = name in full_gradients
+            why = "" if given or self._fsdp.allow_unused else "no gradient was passed"
+            entries.append(self._fsdp.entry(unit, full_gradients.get(name), why))
+        for name in full_gradients:
+            if name not in sharding_units:
+                unknown = FSDPShardingUnit(name, (), "float32", self._fsdp.rank)
+                self._fsdp.bind(unknown)
+                entries.append(Entry(unknown, None, "there is no sharding unit for this gradient"))
+        _run(self._fsdp, "scatter_multiple", entries)
+
+    async def scatter_multiple_async(
+        self,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        full_gradients: Mapping[str, Any],
+    ) -> None:
+        """Do the work of `scatter_multiple` in a thread, while the event loop goes on.
+
+        Parameters
+        ----------
+        sharding_units, full_gradients
+            As for `scatter_multiple`.
+
+        Raises
+        ------
+        CollectiveError
+            As `scatter_multiple`.
+
+        Notes
+        -----
+        Calls that overlap take place one after the other, in the order in which they were
+        awaited first; that must be the same on all ranks.
+
+        Examples
+        --------
+        >>> import asyncio, numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> unit = FSDPShardingUnit("w", (2,), "float64", 0)
+        >>> asyncio.run(hook.scatter_multiple_async({"w": unit}, {"w": np.ones(2)}))
+        >>> unit.local_gradient
+        array([1., 1.])
+        """
+        import asyncio
+
+        work = self._calls.run(
+            "scatter_multiple",
+            lambda: self.scatter_multiple(sharding_units, full_gradients),
+            async_op=True,
+        )
+        await asyncio.get_running_loop().run_in_executor(None, work.wait)
+
+    # ---- what is there ----
+
+    def accumulate_gradients(
+        self,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        new_gradients: Mapping[str, Any],
+    ) -> None:
+        """Add local gradients to those that are there; the first one is copied.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            By parameter.
+        new_gradients : dict of str to array or torch.Tensor
+            Of the shape and dtype of the local gradients; units without one are left alone.
+
+        Raises
+        ------
+        CompatibilityError
+            A shape or dtype differs from what is there: nothing was changed.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> units = {"w": FSDPShardingUnit("w", (2,), "float64", 0)}
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> hook.accumulate_gradients(units, {"w": np.ones(2)})
+        >>> hook.accumulate_gradients(units, {"w": np.ones(2)})
+        >>> units["w"].local_gradient
+        array([2., 2.])
+        """
+        if not sharding_units or not new_gradients:
+            return
+        _check_units(sharding_units)
+        names = [name for name in sharding_units if new_gradients.get(name) is not None]
+        for name in names:
+            self._fsdp.bind(sharding_units[name])
+            _check_local(sharding_units[name], new_gradients[name])
+        there = {name: sharding_units[name].local_gradient for name in names}
+        add({name: sum_ for name, sum_ in there.items() if sum_ is not None}, new_gradients)
+        for name in names:
+            if sharding_units[name].local_gradient is None:
+                sharding_units[name].local_gradient = copied(new_gradients[name])
+
+    def clear_gradients(self, sharding_units: Mapping[str, FSDPShardingUnit]) -> None:
+        """Fill the local gradients that are there with zeros.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            By parameter.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> unit = FSDPShardingUnit("w", (2,), "float64", 0)
+        >>> unit.local_gradient = np.ones(2)
+        >>> FSDPBackwardHook(FSDP(SingleGroup())).clear_gradients({"w": unit})
+        >>> unit.local_gradient
+        array([0., 0.])
+        """
+        if not sharding_units:
+            return
+        _check_units(sharding_units)
+        found = {n: u.local_gradient for n, u in sharding_units.items()}
+        clear({name: array for name, array in found.items() if array is not None})
+
+    def verify_gradients(
+        self,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        full_gradients: Mapping[str, Any] | None = None,
+        *,
+        unreduced: Mapping[str, Any] | None = None,
+        atol: float = 1e-5,
+    ) -> GradientReport:
+        """Compare the local gradients with what they should be.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            By parameter.
+        full_gradients : dict of str to array or torch.Tensor, optional
+            The reduced full gradients, as far as they are to be compared. No other rank is
+            asked.
+        unreduced : dict of str to array or torch.Tensor, optional
+            This rank's own full gradients, before they were reduced, in the place of
+            `full_gradients`: then all ranks must call this, and no rank needs a reduced one.
+            Each compares the sum of its part with what the ranks had for it, every element
+            with a sign that a hash of its place gives. Sums and means only.
+        atol : float, default 1e-5
+            How much an element may differ; of sums with signs, how much each element may add.
+
+        Returns
+        -------
+        GradientReport
+            True where all is well. NaN never is.
+
+        Raises
+        ------
+        ValueError
+            Both or neither of the dicts of gradients were passed, but for units or gradients
+            that are empty: these are well, as the specification has it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> unit = FSDPShardingUnit("w", (2,), "float64", 0)
+        >>> unit.local_gradient = np.ones(2)
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> bool(hook.verify_gradients({"w": unit}, {"w": np.ones(2)}))
+        True
+        >>> print(hook.verify_gradients({"w": unit}, {"w": np.array([1.0, 2.0])}))
+        1 of 1 gradients differs by more than 1e-05
+        parameter  rank  element  expected  actual
+        w          0     1        2.0       1.0
+        """
+        if unreduced is not None and full_gradients is not None:
+            raise ValueError("pass full_gradients or unreduced, not both")
+        if sharding_units:
+            _check_units(sharding_units)
+            for unit in sharding_units.values():
+                self._fsdp.bind(unit)
+        if unreduced is None:
+            return compare(sharding_units or {}, full_gradients or {}, atol)
+        return compare_sums(self._fsdp, sharding_units or {}, unreduced, atol)
+
+    def close(self) -> None:
+        """Take the hooks off the model; closing again does nothing.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook
+        >>> FSDPBackwardHook(FSDP(SingleGroup())).close()
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._units = {}
+        self._buckets = []
+        self._held.clear()
+
+
+# ---- arrays ----
+
+
+def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
+    from ._collective_args import dtype_name
+    from .errors import CompatibilityError
+
+    there = unit.local_gradient
+    shape = unit.local_shape if there is None else tuple(there.shape)
+    dtype = dtype_name(gradient) if there is None else dtype_name(there)
+    for what, got, expected in (
+        ("shape", str(tuple(gradient.shape)), str(shape)),
+        ("dtype", dtype_name(gradient), dtype),
+    ):
+        if got != expected:
+            error = CompatibilityError(
+                f"{unit.parameter_name}: the new gradient has {what} {got}, expected {expected}"
+            )
+            error.name, error.got, error.expected = unit.parameter_name, got, expected
+            raise error
+
+
+def _check_parameter(unit: FSDPShardingUnit, parameter: Any, known: Mapping[str, Any]) -> None:
+    """Refuse a unit that does not go with the model."""
+    from difflib import get_close_matches
+
+    from ._collective_args import dtype_name
+
+    name = unit.parameter_name
+    if parameter is None:
+        near = get_close_matches(name, list(known), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"the model has no parameter {name!r}{hint}")
+    if not parameter.requires_grad:
+        raise ValueError(f"{name}: the parameter is frozen (requires_grad is False)")
+    if tuple(parameter.shape) != unit.shape or dtype_name(parameter) != unit.dtype:
+        raise ValueError(
+            f"{name}: the parameter is {dtype_name(parameter)} {tuple(parameter.shape)}, its unit "
+            f"{unit.dtype} {unit.shape}"
+        )

@@ -1,0 +1,437 @@
+"""Buckets of gradients, one after the other: agreed, reduced, checked and stored.
+
+A run is a series of buckets that all ranks reduce in the same order. Before each, ranks tell
+each other in 64 bytes what they are about to reduce and whether the sums of the bucket before
+are finite; after the last one they do that once more. So what one rank finds wrong, all know,
+and what is wrong with one gradient does not keep the others from being reduced.
+"""
+
+from __future__ import annotations
+
+import json
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import _core
+from ._arrays import is_torch
+from ._collective_args import dtype_name
+from ._fsdp_unit import FSDPShardingUnit
+from ._gradients import add, on_host, packed, tallies
+from ._guard import ENDED, REFUSED, Head, all_agree, digest_of, judge, tell
+from .errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._gradients import add, on_host, packed, tallies
+from ._guard import Verdict
+
+_SHOWN = 5  # failures that an error lists
+
+
+class Entry:
+    """A gradient on its way to the ranks that own its parts.
+
+    Parameters
+    ----------
+    unit : FSDPShardingUnit
+        Whose gradient it is.
+    gradient : array or torch.Tensor or None
+        The full gradient.
+    why : str
+        What is wrong with it, to be told to all ranks; empty for nothing.
+    settled : callable, optional
+        Called with True once the part is stored, with False where the operation failed.
+    """
+
+    __slots__ = ("flat", "gradient", "out", "settled", "unit", "why")
+
+    def __init__(
+        self,
+        unit: FSDPShardingUnit,
+        gradient: Any,
+        why: str = "",
+        settled: Callable[[bool], None] | None = None,
+    ) -> None:
+        self.unit = unit
+        self.gradient = gradient
+        self.why = why or _wrong(unit, gradient)
+        self.settled = settled
+        self.flat: Any = None
+        self.out: Any = None
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.unit.parameter_name
+
+    @property
+    def bytes(self) -> int:
+        """Size of the full gradient."""
+        return 0 if self.gradient is None else int(self.gradient.nbytes)
+
+    def end(self, stored: bool) -> None:
+        """Tell who waits for it, and let the full gradient go.
+
+        What failed leaves no local gradient: neither half of a sum, nor that of a step before.
+        """
+        if not stored:
+            self.unit.local_gradient = None
+        if self.settled is not None:
+            self.settled(stored)
+        self.gradient = self.flat = self.out = None
+
+
+def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
+    """Say why a gradient does not fit its unit."""
+    if gradient is None:
+        return "no gradient"
+    if not is_torch(gradient) and not isinstance(gradient, np.ndarray):
+        return f"the gradient is a {type(gradient).__name__}, not an array or tensor"
+    shape = tuple(gradient.shape)
+    if shape != unit.shape:
+        return f"the gradient has shape {shape}, expected {unit.shape}"
+    if dtype_name(gradient) != unit.dtype:
+        return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
+    return ""
+
+
+class Terms(NamedTuple):
+    """How gradients are reduced: the same on all ranks.
+
+    Attributes
+    ----------
+    op : str
+        "sum", "min" or "max".
+    divisor : float
+        What sums are divided by.
+    reduce_dtype : str
+        Dtype of the local gradients, empty for that of the full ones.
+    nonfinite : str
+        "error" or "allow".
+    accumulate : bool
+        Whether the result is added to the local gradient that is there.
+    """
+
+    op: str = "sum"
+    divisor: float = 1.0
+    reduce_dtype: str = ""
+    nonfinite: str = "error"
+    accumulate: bool = False
+
+
+class Event(NamedTuple):
+    """One bucket, as it was on this rank; times are those of `time.perf_counter`.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Its parameters.
+    bytes : int
+        Of their full gradients.
+    ready, started, agreed, ended : float
+        When it was full, when its turn came, when all ranks had told what they reduce, and
+        when the sums were there.
+    waits : tuple of float
+        Seconds that each rank waited for the others with the message before.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    ready: float
+    started: float
+    agreed: float
+    ended: float
+    waits: tuple[float, ...]
+
+
+# ---- memory ----
+
+
+def _output(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
+    """Return where the result goes: the local gradient that is there, if it fits."""
+    name = terms.reduce_dtype or unit.dtype
+    there = unit.local_gradient
+    fits = (
+        there is not None
+        and not terms.accumulate
+        and is_torch(there) == is_torch(gradient)
+        and tuple(there.shape) == unit.local_shape
+        and dtype_name(there) == name
+    )
+    if is_torch(gradient):
+        if fits and there.is_contiguous() and there.device == gradient.device:
+            return there.detach()
+        import torch
+
+        return gradient.new_empty(unit.local_shape, dtype=getattr(torch, name))
+    if fits and there.flags.c_contiguous and there.flags.writeable and there.dtype.isnative:
+        return there
+    dtype = gradient.dtype.newbyteorder("=") if name == unit.dtype else np.dtype(name)
+    return np.empty(unit.local_shape, dtype)
+
+
+class Reducer:
+    """Runs of buckets over one group.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The group.
+    timeout : float or None
+        Seconds for each operation, None for the group's own.
+    """
+
+    def __init__(self, group: Any, timeout: float | None) -> None:
+        self._group = group
+        self._timeout = timeout
+        self._send = self._receive = np.empty(0, np.uint8)
+        self.events: list[Event] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sequence = 0
+        self._waited = 0.0
+        self._pending: list[Entry] = []
+        self._tallies: list[tuple[float, int]] = []
+        self._pending_terms = Terms()
+        self.failures: dict[str, tuple[int | None, str]] = {}
+        self.squares: dict[str, float] = {}
+
+    # ---- one bucket ----
+
+    def reduce(
+        self, entries: list[Entry], terms: Terms, ready: float = 0.0, rest: Sequence[Entry] = ()
+    ) -> list[Entry] | None:
+        """Reduce a bucket, and return None; what fails is kept for `finish` to raise.
+
+        `rest` is what comes after it in this run, as far as that is known. Where ranks do not
+        agree, nothing is reduced, and what they do agree on of both is returned, in one order
+        for all, to be divided into buckets anew.
+        """
+        started = perf_counter()
+        try:
+            return self._reduce(entries, terms, ready or started, started, rest)
+        except BaseException:
+            for entry in [*self._pending, *entries, *rest]:
+                entry.end(stored=False)
+            self._pending = []
+            raise
+
+    def _reduce(
+        self,
+        entries: list[Entry],
+        terms: Terms,
+        ready: float,
+        started: float,
+        rest: Sequence[Entry],
+    ) -> list[Entry] | None:
+        for entry in entries:
+            self._prepare(entry, terms)
+        words = str(tuple(terms))
+        digest = digest_of((entry.unit.fact for entry in entries), words)
+        refused = REFUSED if any(entry.why for entry in entries) else 0
+        heads = self._exchange(refused, digest)
+        agreed = perf_counter()
+        self._settle(heads)
+        if not all_agree(heads):
+            return self._good([*entries, *rest], words)
+        self._sequence += 1
+        self._tallies = self._sums(entries, terms)
+        self._pending, self._pending_terms = entries, terms
+        if self.events is not None:
+            size = sum(entry.bytes for entry in entries)
+            names = tuple(entry.name for entry in entries)
+            waits = tuple(head.waited for head in heads)
+            self.events.append(Event(names, size, ready, started, agreed, perf_counter(), waits))
+        return None
+
+    def _good(self, entries: list[Entry], words: str) -> list[Entry]:
+        """Return the entries on which all ranks agree."""
+        verdict = self._ask(entries, words, ended=False)
+        for entry in entries:
+            if entry.name in verdict.failures:
+                entry.end(stored=False)
+        by_name = {entry.name: entry for entry in entries}
+        return [by_name[name] for name in verdict.good]
+
+    def _prepare(self, entry: Entry, terms: Terms) -> None:
+        """Find memory for an entry, and whether the core can reduce it."""
+        if entry.why:
+            return
+        try:
+            entry.flat = packed(entry.gradient)
+            entry.out = _output(entry.unit, entry.gradient, terms)
+            if on_host(entry.flat):
+                self._capsule([entry], terms)
+        except Exception as error:  # told to all ranks, which then raise it together
+            entry.why = f"{type(error).__name__}: {error}"
+
+    def _capsule(self, entries: Sequence[Entry], terms: Terms) -> Any:
+        segments = [(entry.flat, entry.unit.counts, entry.out) for entry in entries]
+        group = self._group
+        return _core.bucket(segments, group.world_size, group.rank, terms.op, terms.divisor)
+
+    def _exchange(self, flags: int, digest: bytes) -> list[Head]:
+        """Tell the others what comes, and hear what they do."""
+        nonfinite = 0
+        if self._pending_terms.nonfinite == "error":
+            nonfinite = sum(count for _, count in self._tallies)
+        head = Head(flags, self._sequence, digest, nonfinite, self._waited)
+        began = perf_counter()
+        texts = self._group.gather_bytes(head.pack(), timeout=self._timeout)
+        self._waited = perf_counter() - began
+        heads = []
+        for rank, text in enumerate(texts):
+            found = Head.unpack(text)
+            if found is None:
+                error = CollectiveError(
+                    f"reduce_scatter on rank {self._group.rank}: rank {rank} gathers bytes of "
+                    "its own at this place; all ranks must reduce the same gradients"
+                )
+                error.name, error.rank = "reduce_scatter", rank
+                raise error
+            heads.append(found)
+        return heads
+
+    def _ask(self, entries: Sequence[Entry], words: str, *, ended: bool) -> Verdict:
+        """Find out with all ranks where they differ."""
+        listed = [(entry.name, entry.unit.fact, entry.why) for entry in entries]
+        text = tell(self._sequence, words, ended, listed)
+        verdict = judge(self._group.gather_bytes(text, timeout=self._timeout))
+        self.failures.update(verdict.failures)
+        return verdict
+
+    # ---- sums ----
+
+    def _sums(self, entries: list[Entry], terms: Terms) -> list[tuple[float, int]]:
+        """Reduce gradients on which all ranks agree."""
+        if not all(on_host(entry.flat) for entry in entries):
+            from .integrations.torch import reduce_on_device
+
+            return [
+                reduce_on_device(
+                    self._group,
+                    e.flat,
+                    e.unit.counts,
+                    e.out,
+                    terms.op,
+                    terms.divisor,
+                    self._timeout,
+                )
+                for e in entries
+            ]
+        bucket = self._capsule(entries, terms)
+        own = getattr(self._group, "_reduce_bucket", None)
+        if own is not None:
+            return own(bucket, self._timeout)  # type: ignore[no-any-return]
+        sizes, mine = _core.bucket_sizes(bucket)
+        if self._group.world_size > 1:
+            expected = [mine] * self._group.world_size
+            expected[self._group.rank] = 0
+            self._send = _at_least(self._send, sum(sizes))
+            self._receive = _at_least(self._receive, sum(expected))
+            _core.bucket_pack(bucket, self._send)
+            self._group.all_to_all(
+                self._send[: sum(sizes)],
+                out=self._receive[: sum(expected)],
+                counts=sizes,
+                out_counts=expected,
+                timeout=self._timeout,
+            )
+        return _core.bucket_reduce(bucket, self._receive)
+
+    # ---- what became of it ----
+
+    def _settle(self, heads: Sequence[Head]) -> None:
+        """Store the sums of the last bucket, but for those that are not finite."""
+        pending, tallies, terms = self._pending, self._tallies, self._pending_terms
+        self._pending, self._tallies = [], []
+        spoiled: dict[str, tuple[int | None, str]] = {}
+        if any(head.nonfinite for head in heads):
+            spoiled = self._spoiled(pending, tallies)
+            self.failures.update(spoiled)
+        for entry, (squares, _) in zip(pending, tallies, strict=True):
+            good = entry.name not in spoiled
+            if good and terms.accumulate and entry.unit.local_gradient is not None:
+                add({entry.name: entry.unit.local_gradient}, {entry.name: entry.out})
+            elif good:
+                entry.unit.local_gradient = entry.out
+            self.squares[entry.name] = squares
+            entry.end(stored=good)
+
+    def _spoiled(
+        self, entries: Sequence[Entry], tallies: Sequence[tuple[float, int]]
+    ) -> dict[str, tuple[int | None, str]]:
+        """Find out with all ranks whose elements are not finite."""
+        found = {
+            entry.name: (_nonfinite(entry), count)
+            for entry, (_, count) in zip(entries, tallies, strict=True)
+        }
+        told = self._group.gather_bytes(json.dumps(found).encode(), timeout=self._timeout)
+        ranks: list[dict[str, list[int]]] = [json.loads(text) for text in told]
+        spoiled: dict[str, tuple[int | None, str]] = {}
+        for entry in entries:
+            name = entry.name
+            given = [(rank, of[name][0]) for rank, of in enumerate(ranks) if of[name][0]]
+            sums = [(rank, of[name][1]) for rank, of in enumerate(ranks) if of[name][1]]
+            if given:
+                what = "; ".join(f"rank {rank}: {count:,}" for rank, count in given)
+                spoiled[name] = given[0][0], f"NaN or infinite elements ({what})"
+            elif sums:
+                what = "; ".join(f"shard of rank {rank}: {count:,}" for rank, count in sums)
+                spoiled[name] = sums[0][0], f"the sum is not finite, all gradients are ({what})"
+        return spoiled
+
+    # ---- the end of a run ----
+
+    def finish(self, operation: str) -> dict[str, float]:
+        """End a run when all ranks do, and raise what failed.
+
+        Returns the sum of squares of the stored parts, by parameter, for what was reduced.
+        """
+        try:
+            while True:
+                heads = self._exchange(ENDED, b"")
+                self._settle(heads)
+                if all(head.flags & ENDED for head in heads):
+                    break
+                self._ask((), "", ended=True)
+        except BaseException:
+            for entry in self._pending:
+                entry.end(stored=False)
+            self._reset()
+            raise
+        failures, squares = self.failures, self.squares
+        self._reset()
+        if failures:
+            raise _failed(operation, self._group.rank, failures)
+        return squares
+
+
+def _at_least(buffer: Any, size: int) -> Any:
+    """Return a buffer of that many bytes or more."""
+    return buffer if len(buffer) >= size else np.empty(size, np.uint8)
+
+
+def _nonfinite(entry: Entry) -> int:
+    """Count what is not finite in a full gradient."""
+    return tallies({entry.name: entry.flat})[entry.name][1]
+
+
+def _failed(
+    operation: str, rank: int, failures: dict[str, tuple[int | None, str]]
+) -> CollectiveError:
+    """Make the error that every rank raises."""
+    lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
+    more = f"\n  … {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    listed = "\n  ".join(lines[:_SHOWN]) if len(lines) > 1 else lines[0]
+    gap = "\n  " if len(lines) > 1 else " "
+    count = f"{len(lines)} gradients were" if len(lines) > 1 else "a gradient was"
+    error = CollectiveError(
+        f"{operation} on rank {rank}: {count} not reduced, all others were:{gap}{listed}{more}"
+    )
+    error.name, (error.rank, _) = next(iter(failures.items()))
+    return error

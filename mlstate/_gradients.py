@@ -1,0 +1,91 @@
+"""What is done to gradients in place, of either kind: in C for those in main memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _core
+from ._arrays import is_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+def on_host(gradient: Any) -> bool:
+    """Whether the core reaches a gradient."""
+    return not is_torch(gradient) or gradient.device.type == "cpu"
+
+
+def plain(gradient: Any) -> Any:
+    """Return a gradient without autograd's record."""
+    return gradient.detach() if is_torch(gradient) else gradient
+
+
+def packed(gradient: Any) -> Any:
+    """Return the gradient itself if it lies packed, else a packed copy."""
+    if is_torch(gradient):
+        return gradient.detach().contiguous()
+    found = np.require(gradient, requirements=["C", "A"])
+    return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
+
+
+def copied(gradient: Any) -> Any:
+    """Return a copy that is nobody else's."""
+    return gradient.detach().clone() if is_torch(gradient) else np.array(gradient)
+
+
+def _divide(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return those that the core reaches, and the others."""
+    near = {name: plain(array) for name, array in gradients.items() if on_host(array)}
+    far = {name: plain(array) for name, array in gradients.items() if name not in near}
+    return near, far
+
+
+def add(targets: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+    """Add gradients to targets of the same names, shapes and dtypes."""
+    near, far = _divide(targets)
+    if near:
+        _core.accumulate(
+            list(near), list(near.values()), [plain(gradients[name]) for name in near], 1.0, False
+        )
+    for name, target in far.items():
+        target += gradients[name]
+
+
+def clear(gradients: Mapping[str, Any]) -> None:
+    """Fill gradients with zeros."""
+    near, far = _divide(gradients)
+    if near:
+        _core.clear(list(near), list(near.values()))
+    for target in far.values():
+        target.zero_()
+
+
+def scale(gradients: Mapping[str, Any], factor: float) -> None:
+    """Multiply gradients."""
+    near, far = _divide(gradients)
+    if near:
+        _core.scale(list(near), list(near.values()), factor)
+    for target in far.values():
+        target *= factor
+
+
+def tallies(gradients: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """Return the sum of squares of each gradient, and how many elements are not finite."""
+    near, far = _divide(gradients)
+    found = (
+        dict(zip(near, _core.tally(list(near), list(near.values())), strict=True)) if near else {}
+    )
+    for name, array in far.items():
+        found[name] = float(array.double().square().sum()), int((~array.isfinite()).sum())
+    return {name: found[name] for name in gradients}
+
+
+def squares_in_order(found: Iterable[tuple[float, int]]) -> float:
+    """Add up sums of squares in their order: the same bits wherever that is done."""
+    total = 0.0
+    for squares, _ in found:
+        total += squares
+    return total
