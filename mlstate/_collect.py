@@ -14,6 +14,7 @@ import numpy as np
 
 from ._arrays import is_torch
 from ._collective_args import failed
+from ._compatibility import LONGEST
 from ._layout import Shard
 from ._merge import Entry, RankDifference, Tensor, agree, entry_of, like, refusal, unlike_digests
 from ._pieces import (
@@ -25,8 +26,10 @@ from ._pieces import (
     place_of,
     plain_of,
     put,
+    steps_of,
     take,
 )
+from ._text import shorten
 from .errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -388,7 +391,7 @@ class Broadcasting:
         found: list[RankDifference] = []
 
         def note(kind: str, name: str, rank: int, text: str) -> None:
-            found.append(RankDifference(kind, name, (rank,), f"{name}: {text}"))
+            found.append(RankDifference(kind, name, (rank,), f"{shorten(name, LONGEST)}: {text}"))
 
         for rank, mine in enumerate(entries):
             names = {entry.name for entry in mine}
@@ -460,9 +463,7 @@ class Broadcasting:
 
     def _copy(self, job: Job, source: Any, first: int, target: Any) -> None:
         """Copy the root's own elements, from the one numbered `first`."""
-        step = max(1, self.max_bytes // max(1, job.size))
-        for begin in range(0, job.length, step):
-            end = min(job.length, begin + step)
+        for begin, end in steps_of(target, job.length, self.max_bytes):
             place = place_of(target, begin, end)
             if place is not None:
                 take(source, first + begin, first + end, place)

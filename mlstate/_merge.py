@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import _core
 from ._compatibility import LONGEST, SHOWN
 from ._layout import Layout, Shard
-from ._pieces import Part, copy_part, dtype_of, new_like, plain_of
+from ._pieces import Part, copy_part, digest, dtype_of, new_like, plain_of
 from ._state_dict import StateDict
 from ._state_diff import TensorChange
 from ._text import shorten
@@ -224,10 +224,23 @@ def refusal(what: str, differences: Sequence[RankDifference], hint: str = "") ->
 # ---- replicas ----
 
 
-def _change(name: str, mine: Any, other: Any) -> TensorChange | None:
-    """Measure in what two replicas differ; None: in nothing."""
-    *_, changes, _ = _core.state_diff({name: mine}, {name: other})
-    return TensorChange(*changes[0]) if changes else None
+def _change(name: str, mine: Any, other: Any) -> TensorChange | bool:
+    """Measure in what two replicas differ; False: in nothing, True: in what has no measure."""
+    try:
+        *_, changes, _ = _core.state_diff({name: mine}, {name: other})
+    except CompatibilityError:  # texts, dates, records
+        return digest(mine) != digest(other)
+    return TensorChange(*changes[0]) if changes else False
+
+
+def _measure(change: TensorChange | bool) -> str:
+    """Say by how much two replicas differ."""
+    if isinstance(change, bool):
+        return ""
+    text = f" in {change.changed:,} of {change.size:,} elements"
+    if change.nan < change.changed:
+        text += f", by at most {change.max_abs:.3g}"
+    return text + (f", {change.nan:,} of them NaN on one side" if change.nan else "")
 
 
 def _on_host(array: Any) -> Any:
@@ -242,20 +255,22 @@ def replicas(
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()):
             part = tensor.part(index)
-            first = _on_host(plain_of(states[ranks[0]][tensor.name])).reshape(part.count)
+            first = _on_host(plain_of(states[ranks[0]][tensor.name]))
             for rank in ranks[1:]:
-                other = _on_host(plain_of(states[rank][tensor.name])).reshape(part.count)
-                change = None if other is first else _change(tensor.name, first, other)
-                if change is None:
+                other = _on_host(plain_of(states[rank][tensor.name]))
+                if other is first:
                     continue
-                what = f" in {change.changed:,} of {change.size:,} elements"
-                by = f", by at most {change.max_abs:.3g}" if change.nan < change.changed else ""
-                by += f", {change.nan:,} of them NaN on one side" if change.nan else ""
+                if other.shape != first.shape:  # of shards, any with the part's elements
+                    first, other = first.reshape(part.count), other.reshape(part.count)
+                change = _change(tensor.name, first, other)
+                if change is False:
+                    continue
                 text = (
                     f"{shorten(tensor.name, LONGEST)}: rank {rank} differs from rank {ranks[0]}"
-                    f"{what}{by}"
+                    f"{_measure(change)}"
                 )
-                found = RankDifference("elements", tensor.name, (rank,), text, change)
+                measured = change if isinstance(change, TensorChange) else None
+                found = RankDifference("elements", tensor.name, (rank,), text, measured)
                 differences.append(found)
     return differences
 

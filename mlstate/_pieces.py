@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ._layout import Steps
     from ._types import NDArray
 
-HASHED = 16 << 20  # bytes of an array that is not contiguous which are packed at a time
+PACKED = 1 << 20  # bytes that are packed at a time, of an array that is not contiguous
 
 
 # ---- arrays of either kind ----
@@ -191,6 +191,13 @@ def place_of(array: Any, begin: int, end: int) -> NDArray | None:
     return None if memory is None else memory[begin * size : end * size]
 
 
+def steps_of(array: Any, count: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut elements into ranges of at most so many bytes, or of one element."""
+    step = max(1, most // max(1, item_bytes(array)))
+    for begin in range(0, count, step):
+        yield begin, min(count, begin + step)
+
+
 def copy_part(part: Part, source: Any, whole: Any) -> None:
     """Copy a part's elements, which `source` has in C order, to their place in the tensor."""
     box = part.box_of(whole)
@@ -204,7 +211,9 @@ def copy_part(part: Part, source: Any, whole: Any) -> None:
         else:
             box[...] = taken
     else:
-        put(box, part.begin, part.end, bytes_of(source, 0, part.count))
+        for begin, end in steps_of(source, part.count, PACKED):
+            data = bytes_of(source, begin, end)
+            put(box, part.begin + begin, part.begin + end, data)
 
 
 def digest(array: Any) -> str:
@@ -212,8 +221,6 @@ def digest(array: Any) -> str:
     import hashlib
 
     hashed = hashlib.sha256(usedforsecurity=False)
-    count = math.prod(array.shape)
-    step = max(1, HASHED // max(1, item_bytes(array)))
-    for begin in range(0, count, step):
-        hashed.update(bytes_of(array, begin, min(count, begin + step)).data)
+    for begin, end in steps_of(array, math.prod(array.shape), PACKED):
+        hashed.update(bytes_of(array, begin, end).data)
     return hashed.hexdigest()

@@ -362,10 +362,11 @@ class DistributedStateCollector:
 
         Notes
         -----
-        Copy whole arrays before training goes on, if the state is to stay as it is.
+        Copy whole arrays before training goes on, if the state is to stay as it is: they are
+        the model's.
 
         Besides the result the root takes at most `max_bytes`; so do the others, and less where
-        arrays are contiguous. All replicas are read once to be compared, where they lie. Running
+        arrays are contiguous. All replicas are read once to be compared. Running
         statistics of batch normalisation differ between replicas in training: give
         ``verify_replicas=False`` for those, or leave them out by `names`.
 
@@ -385,6 +386,7 @@ class DistributedStateCollector:
 
         def prepare() -> tuple[dict[str, Any], list[Entry], list[Entry]]:
             options = {
+                "operation": operation,
                 "root": check_root(operation, root, self._group.world_size),
                 "max_bytes": check_max_bytes(operation, max_bytes),
                 "verify_replicas": bool(verify_replicas),
@@ -458,6 +460,7 @@ class DistributedStateCollector:
 
         def prepare() -> tuple[dict[str, Any], list[Entry], list[Entry]]:
             options = {
+                "operation": operation,
                 "root": check_root(operation, root, self._group.world_size),
                 "max_bytes": check_max_bytes(operation, max_bytes),
             }

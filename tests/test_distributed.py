@@ -233,6 +233,17 @@ def shards(array, layout, **keywords):
     return [layout.shard(array, index, **keywords) for index in range(layout.parts)]
 
 
+def test_replicas_without_a_measure_are_compared_too():
+    for dtype in ("S3", "M8[s]", "i4,f8"):
+        first, second = np.zeros(3, dtype), np.zeros(3, dtype)
+        states = [{"w": first}, {"w": second}]
+        assert COLLECTOR.merge_states(states)["w"] is first
+        second.view("u1")[0] = 65
+        (found,) = COLLECTOR.compare_states(states)
+        assert found.text == "w: rank 1 differs from rank 0"
+        assert found.change is None
+
+
 def test_shards_are_assembled_and_gaps_said():
     whole = np.arange(15.0).reshape(5, 3)
     parts = shards(whole, Layout.rows(4))
@@ -485,6 +496,18 @@ def test_arguments_must_be_the_same_on_every_rank(name, argument):
     both = run(work, 3)
     assert all(isinstance(error, CollectiveError) for error in both)
     assert all(f"{argument} is" in str(error) and error.rank == 1 for error in both)
+
+
+def test_ranks_that_do_something_else_are_told_so():
+    def work(collector):
+        name = "broadcast_state" if collector.group.rank else "gather_full_state"
+        return getattr(collector, name)({"w": np.ones(1)})
+
+    for error in run(work):
+        assert isinstance(error, CollectiveError)
+        assert "operation is gather_full_state on rank 0 and broadcast_state on rank 1" in str(
+            error
+        )
 
 
 def test_arrays_of_objects_are_refused():

@@ -8,6 +8,7 @@ import json
 import pickle
 import sys
 import traceback
+import tracemalloc
 import warnings
 from datetime import timedelta
 
@@ -283,6 +284,44 @@ def optimizers_of_fsdp2_are_assembled(group):
     again = gathered(group, mine, model=module)
     if again is not None:
         same(again, kept)
+
+
+@scenario
+def a_module_between_forward_and_backward_has_its_shards(group):
+    module = sharded()
+    train(module, optimizer := torch.optim.Adam(module.parameters()), steps=1)
+    loss = module(torch.ones(4, 3)).sum()
+    full = gathered(group, module)
+    states = gathered(group, optimizer, model=module)
+    loss.backward()
+    if full is not None:
+        assert full["0.weight"].shape == states["0.weight.exp_avg"].shape == (5, 3)
+
+
+@scenario
+def memory_is_bounded(group):
+    rows, columns = 4096, 1024
+    layout = Layout.axis(1, group.world_size)  # nothing lies in one piece at the root
+    shape = (rows, columns)
+    part = np.full(layout.shape(shape, group.rank), group.rank, np.float32)
+    state = {"w": mlstate.checkpoint.Shard(part, layout, group.rank, shape=shape)}
+    collector = DistributedStateCollector(group)
+    collector.gather_full_state({"w": np.zeros(3)})
+    largest = 1 << 20
+    tracemalloc.start()
+    full = collector.gather_full_state(state, max_bytes=largest)
+    peak = tracemalloc.get_traced_memory()[1]
+    result = 0 if full is None else full["w"].nbytes
+    assert peak < result + largest + (1 << 18), (peak, result)
+    if full is not None:
+        assert (full["w"] == np.repeat(np.arange(group.world_size), columns // 2)).all()
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    part[:] = -1
+    collector.broadcast_state(state, source=full, max_bytes=largest)
+    assert tracemalloc.get_traced_memory()[1] - before < largest + (1 << 18)
+    tracemalloc.stop()
+    assert (part == group.rank).all()
 
 
 @scenario

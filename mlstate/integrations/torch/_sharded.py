@@ -307,6 +307,15 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
 # ---- optimizers ----
 
 
+def _reshard(module: torch.nn.Module) -> None:
+    """Let FSDP2 have its sharded parameters again, which optimizers know, after a forward pass."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(loaded, "FSDPModule", None)
+    for child in module.modules() if kind is not None else ():
+        if isinstance(child, kind):
+            child.reshard()
+
+
 def optimizer_parts(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, *, fill: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
@@ -344,6 +353,8 @@ def optimizer_parts(
                 "by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
         return (*_parts_of_flat(optimizer, module, _replica_of(wrappers)), None)
+    if module is not None:
+        _reshard(module)
     named = _named(optimizer, module)
     if module is not None:
         named = _by_name(module, named)
