@@ -1,0 +1,374 @@
+"""Gradients of several micro-batches added up; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import sqrt
+from operator import index
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _core
+from ._arrays import is_torch
+from ._collective_args import dtype_name
+from .errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from ._types import Array, DType
+
+# What the core adds up, and what it adds up as float32 when asked to.
+_NARROW = (
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+)
+_ADDED = frozenset(
+    ["float16", "bfloat16", "float32", "float64", "complex64"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+
+
+class _Sum:
+    """One parameter's running sum; `array` is None between two rounds."""
+
+    __slots__ = ("array", "count", "figures", "given", "in_core")
+
+    def __init__(self, array: Any, given: str, in_core: bool) -> None:
+        self.array = array
+        self.given = given  # dtype of the gradients, which `array` need not have
+        self.in_core = in_core  # whether the core adds to it, or torch itself
+        self.count = 1
+        self.figures: tuple[float, int] | None = None  # known, or to be found out
+
+
+def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
+    error = CompatibilityError(
+        f"'{name}': the gradient's {what} is {got}, expected {expected} as of the micro-batch "
+        "before; nothing was added: look for a parameter of another name, or call reset()"
+    )
+    error.name, error.got, error.expected = name, str(got), str(expected)
+    return error
+
+
+def _place(array: Any) -> str:
+    return f"torch, {array.device}" if is_torch(array) else "NumPy"
+
+
+def _gradient_of(name: object, gradient: Any) -> Any:
+    """Return a gradient without autograd's record, if it is one."""
+    if not isinstance(name, str):
+        raise TypeError(f"a parameter's name must be a str, got {type(name).__name__}: {name!r}")
+    if gradient is None:
+        raise ValueError(
+            f"'{name}': the gradient is None; leave the parameter out of the dict, or give zeros "
+            "if the micro-batch did not use it"
+        )
+    if is_torch(gradient):
+        return gradient.detach()
+    if isinstance(gradient, np.ndarray | np.generic):
+        return np.asarray(gradient)
+    raise TypeError(
+        f"'{name}': a gradient must be a NumPy array or a torch tensor, got "
+        f"{type(gradient).__name__}"
+    )
+
+
+def _check_same(name: str, total: _Sum, gradient: Any) -> None:
+    """Refuse a gradient that is not of the kind that is being added up."""
+    for what, got, expected in (
+        ("kind", _place(gradient), _place(total.array)),
+        ("shape", tuple(gradient.shape), tuple(total.array.shape)),
+        ("dtype", dtype_name(gradient), total.given),
+    ):
+        if got != expected:
+            raise _misfit(name, what, got, expected)
+
+
+def _readable(gradient: Any) -> Any:
+    """Return what the core can add, or None."""
+    if not is_torch(gradient):
+        return gradient
+    from .integrations.torch._reduce import readable
+
+    return readable(gradient)
+
+
+def _wanted_dtype(dtype: DType | None) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name != "float32":
+        name = np.dtype(dtype).name  # type: ignore[arg-type]
+    if name != "float32":
+        raise ValueError(
+            f"dtype is {name}: gradients add up in their own dtype (None) or in 'float32'"
+        )
+    return name
+
+
+class GradientAccumulator:
+    """Add up the gradients of several micro-batches, one running sum for each parameter.
+
+    Parameters
+    ----------
+    accumulation_steps : int, optional
+        Micro-batches that make a whole. Default: 1.
+    dtype : dtype, optional
+        ``"float32"`` adds up 8- and 16-bit floats in float32. Default: every gradient in
+        its own dtype, as adding one to the other does.
+
+    Raises
+    ------
+    ValueError
+        If `accumulation_steps` is not above 0, or `dtype` is anything else.
+    TypeError
+        If `accumulation_steps` is no int.
+
+    Notes
+    -----
+    The first gradient of a parameter is copied; each further one is added to that copy
+    in the order in which they come, so the bits are those of cloning all and adding up at
+    the end. Memory is one gradient per parameter, however many micro-batches there are.
+    NumPy arrays and torch tensors on the CPU are added by the C core, which also finds the
+    norm and what is not finite in the same pass over memory; tensors elsewhere by torch.
+    Thread-safe: each call is one step for all others.
+
+    References
+    ----------
+    Specification "FSDP Backward Hook", section 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate._accumulator import GradientAccumulator
+    >>> accumulator = GradientAccumulator(accumulation_steps=2)
+    >>> accumulator.add_gradients({"weight": np.array([1.0, 2.0], np.float32)})
+    >>> accumulator.is_complete
+    False
+    >>> accumulator.add_gradients({"weight": np.array([2.0, 2.0], np.float32)})
+    >>> accumulator.is_complete, accumulator.norm, accumulator.nonfinite
+    (True, 5.0, {})
+    >>> accumulator.get_and_clear_gradients()["weight"].tolist()
+    [3.0, 4.0]
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_lock", "_steps", "_sums")
+
+    def __init__(self, accumulation_steps: int = 1, *, dtype: DType | None = None) -> None:
+        try:
+            if isinstance(accumulation_steps, bool):
+                raise TypeError
+            steps = int(index(accumulation_steps))
+        except TypeError:
+            raise TypeError(
+                f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}"
+            ) from None
+        if steps <= 0:
+            raise ValueError(f"accumulation_steps must be above 0, got {steps}")
+        self._steps = steps
+        self._dtype = _wanted_dtype(dtype)
+        self._lock = Lock()
+        self._sums: dict[str, _Sum] = {}
+
+    def add_gradients(self, gradients: Mapping[str, Array] | None) -> None:
+        """Add the gradients of one micro-batch: all of them, or none if it raises.
+
+        Parameters
+        ----------
+        gradients : mapping of str to array, or None
+            Gradients by parameter name; they are read and never kept. None or an empty
+            one changes nothing. Parameters may come and go from call to call.
+
+        Raises
+        ------
+        CompatibilityError
+            If a gradient's shape, dtype, device or kind is not that of the sum that it
+            would be added to, or if its dtype has no sum. A ValueError.
+        ValueError
+            If a gradient is None.
+        TypeError
+            If `gradients` is no mapping, a name no str, or a gradient no array.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate._accumulator import GradientAccumulator
+        >>> accumulator = GradientAccumulator()
+        >>> accumulator.add_gradients({"bias": np.ones(3, np.float32)})
+        >>> accumulator.counts
+        {'bias': 1}
+        """
+        if gradients is None:
+            return
+        if not isinstance(gradients, Mapping):
+            raise TypeError(
+                "gradients must be a mapping of parameter names to arrays, got "
+                f"{type(gradients).__name__}"
+            )
+        batch = {name: _gradient_of(name, value) for name, value in gradients.items()}
+        with self._lock:
+            started = {}
+            for name, gradient in batch.items():
+                total = self._sums.get(name)
+                if total is not None and total.array is not None:
+                    _check_same(name, total, gradient)
+                else:
+                    started[name] = self._start(name, gradient)
+            self._add({name: batch[name] for name in batch if name not in started})
+            self._sums.update(started)
+
+    def _start(self, name: str, gradient: Any) -> _Sum:
+        """Begin a sum with a copy of the first gradient."""
+        given = dtype_name(gradient)
+        dtype = self._dtype if given in _NARROW else None
+        in_core = (dtype or given) in _ADDED and _readable(gradient) is not None
+        if is_torch(gradient):
+            from .integrations.torch._reduce import copy_of
+
+            return _Sum(copy_of(gradient, dtype), given, in_core)
+        if not in_core:
+            error = CompatibilityError(
+                f"'{name}': gradients of dtype {given} cannot be added up"
+                + ("; pass dtype='float32'" if given in _NARROW else "")
+            )
+            error.name, error.got = name, given
+            raise error
+        native = gradient.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
+        return _Sum(np.array(gradient, dtype=native, order="C", subok=False), given, True)
+
+    def _add(self, batch: dict[str, Any]) -> None:
+        """Add gradients that were checked."""
+        names, targets, sources, rest = [], [], [], []
+        for name, gradient in batch.items():
+            total = self._sums[name]
+            plain = _readable(gradient) if total.in_core else None
+            if plain is None:
+                rest.append((total, gradient))
+            else:
+                names.append(name)
+                targets.append(total.array)
+                sources.append(plain)
+        found = _core.accumulate(names, targets, sources, 1.0, True)
+        for name, figures in zip(names, found, strict=True):
+            total = self._sums[name]
+            total.count += 1
+            total.figures = figures
+        for total, gradient in rest:
+            from .integrations.torch._reduce import add
+
+            add(total.array, gradient)
+            total.count += 1
+            total.figures = None
+
+    def get_and_clear_gradients(self) -> dict[str, Array]:
+        """Return the sums, and begin anew.
+
+        Returns
+        -------
+        dict of str to array
+            The sum for each parameter that had a gradient, in the order in which they
+            first came: NumPy arrays or torch tensors, as they were given. They are the
+            caller's; nothing is copied.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate._accumulator import GradientAccumulator
+        >>> accumulator = GradientAccumulator()
+        >>> accumulator.add_gradients({"bias": np.ones(2, np.float16)})
+        >>> accumulator.get_and_clear_gradients()
+        {'bias': array([1., 1.], dtype=float16)}
+        >>> accumulator.get_and_clear_gradients()
+        {}
+        """
+        with self._lock:
+            result = {}
+            for name, total in self._sums.items():
+                if total.array is not None:
+                    result[name] = total.array
+                    total.array, total.figures, total.count = None, None, 0
+            return result
+
+    def reset(self) -> None:
+        """Forget all sums, and which parameters there were.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate._accumulator import GradientAccumulator
+        >>> accumulator = GradientAccumulator()
+        >>> accumulator.add_gradients({"bias": np.ones(2, np.float32)})
+        >>> accumulator.reset()
+        >>> accumulator.counts
+        {}
+        """
+        with self._lock:
+            self._sums.clear()
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches that make a whole."""
+        return self._steps
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter seen since `reset` has gradients of enough micro-batches.
+
+        False where there are none.
+        """
+        with self._lock:
+            return self._complete()
+
+    def _complete(self) -> bool:
+        counts = [total.count for total in self._sums.values()]
+        return bool(counts) and min(counts) >= self._steps
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Gradients in each parameter's sum."""
+        with self._lock:
+            return {name: total.count for name, total in self._sums.items()}
+
+    @property
+    def norm(self) -> float:
+        """The global L2 norm: the root of the sum of all sums' squares, in float64.
+
+        Known from the last addition where there was one; NaN or infinite where a sum is.
+        """
+        total = 0.0
+        for squares, _ in self._figures().values():  # sum() differs between Pythons
+            total += squares
+        return sqrt(total)
+
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """How many elements of each sum are infinite or NaN: names with none are left out."""
+        return {name: count for name, (_, count) in self._figures().items() if count}
+
+    def _figures(self) -> dict[str, tuple[float, int]]:
+        """Sum of squares and number of non-finite elements for each sum."""
+        with self._lock:
+            live = {name: t for name, t in self._sums.items() if t.array is not None}
+            unknown = [name for name, t in live.items() if t.figures is None and t.in_core]
+            arrays = [live[name].array for name in unknown]
+            for name, figures in zip(unknown, _core.tally(unknown, arrays), strict=True):
+                live[name].figures = figures
+            for total in live.values():
+                if total.figures is None:
+                    from .integrations.torch._reduce import figures as by_torch
+
+                    total.figures = by_torch(total.array)
+            return {name: t.figures for name, t in live.items() if t.figures is not None}
+
+    def __repr__(self) -> str:
+        """Show how far the accumulation is."""
+        with self._lock:
+            some = [total.count for total in self._sums.values()]
+            done = f"{min(some)} of {self._steps}" if some else f"0 of {self._steps}"
+            return f"GradientAccumulator({done} micro-batches, {len(some)} parameters)"

@@ -1,0 +1,402 @@
+"""GradientAccumulator against plain NumPy and the specification's cloning algorithm."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlstate._accumulator import GradientAccumulator
+from mlstate.errors import CompatibilityError
+
+DTYPES = ["float16", "float32", "float64", "int8", "uint16", "int64", "complex64"]
+
+
+class Cloning:
+    """The specification's algorithm, word for word: a clone per micro-batch, added up late."""
+
+    def __init__(self, steps):
+        self.lists, self.steps = {}, steps
+
+    def add_gradients(self, gradients):
+        for name, gradient in gradients.items():
+            self.lists.setdefault(name, []).append(gradient.copy())
+
+    def get_and_clear_gradients(self):
+        result = {}
+        for name, gradients in self.lists.items():
+            if gradients:
+                total = gradients[0].copy()
+                for gradient in gradients[1:]:
+                    with np.errstate(all="ignore"):
+                        total += gradient
+                result[name] = total
+                gradients.clear()
+        return result
+
+    @property
+    def is_complete(self):
+        return bool(self.lists) and all(len(g) >= self.steps for g in self.lists.values())
+
+    def reset(self):
+        self.lists.clear()
+
+
+def same_bits(a, b):
+    """Equal to the bit, but one NaN is as good as another."""
+    a, b = np.atleast_1d(a), np.atleast_1d(b)
+    if a.dtype.kind == "c":
+        a, b = a.view(np.float32), b.view(np.float32)
+    assert a.shape == b.shape and a.dtype == b.dtype
+    if a.dtype.kind != "f":
+        return bool((a == b).all())
+    bits = f"u{a.itemsize}"
+    nan = np.isnan(a) & np.isnan(b)
+    return bool((nan | (a.view(bits) == b.view(bits))).all())
+
+
+def random_array(rng, shape, dtype):
+    """Random bits, infinities, NaNs and subnormal numbers among them."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(rng.bytes(size), dtype).reshape(shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    steps=st.integers(1, 4),
+    parameters=st.lists(
+        st.tuples(
+            st.sampled_from(DTYPES),
+            st.sampled_from([(), (0,), (1,), (7,), (3, 5), (129,), (2, 1000), (4097,)]),
+            st.sampled_from(["plain", "reversed", "swapped", "fortran", "read-only"]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    calls=st.lists(st.sampled_from(["add", "add", "some", "take", "reset"]), max_size=10),
+)
+def test_is_the_specification_to_the_bit(seed, steps, parameters, calls):
+    rng = np.random.default_rng(seed)
+    ours, model = GradientAccumulator(steps), Cloning(steps)
+
+    def gradient(dtype, shape, layout):
+        array = random_array(rng, shape, dtype)
+        if layout == "reversed" and array.ndim:
+            return array[::-1]
+        if layout == "swapped":
+            return array.astype(array.dtype.newbyteorder())
+        if layout == "fortran":
+            return np.asfortranarray(array)
+        return array if layout == "read-only" else array.copy()
+
+    for call in calls:
+        if call in ("add", "some"):
+            chosen = parameters if call == "add" else parameters[:1]
+            batch = {f"p{i}": gradient(*p) for i, p in enumerate(chosen)}
+            ours.add_gradients(batch)
+            model.add_gradients({n: g.astype(g.dtype.newbyteorder("=")) for n, g in batch.items()})
+        elif call == "take":
+            found, expected = ours.get_and_clear_gradients(), model.get_and_clear_gradients()
+            assert list(found) == list(expected)
+            assert all(same_bits(found[name], expected[name]) for name in expected)
+        else:
+            ours.reset()
+            model.reset()
+        assert ours.is_complete == model.is_complete
+        assert ours.counts == {name: len(g) for name, g in model.lists.items()}
+
+
+def test_bfloat16_is_rounded_after_each_addition():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy's bfloat16")
+    rng = np.random.default_rng(2)
+    batches = [rng.standard_normal(5001).astype(ml_dtypes.bfloat16) for _ in range(4)]
+    accumulator = GradientAccumulator(4)
+    for gradient in batches:
+        accumulator.add_gradients({"w": gradient})
+    expected = batches[0].copy()
+    for gradient in batches[1:]:
+        expected += gradient
+    found = accumulator.get_and_clear_gradients()["w"]
+    assert found.dtype == ml_dtypes.bfloat16
+    assert (found.view(np.uint16) == expected.view(np.uint16)).all()
+
+
+def test_float32_sums_lose_nothing_of_narrow_gradients():
+    narrow = np.full(3, 2048, np.float16)  # 2048 + 1 is 2048 in float16
+    accumulator = GradientAccumulator(dtype="float32")
+    accumulator.add_gradients({"w": narrow, "wide": np.ones(2), "count": np.ones(2, np.int32)})
+    for _ in range(3):
+        accumulator.add_gradients({"w": np.ones(3, np.float16)})
+    sums = accumulator.get_and_clear_gradients()
+    assert sums["w"].dtype == np.float32 and sums["w"].tolist() == [2051] * 3
+    assert sums["wide"].dtype == np.float64 and sums["count"].dtype == np.int32
+
+
+def test_dtype_is_told_in_many_ways_and_refused_in_others():
+    torch = pytest.importorskip("torch", reason="torch's dtype")
+    for dtype in ("float32", np.float32, np.dtype("float32"), torch.float32):
+        accumulator = GradientAccumulator(dtype=dtype)
+        accumulator.add_gradients({"w": np.ones(1, np.float16)})
+        assert accumulator.get_and_clear_gradients()["w"].dtype == np.float32
+    with pytest.raises(ValueError, match="dtype is float64"):
+        GradientAccumulator(dtype="float64")
+    with pytest.raises(TypeError):
+        GradientAccumulator(dtype="no such dtype")
+
+
+def test_eight_bit_floats_add_up_in_float32_only():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="8-bit floats")
+    gradient = np.array([1.5, -2], ml_dtypes.float8_e4m3fn)
+    with pytest.raises(CompatibilityError, match="'w': gradients of dtype float8_e4m3fn"):
+        GradientAccumulator().add_gradients({"w": gradient})
+    accumulator = GradientAccumulator(dtype=np.float32)
+    accumulator.add_gradients({"w": gradient})
+    accumulator.add_gradients({"w": gradient})
+    assert accumulator.get_and_clear_gradients()["w"].tolist() == [3, -4]
+
+
+def test_gradients_are_read_and_never_kept():
+    gradient = np.ones(4, np.float32)
+    accumulator = GradientAccumulator()
+    accumulator.add_gradients({"w": gradient})
+    gradient[:] = 7
+    accumulator.add_gradients({"w": gradient})
+    total = accumulator.get_and_clear_gradients()["w"]
+    assert total.tolist() == [8] * 4 and gradient.tolist() == [7] * 4
+    accumulator.add_gradients({"w": gradient})
+    assert total.tolist() == [8] * 4, "what was handed out is the caller's"
+
+
+# ---- figures ----
+
+
+def test_norm_and_nonfinite_come_with_the_sums():
+    rng = np.random.default_rng(3)
+    accumulator = GradientAccumulator()
+    assert accumulator.norm == 0 and accumulator.nonfinite == {}
+    parts = {"a": rng.standard_normal(9000), "b": rng.standard_normal((3, 5)).astype("f4")}
+    accumulator.add_gradients(parts)
+    expected = np.sqrt(sum((p.astype(np.float64) ** 2).sum() for p in parts.values()))
+    assert accumulator.norm == pytest.approx(expected, rel=1e-12)
+    accumulator.add_gradients(parts)
+    assert accumulator.norm == pytest.approx(2 * expected, rel=1e-6)
+    broken = parts["b"].copy()
+    broken[1, 2:] = [np.inf, -np.inf, np.nan]
+    accumulator.add_gradients({"b": broken})
+    assert accumulator.nonfinite == {"b": 3} and np.isnan(accumulator.norm)
+    accumulator.get_and_clear_gradients()
+    assert accumulator.norm == 0 and accumulator.nonfinite == {}
+
+
+def test_norms_beyond_float64_are_infinite():
+    accumulator = GradientAccumulator()
+    accumulator.add_gradients({"a": np.full(2, 1e200), "b": np.full(2, 1e200)})
+    assert accumulator.norm == np.inf and accumulator.nonfinite == {}
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize("steps", [0, -1, np.int64(0)])
+def test_steps_must_be_positive(steps):
+    with pytest.raises(ValueError, match="accumulation_steps must be above 0"):
+        GradientAccumulator(steps)
+
+
+@pytest.mark.parametrize("steps", [1.0, "2", None, True])
+def test_steps_must_be_an_int(steps):
+    with pytest.raises(TypeError, match="accumulation_steps must be an int"):
+        GradientAccumulator(steps)
+
+
+def test_nothing_changes_nothing():
+    accumulator = GradientAccumulator(np.int64(2))
+    accumulator.add_gradients(None)
+    accumulator.add_gradients({})
+    assert not accumulator.is_complete and accumulator.get_and_clear_gradients() == {}
+    assert accumulator.accumulation_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "match"),
+    [
+        (np.ones(3, np.float32), CompatibilityError, r"'w': the gradient's shape is \(3,\)"),
+        (np.ones((4, 1), np.float32), CompatibilityError, "shape"),
+        (np.ones(4), CompatibilityError, "'w': the gradient's dtype is float64"),
+        (None, ValueError, "'w': the gradient is None"),
+        ([1, 2, 3, 4], TypeError, "'w': a gradient must be"),
+        (np.ones(4, object), CompatibilityError, "dtype"),
+    ],
+)
+def test_a_batch_is_added_whole_or_not_at_all(bad, error, match):
+    accumulator = GradientAccumulator(2)
+    accumulator.add_gradients({"a": np.ones(2, np.float32), "w": np.ones(4, np.float32)})
+    batch = {"a": np.ones(2, np.float32), "new": np.ones(2, np.float32), "w": bad}
+    with pytest.raises(error, match=match) as caught:
+        accumulator.add_gradients(batch)
+    if error is CompatibilityError:
+        assert caught.value.name == "w" and caught.value.expected and caught.value.got
+    assert accumulator.counts == {"a": 1, "w": 1}
+    sums = accumulator.get_and_clear_gradients()
+    assert sums["a"].tolist() == [1, 1] and sums["w"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("gradients", [[1], "text", 3, np.ones(3)])
+def test_gradients_must_be_a_mapping(gradients):
+    with pytest.raises(TypeError, match="gradients must be a mapping"):
+        GradientAccumulator().add_gradients(gradients)
+
+
+def test_names_must_be_text():
+    with pytest.raises(TypeError, match="name must be a str, got int"):
+        GradientAccumulator().add_gradients({3: np.ones(2)})
+
+
+@pytest.mark.parametrize("dtype", ["bool", "S3", "longdouble", "complex128", object])
+def test_dtypes_without_a_sum_are_refused_at_once(dtype):
+    accumulator = GradientAccumulator()
+    with pytest.raises(CompatibilityError, match="'w': gradients of dtype"):
+        accumulator.add_gradients({"w": np.zeros(2, dtype)})
+    assert accumulator.counts == {}
+
+
+def test_a_parameter_that_is_left_out_keeps_the_round_open():
+    accumulator = GradientAccumulator(1)
+    accumulator.add_gradients({"a": np.ones(1), "b": np.ones(1)})
+    assert accumulator.is_complete
+    accumulator.get_and_clear_gradients()
+    accumulator.add_gradients({"a": np.ones(1)})
+    assert not accumulator.is_complete and accumulator.counts == {"a": 1, "b": 0}
+    accumulator.reset()
+    accumulator.add_gradients({"a": np.ones(1)})
+    assert accumulator.is_complete
+
+
+def test_repr_says_how_far_it_is():
+    accumulator = GradientAccumulator(4)
+    assert repr(accumulator) == "GradientAccumulator(0 of 4 micro-batches, 0 parameters)"
+    accumulator.add_gradients({"a": np.ones(1)})
+    assert repr(accumulator) == "GradientAccumulator(1 of 4 micro-batches, 1 parameters)"
+
+
+@pytest.mark.timeout(60)
+def test_threads_add_without_losing_any():
+    accumulator = GradientAccumulator(8 * 25)
+    gradient = {"w": np.ones(40000, np.float32), "v": np.ones((), np.int64)}
+
+    def work():
+        for _ in range(25):
+            accumulator.add_gradients(gradient)
+            assert accumulator.norm > 0
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert accumulator.is_complete
+    sums = accumulator.get_and_clear_gradients()
+    assert (sums["w"] == 200).all() and sums["v"] == 200
+
+
+# ---- torch ----
+
+
+@pytest.fixture(name="torch")
+def torch_module():
+    return pytest.importorskip("torch", reason="accumulates torch tensors")
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "int32"])
+def test_tensors_add_up_as_torch_adds_them(torch, name):
+    dtype = getattr(torch, name)
+    generator = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(301, 7, generator=generator) * 50).to(dtype) for _ in range(3)]
+    accumulator = GradientAccumulator(3)
+    for gradient in batches:
+        accumulator.add_gradients({"w": gradient.t(), "b": gradient[0]})
+    expected = (batches[0] + batches[1]) + batches[2]
+    sums = accumulator.get_and_clear_gradients()
+    assert sums["w"].dtype == dtype and sums["w"].is_contiguous()
+    assert torch.equal(sums["w"], expected.t()) and torch.equal(sums["b"], expected[0])
+
+
+def test_a_real_model_accumulates_as_torch_itself(torch):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    data = torch.randn(3, 5, 8)
+    accumulator = GradientAccumulator(3, dtype=torch.float32)
+    for batch in data:
+        model.zero_grad()
+        model(batch).square().sum().backward()
+        accumulator.add_gradients({n: p.grad for n, p in model.named_parameters()})
+    model.zero_grad()
+    for batch in data:
+        model(batch).square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert accumulator.is_complete
+    assert accumulator.norm == pytest.approx(float(norm), rel=1e-6)
+    sums = accumulator.get_and_clear_gradients()
+    assert all(torch.equal(sums[name], p.grad) for name, p in model.named_parameters())
+
+
+def test_float32_sums_of_brains(torch):
+    accumulator = GradientAccumulator(dtype=torch.float32)
+    accumulator.add_gradients({"w": torch.full((3,), 256, dtype=torch.bfloat16)})
+    accumulator.add_gradients({"w": torch.ones(3, dtype=torch.bfloat16, requires_grad=True)})
+    total = accumulator.get_and_clear_gradients()["w"]
+    assert total.dtype == torch.float32 and total.tolist() == [257] * 3
+    assert not total.requires_grad
+
+
+def test_tensors_and_arrays_do_not_mix(torch):
+    accumulator = GradientAccumulator()
+    accumulator.add_gradients({"w": np.ones(3, np.float32)})
+    with pytest.raises(CompatibilityError, match="kind is torch, cpu, expected NumPy"):
+        accumulator.add_gradients({"w": torch.ones(3)})
+    with pytest.raises(CompatibilityError, match="kind is torch, meta"):
+        accumulator.add_gradients({"w": torch.ones(3, device="meta")})
+
+
+def test_tensors_without_memory_here_are_left_to_torch(torch):
+    accumulator = GradientAccumulator(2)
+    for _ in range(2):
+        accumulator.add_gradients({"m": torch.ones(3, device="meta"), "c": torch.ones(3)})
+    assert accumulator.is_complete and np.isnan(accumulator.norm)
+    sums = accumulator.get_and_clear_gradients()
+    assert sums["m"].device.type == "meta" and sums["c"].tolist() == [2, 2, 2]
+
+
+def test_sparse_and_double_complex_tensors_are_left_to_torch(torch):
+    sparse = torch.sparse_coo_tensor([[0, 2]], [3.0, 4.0], (5,), check_invariants=True)
+    wide = torch.tensor([3 + 4j, complex("inf")], dtype=torch.complex128)
+    accumulator = GradientAccumulator()
+    accumulator.add_gradients({"s": sparse, "c": wide})
+    assert accumulator.nonfinite == {"c": 1}
+    accumulator.add_gradients({"s": sparse, "c": wide})
+    sums = accumulator.get_and_clear_gradients()
+    assert sums["s"].to_dense().tolist() == [6, 0, 8, 0, 0]
+    accumulator.add_gradients({"s": sparse})
+    assert accumulator.norm == 5
+
+
+def test_negated_and_conjugated_views_are_what_they_mean(torch):
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    accumulator = GradientAccumulator()
+    for _ in range(2):
+        accumulator.add_gradients({"neg": z.conj().imag, "conj": z.conj(), "plain": z})
+    sums = accumulator.get_and_clear_gradients()
+    assert sums["neg"].tolist() == [-4, 2]
+    assert sums["conj"].tolist() == [2 - 4j, 6 + 2j]
+
+
+def test_cuda_tensors_are_added_where_they_are(torch):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    accumulator = GradientAccumulator(2)
+    for _ in range(2):
+        accumulator.add_gradients({"w": torch.tensor([3.0, 4.0], device="cuda")})
+    assert accumulator.norm == 10 and accumulator.nonfinite == {}
+    assert accumulator.get_and_clear_gradients()["w"].device.type == "cuda"
