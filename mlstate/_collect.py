@@ -186,7 +186,7 @@ def _shared(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, list[int]]
     """Give what several ranks have: tensor, part, ranks."""
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()):
-            if len(ranks) > 1:
+            if len(ranks) > 1 and tensor.tied is None:
                 yield tensor, index, ranks
 
 
@@ -226,7 +226,7 @@ class Gathering:
         digests = _digests(state, tensors, self.group.rank) if verify else []
         if self.group.rank == self.root:
             for tensor in tensors:
-                if tensor.steps is not None:
+                if tensor.steps is not None and tensor.tied is None:
                     mine = plain_of(state[tensor.name])
                     self.wholes[tensor.name] = new_like(mine, tensor.shape)
         return digests
@@ -235,7 +235,7 @@ class Gathering:
         """List what must travel, in the same order on every rank; the rest is copied here."""
         jobs = []
         for tensor in tensors:
-            if tensor.steps is None:
+            if tensor.steps is None or tensor.tied is not None:
                 continue
             for index, ranks in sorted(tensor.holders.items()):
                 part = tensor.part(index)
@@ -322,7 +322,7 @@ class Gathering:
         gathered = like(state)
         for tensor in tensors:
             if tensor.steps is not None:
-                gathered[tensor.name] = self.wholes[tensor.name]
+                gathered[tensor.name] = self.wholes[tensor.tied or tensor.name]
                 continue
             value = state[tensor.name]
             gathered[tensor.name] = value.cpu() if is_torch(value) else value

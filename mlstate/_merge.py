@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import _core
 from ._compatibility import LONGEST, SHOWN
 from ._layout import Layout, Shard
-from ._pieces import Part, copy_part, digest, dtype_of, new_like, plain_of
+from ._pieces import Part, copy_part, digest, dtype_of, new_like, place_key, plain_of
 from ._state_dict import StateDict
 from ._state_diff import TensorChange
 from ._text import shorten
@@ -64,6 +64,7 @@ class Entry(NamedTuple):
     steps: Steps | None
     part: int
     replica: int
+    tied: str | None  # an earlier tensor that has the same memory here
 
 
 class Tensor(NamedTuple):
@@ -73,6 +74,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     steps: Steps | None
     holders: dict[int, list[int]]  # of each part, the ranks that have it
+    tied: str | None = None  # an earlier tensor that is this one, on every rank
 
     def part(self, index: int) -> Part:
         """Say where a part lies."""
@@ -85,29 +87,27 @@ class Tensor(NamedTuple):
 def describe(state: Mapping[str, Any]) -> list[Entry]:
     """Say what a state has, without its elements."""
     entries = []
+    seen: dict[Any, str] = {}
     for name, value in state.items():
         array = plain_of(value)
         if getattr(array.dtype, "hasobject", False):
             raise TypeError(f"{name!r} holds references to objects of this process")
         shard = value if isinstance(value, Shard) else None
-        entries.append(
-            Entry(
-                name,
-                dtype_of(array),
-                tuple(array.shape) if shard is None else shard.shape,
-                None if shard is None else shard.layout._steps,
-                0 if shard is None else shard.index,
-                0 if shard is None else shard.replica,
-            )
-        )
+        shape = tuple(array.shape) if shard is None else shard.shape
+        steps = None if shard is None else shard.layout._steps
+        part = 0 if shard is None else shard.index
+        first = seen.setdefault((place_key(array), shape, steps, part), name)
+        tied = None if first == name else first
+        replica = 0 if shard is None else shard.replica
+        entries.append(Entry(name, dtype_of(array), shape, steps, part, replica, tied))
     return entries
 
 
 def entry_of(plain: Iterable[Any]) -> Entry:
     """Make the entry again that travelled as JSON."""
-    name, dtype, shape, steps, index, replica = plain
+    name, dtype, shape, steps, *rest = plain
     pairs = None if steps is None else tuple((axis, parts) for axis, parts in steps)
-    return Entry(name, dtype, tuple(shape), pairs, index, replica)
+    return Entry(name, dtype, tuple(shape), pairs, *rest)
 
 
 # ---- agreeing ----
@@ -176,6 +176,14 @@ def _gaps(tensor: Tensor) -> list[RankDifference]:
     return [RankDifference("gap", tensor.name, (), text)]
 
 
+def _tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
+    """Return the earlier tensor that is this one on all ranks that have elements of it."""
+    mine = held[tensor.name]
+    names = {entry.tied for entry in mine.values() if tensor.part(entry.part).count}
+    name = names.pop() if len(names) == 1 else None
+    return name if name is not None and held[name].keys() == mine.keys() else None
+
+
 def agree(
     everyone: Sequence[Sequence[Entry]], *, partial: bool = False
 ) -> tuple[list[Tensor], list[RankDifference]]:
@@ -202,8 +210,8 @@ def agree(
         for rank, entry in sorted(by_rank.items(), key=lambda item: (item[1].replica, item[0])):
             holders.setdefault(entry.part, []).append(rank)
         tensor = Tensor(name, first.shape, first.steps, holders)
-        tensors.append(tensor)
-        differences += found or _gaps(tensor)
+        differences += (found := found or _gaps(tensor))
+        tensors.append(tensor if found else tensor._replace(tied=_tied(tensor, held)))
     return tensors, differences
 
 
@@ -253,7 +261,7 @@ def replicas(
     """Compare all that several ranks have, with the first of them, element by element."""
     differences = []
     for tensor in tensors:
-        for index, ranks in sorted(tensor.holders.items()):
+        for index, ranks in sorted(tensor.holders.items()) if tensor.tied is None else ():
             part = tensor.part(index)
             first = _on_host(plain_of(states[ranks[0]][tensor.name]))
             for rank in ranks[1:]:
@@ -318,6 +326,9 @@ def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> Sta
         ranks = tensor.holders
         if tensor.steps is None:
             merged[tensor.name] = states[min(ranks[0])][tensor.name]
+            continue
+        if tensor.tied is not None:
+            merged[tensor.name] = merged[tensor.tied]
             continue
         whole = new_like(plain_of(states[next(iter(ranks.values()))[0]][tensor.name]), tensor.shape)
         for index, holders in ranks.items():

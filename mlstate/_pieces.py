@@ -46,6 +46,16 @@ def item_bytes(array: Any) -> int:
     return int(array.element_size() if is_torch(array) else array.dtype.itemsize)
 
 
+def place_key(array: Any) -> tuple[Any, ...]:
+    """Return what is the same for arrays over the same elements in the same memory."""
+    if 0 in array.shape:
+        return (id(array),)  # nothing lies anywhere
+    if is_torch(array):
+        return array.device, array.data_ptr(), array.dtype, tuple(array.shape), array.stride()
+    address = array.__array_interface__["data"][0]
+    return address, array.dtype, array.shape, array.strides
+
+
 def new_like(array: Any, shape: tuple[int, ...]) -> Any:
     """Return new memory of an array's kind and dtype, in main memory and native byte order."""
     if is_torch(array):

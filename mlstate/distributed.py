@@ -253,7 +253,8 @@ class DistributedStateCollector:
         -------
         StateDict
             Of the class of the first state, with its attributes. Whole arrays are those of the
-            first rank that has them, no copies; shards are assembled in new arrays.
+            first rank that has them, no copies; shards are assembled in new arrays, one for tied
+            ones.
 
         Raises
         ------
@@ -348,7 +349,7 @@ class DistributedStateCollector:
         StateDict or None
             On the root, the state: arrays for arrays, and for torch tensors tensors in main
             memory. Whole arrays are the root's own, no copies (but for tensors on a device);
-            sharded ones are new. None on the others.
+            sharded ones are new; tied ones stay one array. None on the others.
 
         Raises
         ------

@@ -390,6 +390,34 @@ def test_messages_are_bounded_and_the_result_is_all_that_is_made():
     assert largest[0] > 9_000
 
 
+def test_tied_tensors_stay_one_and_travel_once():
+    whole = np.arange(1000.0).reshape(5, 200)
+
+    def gather(collector):
+        rank = collector.group.rank
+        shard = Layout.rows(4).shard(whole, rank)  # the last rank has nothing
+        again = Shard(shard.array, shard.layout, rank, shape=shard.shape)
+        other = Shard(shard.array.copy(), shard.layout, rank, shape=shard.shape)
+        plain = np.ones(3)
+        state = {"a": shard, "b": again, "c": other, "d": plain, "e": plain}
+        full = collector.gather_full_state(state, max_bytes=12_800)
+        return full, collector.group.calls.count("all_to_all"), state
+
+    results = good(run(gather, 4))
+    full = results[0][0]
+    assert full["a"] is full["b"]
+    assert full["c"] is not full["a"]
+    assert full["d"] is full["e"]
+    for name in "abc":
+        same_bits(full[name], whole)
+    assert results[0][1] == 1  # two senders, each of at most two rows of two tensors
+    merged = COLLECTOR.merge_states([state for _, _, state in results])
+    assert merged["a"] is merged["b"]
+    same_bits(merged["c"], whole)
+    broken = [{"a": whole, "b": whole}, {"a": whole.copy(), "b": whole + 1}]
+    assert [found.name for found in COLLECTOR.compare_states(broken)] == ["b"]
+
+
 def test_names_choose():
     def gather(collector):
         state = {"a.w": np.ones(1), "a.b": np.ones(2), "c": np.full(1, collector.group.rank)}
