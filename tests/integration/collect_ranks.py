@@ -1,0 +1,53 @@
+"""What each rank does in test_collect_mpi.py: states gathered and sent out over MPI.
+
+`mpiexec -n RANKS python collect_ranks.py` prints one line for each rank: its number and "ok".
+"""
+
+import numpy as np
+
+from mlstate import CompatibilityError
+from mlstate.checkpoint import Layout, Shard
+from mlstate.distributed import DistributedStateCollector
+from mlstate.integrations.mpi import MPIGroup
+
+
+def gathered_and_sent_back(collector, layout):
+    """Every rank's part of a tensor becomes the tensor on the last rank, and its part again."""
+    rank, root = collector.group.rank, collector.group.world_size - 1
+    whole = np.arange(35_000, dtype=np.float32).reshape(50, 700)
+    state = {"w": layout.shard(whole, rank), "b": np.ones(4)}
+    full = collector.gather_full_state(state, root=root, max_bytes=10_000)
+    assert (full is not None) == (rank == root)
+    if full is not None:
+        assert np.array_equal(full["w"], whole)
+    part = np.zeros(layout.shape(whole.shape, rank), np.float32)
+    target = {"w": Shard(part, layout, rank, shape=whole.shape), "b": np.zeros(4)}
+    collector.broadcast_state(target, source=full, root=root, max_bytes=10_000)
+    assert np.array_equal(part, layout.take(whole, rank))
+    assert target["b"].all()
+
+
+def differences_are_said_on_every_rank(collector):
+    world = collector.group.world_size
+    state = {"w": np.full(3, float(collector.group.rank == world - 1))}
+    try:
+        collector.gather_full_state(state)
+    except CompatibilityError as error:
+        assert f"w: the elements on rank {world - 1} differ" in str(error), str(error)
+    else:
+        raise AssertionError("nobody noticed")
+
+
+def main():
+    with MPIGroup(timeout=30) as group:
+        collector = DistributedStateCollector(group)
+        world = group.world_size
+        for layout in (Layout.rows(world), Layout.axis(1, world), Layout.flat(world)):
+            gathered_and_sent_back(collector, layout)
+        differences_are_said_on_every_rank(collector)
+        collector.gather_full_state({"w": np.ones(3)})  # the group goes on
+        print(group.rank, "ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()
