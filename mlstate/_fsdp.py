@@ -41,6 +41,11 @@ class FSDP:
         gradient scaler looks for them.
     allow_unused : bool, default False
         Take parameters without gradients as if these were zero.
+    compression : {"float16", "bfloat16", "int8"}, optional
+        Let float32 gradients travel as these, ``"int8"`` with a scale for each 256 elements.
+        What is lost of an element is added to it in the next step (error feedback), for
+        which each unit keeps a full array of float32 (`FSDPShardingUnit.residual`). For
+        connections that are slower than memory; sums of float32 only.
     timeout : float, optional
         Seconds for each operation. Default: the group's own.
     record : bool, default False
@@ -78,6 +83,7 @@ class FSDP:
         bucket_bytes: int = 25 << 20,
         nonfinite: str = "error",
         allow_unused: bool = False,
+        compression: str | None = None,
         timeout: float | None = None,
         record: bool = False,
     ) -> None:
@@ -88,6 +94,12 @@ class FSDP:
             raise ValueError(f"bucket_bytes must be 0 or more, got {bucket_bytes}")
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
+        if compression not in (None, "float16", "bfloat16", "int8"):
+            raise ValueError(
+                f"compression must be 'float16', 'bfloat16', 'int8' or None, got {compression!r}"
+            )
+        if compression and self._op not in ("sum", "mean"):
+            raise ValueError(f"compression goes with sums and means, not with op={self._op!r}")
         self.bucket_bytes = int(bucket_bytes)
         self.allow_unused = bool(allow_unused)
         self._terms = Terms(
@@ -95,6 +107,7 @@ class FSDP:
             divisor=self._divisor(gradient_divide_factor),
             reduce_dtype=_reduce_dtype(reduce_dtype),
             nonfinite=nonfinite,
+            compression=compression or "",
         )
         self._reducer = Reducer(process_group, check_timeout(timeout))
         self._turns = Turns("mlstate-fsdp", process_group.rank)
@@ -136,10 +149,11 @@ class FSDP:
 
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
         """How the gradient of a unit is reduced."""
-        terms = self._terms._replace(accumulate=accumulate)
-        if not _is_narrow(unit.dtype):
-            return terms._replace(reduce_dtype="")
-        return terms
+        return self._terms._replace(
+            accumulate=accumulate,
+            reduce_dtype=self._terms.reduce_dtype if _is_narrow(unit.dtype) else "",
+            compression=self._terms.compression if unit.dtype == "float32" else "",
+        )
 
     def bind(self, unit: FSDPShardingUnit) -> None:
         """Check that a unit belongs to this rank of this group."""

@@ -113,6 +113,8 @@ class Terms(NamedTuple):
         "error" or "allow".
     accumulate : bool
         Whether the result is added to the local gradient that is there.
+    compression : str
+        Name of what elements travel as, empty for themselves.
     """
 
     op: str = "sum"
@@ -120,6 +122,7 @@ class Terms(NamedTuple):
     reduce_dtype: str = ""
     nonfinite: str = "error"
     accumulate: bool = False
+    compression: str = ""
 
 
 class Event(NamedTuple):
@@ -187,7 +190,7 @@ class Reducer:
     def __init__(self, group: Any, timeout: float | None) -> None:
         self._group = group
         self._timeout = timeout
-        self._send = self._receive = np.empty(0, np.uint8)
+        self._send = self._receive = self._own = np.empty(0, np.uint8)
         self.events: list[Event] | None = None
         self._reset()
 
@@ -266,6 +269,8 @@ class Reducer:
             entry.out = _output(entry.unit, entry.gradient, terms)
             if on_host(entry.flat):
                 self._capsule([entry], terms)
+            elif terms.compression:
+                entry.why = f"compression of a gradient on {entry.flat.device}, not in main memory"
         except Exception as error:  # told to all ranks, which then raise it together
             entry.why = f"{type(error).__name__}: {error}"
 
@@ -324,16 +329,35 @@ class Reducer:
                 for e in entries
             ]
         bucket = self._capsule(entries, terms)
+        if terms.compression:
+            return self._compressed(bucket, entries, terms.compression)
         own = getattr(self._group, "_reduce_bucket", None)
         if own is not None:
             return own(bucket, self._timeout)  # type: ignore[no-any-return]
         sizes, mine = _core.bucket_sizes(bucket)
-        if self._group.world_size > 1:
-            expected = [mine] * self._group.world_size
-            expected[self._group.rank] = 0
-            self._send = _at_least(self._send, sum(sizes))
-            self._receive = _at_least(self._receive, sum(expected))
-            _core.bucket_pack(bucket, self._send)
+        self._send = _at_least(self._send, sum(sizes))
+        _core.bucket_pack(bucket, self._send)
+        self._exchange_parts(sizes, mine)
+        return _core.bucket_reduce(bucket, self._receive)
+
+    def _compressed(
+        self, bucket: Any, entries: list[Entry], compression: str
+    ) -> list[tuple[float, int]]:
+        """Reduce gradients that travel in fewer bytes."""
+        sizes, mine = _core.bucket_wire_sizes(bucket, compression)
+        self._send = _at_least(self._send, sum(sizes))
+        self._own = _at_least(self._own, mine)
+        residuals = tuple(entry.unit.residual() for entry in entries)
+        _core.bucket_wire_pack(bucket, compression, residuals, self._send, self._own)
+        self._exchange_parts(sizes, mine)
+        return _core.bucket_wire_reduce(bucket, compression, self._own, self._receive)
+
+    def _exchange_parts(self, sizes: list[int], mine: int) -> None:
+        """Send each rank what was packed for it, and receive what they packed for this one."""
+        expected = [mine] * self._group.world_size
+        expected[self._group.rank] = 0
+        self._receive = _at_least(self._receive, sum(expected))
+        if len(expected) > 1:
             self._group.all_to_all(
                 self._send[: sum(sizes)],
                 out=self._receive[: sum(expected)],
@@ -341,7 +365,6 @@ class Reducer:
                 out_counts=expected,
                 timeout=self._timeout,
             )
-        return _core.bucket_reduce(bucket, self._receive)
 
     # ---- what became of it ----
 

@@ -90,6 +90,7 @@ class FSDPShardingUnit:
     __slots__ = (
         "_counts",
         "_layout",
+        "_residual",
         "_world_size",
         "dtype",
         "fact",
@@ -125,6 +126,7 @@ class FSDPShardingUnit:
         self.dtype = dtype_text(dtype)
         self.shard_index = int(shard_index)
         self.local_gradient: Any = None
+        self._residual: Any = None
         self.like: Any = None  # the parameter itself, where it is a tensor of torch
         self._layout = layout
         self._world_size: int | None = None
@@ -207,6 +209,25 @@ class FSDPShardingUnit:
     def full_bytes(self) -> int:
         """Bytes of the full gradient."""
         return prod(self.shape) * _item_bytes(self.dtype)
+
+    def residual(self) -> Any:
+        """Return what compression has lost of this rank's gradients so far.
+
+        Returns
+        -------
+        ndarray
+            One-dimensional, float32, of all elements of the full gradient; zeros before the
+            first step. Save it with the optimizer to resume to the same bits.
+
+        Examples
+        --------
+        >>> from mlstate.fsdp import FSDPShardingUnit
+        >>> FSDPShardingUnit("w", (2, 2), "float32", 0).residual()
+        array([0., 0., 0., 0.], dtype=float32)
+        """
+        if self._residual is None:
+            self._residual = np.zeros(prod(self.shape), np.float32)
+        return self._residual
 
     def zeros(self) -> Any:
         """Return a full gradient of zeros, in the place of one that is missing."""

@@ -18,6 +18,11 @@ typedef struct mlsp_bucket {
  * without the GIL holds a reference to the capsule, as the arguments of a call do. */
 mlsp_bucket *mlsp_bucket_of(PyObject *capsule);
 
+/* A view that lies packed, aligned and in the machine's byte order.  -1 with an exception
+ * set, which says that it is `what` of a bucket. */
+int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
+                     bool writable, mlsp_view *out);
+
 /* New list of (squares, nonfinite) of all segments. */
 PyObject *mlsp_bucket_tallies(const mls_bucket *b);
 

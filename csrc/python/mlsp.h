@@ -241,6 +241,7 @@ extern PyMethodDef mlsp_state_methods[];
 extern PyMethodDef mlsp_layout_methods[];
 extern PyMethodDef mlsp_shards_methods[];
 extern PyMethodDef mlsp_bucket_methods[];
+extern PyMethodDef mlsp_wire_methods[];
 extern PyMethodDef mlsp_reduce_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */

@@ -62,9 +62,8 @@ static mlsp_bucket *bucket_new(size_t count, size_t world)
     return held;
 }
 
-/* A view that the core can walk as one run. */
-static int view_packed(const mlsp_state *state, PyObject *array, const char *what,
-                       bool writable, mlsp_view *out)
+int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
+                     bool writable, mlsp_view *out)
 {
     mlsp_view view = {0};
     if (!mlsp_view_quickly(array, writable, &view) &&
@@ -131,10 +130,10 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
         PyErr_SetString(PyExc_TypeError, "a segment is a tuple (array, counts, out)");
         return -1;
     }
-    if (view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false, &views[0]) <
-            0 ||
-        view_packed(state, PyTuple_GET_ITEM(tuple, 2), "the output", true, &views[1]) <
-            0) {
+    if (mlsp_view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false,
+                         &views[0]) < 0 ||
+        mlsp_view_packed(state, PyTuple_GET_ITEM(tuple, 2), "the output", true,
+                         &views[1]) < 0) {
         mlsp_view_release(&views[0]);
         return -1;
     }
@@ -276,7 +275,7 @@ static int view_messages(const mlsp_state *state, const mls_bucket *b, PyObject 
 {
     size_t wanted, have;
     if (message_bytes(state, b, sent, &wanted) < 0 ||
-        view_packed(state, array, "the messages", sent, out) < 0) {
+        mlsp_view_packed(state, array, "the messages", sent, out) < 0) {
         return -1;
     }
     if (!mls_tensor_bytes(&out->tensor, &have) || have < wanted ||
@@ -366,7 +365,7 @@ static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (mlsp_take_count("sketch", 3, count) < 0 ||
         mlsp_take_int64(state, args[1], "start", &start) < 0 ||
         mlsp_take_int64(state, args[2], "seed", &seed) < 0 ||
-        view_packed(state, args[0], "an array", false, &view) < 0) {
+        mlsp_view_packed(state, args[0], "an array", false, &view) < 0) {
         return NULL;
     }
     (void)mls_tensor_count(&view.tensor, &elements);

@@ -1,0 +1,240 @@
+/* py_wire: buckets that travel in fewer bytes. */
+#include "bucketp.h"
+
+#include "mem.h"
+#include "size.h"
+#include "wire.h"
+
+#include <string.h>
+
+/* "float16", "bfloat16" or "int8". */
+static int take_wire(PyObject *object, mls_wire *out)
+{
+    mls_text text;
+    if (mlsp_take_text(object, "compression", &text) < 0) {
+        return -1;
+    }
+    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
+        const char *name = mls_wire_name((mls_wire)wire);
+        if (text.length == strlen(name) && memcmp(text.data, name, text.length) == 0) {
+            *out = (mls_wire)wire;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "compression must be 'float16', 'bfloat16' or 'int8', not %R", object);
+    return -1;
+}
+
+/* A bucket of sums of float32 in float32 (borrowed from its capsule), and a wire. */
+static mls_bucket *take_bucket(PyObject *const *args, mls_wire *wire)
+{
+    mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    if (held == NULL || take_wire(args[1], wire) < 0) {
+        return NULL;
+    }
+    for (size_t i = 0; i < held->bucket.count; i++) {
+        const mls_reduction *r = &held->bucket.segments[i].reduction;
+        if (r->dtype != MLS_F32 || r->out_dtype != MLS_F32 || r->op != MLS_REDUCE_SUM) {
+            PyErr_SetString(PyExc_ValueError, "only sums of float32 can be compressed");
+            return NULL;
+        }
+    }
+    return &held->bucket;
+}
+
+/* bucket_wire_sizes(bucket, compression) -> (bytes to each rank with 0 for this one, own)
+ */
+static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
+                                   Py_ssize_t count)
+{
+    (void)module;
+    mls_wire wire;
+    if (mlsp_take_count("bucket_wire_sizes", 2, count) < 0) {
+        return NULL;
+    }
+    const mls_bucket *b = take_bucket(args, &wire);
+    PyObject *to = b == NULL ? NULL : PyList_New((Py_ssize_t)b->world);
+    for (size_t rank = 0; to != NULL && rank < b->world; rank++) {
+        PyObject *number =
+            PyLong_FromSize_t(rank == b->rank ? 0 : mls_wire_bucket_bytes(b, wire, rank));
+        if (number == NULL) {
+            Py_CLEAR(to);
+        } else {
+            PyList_SET_ITEM(to, (Py_ssize_t)rank, number);
+        }
+    }
+    return to == NULL
+               ? NULL
+               : Py_BuildValue("(Nn)", to,
+                               (Py_ssize_t)mls_wire_bucket_bytes(b, wire, b->rank));
+}
+
+/* View a buffer of at least `wanted` bytes for messages. */
+static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
+                       bool writable, mlsp_view *out)
+{
+    size_t have = 0;
+    if (mlsp_view_packed(state, array, "the messages", writable, out) < 0) {
+        return -1;
+    }
+    if (!mls_tensor_bytes(&out->tensor, &have) || have < wanted ||
+        (uintptr_t)out->tensor.data % MLS_BUCKET_ALIGN != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "messages of %zu bytes do not fit %zu bytes of memory aligned to %d",
+                     wanted, have, (int)MLS_BUCKET_ALIGN);
+        mlsp_view_release(out);
+        return -1;
+    }
+    return 0;
+}
+
+/* Bytes of the messages to all other ranks. */
+static size_t sent_bytes(const mls_bucket *b, mls_wire wire)
+{
+    size_t total = 0;
+    for (size_t rank = 0; rank < b->world; rank++) {
+        total += rank == b->rank ? 0 : mls_wire_bucket_bytes(b, wire, rank);
+    }
+    return total;
+}
+
+/* What a pack holds on to while the GIL is released. */
+typedef struct pack_job {
+    mlsp_view send, own;
+    mlsp_view *views;  /* of the residuals; NULL for none */
+    float **residuals; /* likewise */
+    size_t count;
+} pack_job;
+
+/* Accepts a job that is half done. */
+static void pack_fini(pack_job *job)
+{
+    for (size_t i = 0; i < job->count; i++) {
+        mlsp_view_release(&job->views[i]);
+    }
+    mlsp_view_release(&job->send);
+    mlsp_view_release(&job->own);
+    mls_free(job->views);
+    mls_free(job->residuals);
+}
+
+/* Elements of all parts of a segment. */
+static size_t elements_of(const mls_bucket *b, size_t i)
+{
+    size_t total = 0;
+    for (size_t rank = 0; rank < b->world; rank++) {
+        total += b->segments[i].counts[rank];
+    }
+    return total;
+}
+
+/* View the residuals: float32, as many elements as their segments. */
+static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject *list,
+                          pack_job *job)
+{
+    if (list == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(list) || PyTuple_GET_SIZE(list) != (Py_ssize_t)b->count) {
+        PyErr_SetString(PyExc_TypeError,
+                        "residuals must be a tuple, one for each segment");
+        return -1;
+    }
+    job->views = mls_alloc(b->count, sizeof *job->views);
+    job->residuals = mls_alloc(b->count, sizeof *job->residuals);
+    if (job->views == NULL || job->residuals == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < b->count; i++) {
+        size_t elements = 0;
+        mlsp_view *view = &job->views[i];
+        if (mlsp_view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual",
+                             true, view) < 0) {
+            return -1;
+        }
+        job->count++;
+        if (view->tensor.dtype != MLS_F32 ||
+            !mls_tensor_count(&view->tensor, &elements) ||
+            elements != elements_of(b, i)) {
+            PyErr_SetString(PyExc_ValueError,
+                            "a residual is float32, and has the gradient's elements");
+            return -1;
+        }
+        job->residuals[i] = (float *)(void *)view->tensor.data;
+    }
+    return 0;
+}
+
+/* bucket_wire_pack(bucket, compression, residuals, send, own) */
+static PyObject *bucket_wire_pack(PyObject *module, PyObject *const *args,
+                                  Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_wire wire;
+    pack_job job = {0};
+    PyObject *result = NULL;
+    if (mlsp_take_count("bucket_wire_pack", 5, count) < 0) {
+        return NULL;
+    }
+    const mls_bucket *b = take_bucket(args, &wire);
+    if (b == NULL || take_residuals(state, b, args[2], &job) < 0 ||
+        view_buffer(state, args[3], sent_bytes(b, wire), true, &job.send) < 0 ||
+        view_buffer(state, args[4], mls_wire_bucket_bytes(b, wire, b->rank), true,
+                    &job.own) < 0) {
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        mls_wire_pack(b, state->kernels, wire, job.residuals, job.send.tensor.data,
+                      job.own.tensor.data);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+done:
+    pack_fini(&job);
+    return result;
+}
+
+/* bucket_wire_reduce(bucket, compression, own, received) -> [(squares, nonfinite), ...]
+ */
+static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
+                                    Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_wire wire;
+    mlsp_view own = {0}, received = {0};
+    PyObject *result = NULL;
+    if (mlsp_take_count("bucket_wire_reduce", 4, count) < 0) {
+        return NULL;
+    }
+    const mls_bucket *b = take_bucket(args, &wire);
+    if (b == NULL) {
+        return NULL;
+    }
+    const size_t mine = mls_wire_bucket_bytes(b, wire, b->rank);
+    if (view_buffer(state, args[2], mine, false, &own) < 0 ||
+        view_buffer(state, args[3], mine * (b->world - 1), false, &received) < 0) {
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        mls_wire_reduce(b, state->kernels, wire, own.tensor.data, received.tensor.data);
+    Py_END_ALLOW_THREADS
+    result = mlsp_bucket_tallies(b);
+done:
+    mlsp_view_release(&own);
+    mlsp_view_release(&received);
+    return result;
+}
+
+PyMethodDef mlsp_wire_methods[] = {
+    {"bucket_wire_sizes", MLSP_FASTCALL(bucket_wire_sizes),
+     "bucket_wire_sizes(bucket, compression, /)\n--\n\nBytes to each other rank, and "
+     "own."},
+    {"bucket_wire_pack", MLSP_FASTCALL(bucket_wire_pack),
+     "bucket_wire_pack(bucket, compression, residuals, send, own, /)\n--\n\nEncode all "
+     "parts."},
+    {"bucket_wire_reduce", MLSP_FASTCALL(bucket_wire_reduce),
+     "bucket_wire_reduce(bucket, compression, own, received, /)\n--\n\nReduce what was "
+     "encoded."},
+    {NULL, NULL, 0, NULL},
+};
