@@ -146,7 +146,7 @@ class GradientAccumulator:
     Examples
     --------
     >>> import numpy as np
-    >>> from mlstate._accumulator import GradientAccumulator
+    >>> from mlstate.fsdp import GradientAccumulator
     >>> accumulator = GradientAccumulator(accumulation_steps=2)
     >>> accumulator.add_gradients({"weight": np.array([1.0, 2.0], np.float32)})
     >>> accumulator.is_complete
@@ -198,7 +198,7 @@ class GradientAccumulator:
         Examples
         --------
         >>> import numpy as np
-        >>> from mlstate._accumulator import GradientAccumulator
+        >>> from mlstate.fsdp import GradientAccumulator
         >>> accumulator = GradientAccumulator()
         >>> accumulator.add_gradients({"bias": np.ones(3, np.float32)})
         >>> accumulator.counts
@@ -279,7 +279,7 @@ class GradientAccumulator:
         Examples
         --------
         >>> import numpy as np
-        >>> from mlstate._accumulator import GradientAccumulator
+        >>> from mlstate.fsdp import GradientAccumulator
         >>> accumulator = GradientAccumulator()
         >>> accumulator.add_gradients({"bias": np.ones(2, np.float16)})
         >>> accumulator.get_and_clear_gradients()
@@ -301,7 +301,7 @@ class GradientAccumulator:
         Examples
         --------
         >>> import numpy as np
-        >>> from mlstate._accumulator import GradientAccumulator
+        >>> from mlstate.fsdp import GradientAccumulator
         >>> accumulator = GradientAccumulator()
         >>> accumulator.add_gradients({"bias": np.ones(2, np.float32)})
         >>> accumulator.reset()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlstate._accumulator import GradientAccumulator
 from mlstate.errors import CompatibilityError
+from mlstate.fsdp import GradientAccumulator
 
 DTYPES = ["float16", "float32", "float64", "int8", "uint16", "int64", "complex64"]
 

@@ -1,0 +1,206 @@
+"""What the bindings of reductions promise: all or nothing, and names in errors."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlstate import _core
+from mlstate.errors import CompatibilityError
+
+FLOATS = ["float16", "float32", "float64"]
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+def random_array(seed, length, dtype):
+    return np.random.default_rng(seed).standard_normal(length).__mul__(9).astype(dtype)
+
+
+# ---- reduce ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(FLOATS + INTEGERS),
+    count=st.integers(1, 5),
+    length=st.sampled_from([0, 1, 17, 64, 130, 5000]),
+    op=st.sampled_from(["sum", "min", "max"]),
+    seed=st.integers(0, 9999),
+)
+def test_reduces_as_numpy_does_in_order(dtype, count, length, op, seed):
+    sources = [random_array(seed + i, length, dtype) for i in range(count)]
+    wide = np.float32 if dtype == "float16" else np.dtype(dtype)
+    join = {"sum": np.add, "min": np.minimum, "max": np.maximum}[op]
+    expected = sources[0].astype(wide)
+    for source in sources[1:]:
+        expected = join(expected, source.astype(wide))
+    expected = expected.astype(dtype)
+    out = np.empty_like(expected)
+    squares, nonfinite = _core.reduce(sources, out, op, 1.0)
+    assert out.tobytes() == expected.tobytes() and nonfinite == 0
+    assert squares == pytest.approx((out.astype(np.float64) ** 2).sum(), rel=1e-12)
+
+
+def test_a_mean_is_divided_once():
+    sources = [np.full(100, x, np.float32) for x in (1, 2, 4)]
+    out = np.empty(100, np.float32)
+    squares, _ = _core.reduce(sources, out, "sum", 3.0)
+    assert (out == np.float32(7) / np.float32(3)).all()
+    assert squares == pytest.approx(100 * float(out[0]) ** 2, rel=1e-14)
+
+
+def test_narrow_sources_may_become_float32():
+    sources = [np.full(50, 2048, np.float16), np.ones(50, np.float16)]
+    out = np.zeros(50, np.float32)
+    _core.reduce(sources, out, "sum", 1.0)
+    assert (out == 2049).all()
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 and 8-bit floats in NumPy")
+    for name in ("bfloat16", "float8_e5m2", "float8_e4m3fn"):
+        _core.reduce([np.full(50, 1.5, getattr(ml_dtypes, name))] * 3, out, "sum", 1.0)
+        assert (out == 4.5).all()
+
+
+def test_the_output_may_be_a_source():
+    a, b = np.arange(100.0), np.ones(100)
+    _core.reduce((a, b, a), b, "sum", 1.0)
+    assert (b == 2 * np.arange(100.0) + 1).all()
+
+
+@pytest.mark.parametrize(
+    ("sources", "out", "op", "divisor", "error", "match"),
+    [
+        ([], np.ones(2), "sum", 1.0, ValueError, "at least one source"),
+        ([np.ones(2), np.ones(3)], np.ones(2), "sum", 1.0, CompatibilityError, r"sources\[1\] has"),
+        ([np.ones(2)], np.ones(3), "sum", 1.0, CompatibilityError, "out has 3 elements"),
+        (
+            [np.ones(2), np.ones(2, "f4")],
+            np.ones(2),
+            "sum",
+            1.0,
+            CompatibilityError,
+            "is float32, sources",
+        ),
+        ([np.ones(2)], np.ones(2, "f4"), "sum", 1.0, CompatibilityError, "cannot be had as"),
+        ([np.ones(2, bool)], np.ones(2, bool), "sum", 1.0, CompatibilityError, "bool has no sum"),
+        ([np.ones(4)[::2]], np.ones(2), "sum", 1.0, CompatibilityError, "C-contiguous"),
+        ([np.ones(2, ">f8")], np.ones(2, ">f8"), "sum", 1.0, CompatibilityError, "byte order"),
+        ([np.ones(2)], np.ones(2), "prod", 1.0, ValueError, "op must be"),
+        ([np.ones(2)], np.ones(2), 3, 1.0, TypeError, "op must be a str"),
+        ([np.ones(2)], np.ones(2), "sum", 0.0, ValueError, "divided by 0"),
+        ([np.ones(2)], np.ones(2), "max", 2.0, ValueError, "divided by 2"),
+        ([np.ones(2, int)], np.ones(2, int), "sum", 2.0, ValueError, "divided by 2"),
+        ([object()], np.ones(2), "sum", 1.0, TypeError, r"sources\[0\]"),
+    ],
+)
+def test_reductions_that_make_no_sense(sources, out, op, divisor, error, match):
+    before = out.tobytes()
+    with pytest.raises(error, match=match):
+        _core.reduce(sources, out, op, divisor)
+    assert out.tobytes() == before
+
+
+def test_half_an_overlap_is_refused():
+    memory = np.arange(11.0)
+    with pytest.raises(ValueError, match=r"out and sources\[1\] share memory"):
+        _core.reduce([np.ones(10), memory[1:]], memory[:10], "sum", 1.0)
+    frozen = np.ones(10)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="out"):
+        _core.reduce([np.ones(10)], frozen, "sum", 1.0)
+    assert memory.tolist() == list(range(11))
+
+
+# ---- accumulate ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    target=st.sampled_from(FLOATS),
+    source=st.sampled_from(FLOATS),
+    scale=st.sampled_from([1.0, 0.5, -0.3]),
+    length=st.sampled_from([0, 1, 33, 4096, 4097]),
+    step=st.sampled_from([1, 2, -1]),
+    swapped=st.booleans(),
+)
+def test_adds_as_numpy_does(target, source, scale, length, step, swapped):
+    wide = np.float64 if "float64" in (target, source) else np.float32
+    a, b = random_array(1, length, target), random_array(2, length, source)
+    expected = (a.astype(wide) + wide(scale) * b.astype(wide)).astype(target)
+    memory = np.zeros(2 * length + 2, a.dtype.newbyteorder() if swapped else a.dtype)
+    view = memory[:length] if step == 1 else memory[: 2 * length : 2]
+    view = view[::-1] if step < 0 else view
+    view[:] = a
+    ((squares, nonfinite),) = _core.accumulate(["w"], [view], [b], scale, True)
+    assert view.astype(target).tobytes() == expected.tobytes()
+    assert squares == pytest.approx((expected.astype(np.float64) ** 2).sum()) and not nonfinite
+    assert not memory[length:].any() or step != 1
+
+
+def test_tallies_are_the_same_by_any_way():
+    x = random_array(5, 200_001, np.float32)
+    total = np.zeros_like(x)
+    (added,) = _core.accumulate(["w"], [total], [x], 1.0, True)
+    assert [added] == _core.tally(["w"], [x]) == [_core.reduce([x], total, "sum", 1.0)]
+    assert [added] == _core.tally(["w"], [np.stack([x, x], 1)[:, 1]])
+    x[[5, 10_000, 200_000]] = np.nan
+    ((squares, nonfinite),) = _core.tally(["w"], [x])
+    assert np.isnan(squares) and nonfinite == 3
+
+
+def test_scale_and_clear():
+    a, b = np.ones((3, 4), np.float16), np.full(5, 2 - 1j, np.complex64)
+    assert _core.scale(["a", "b"], [a[:, ::2], b], 0.5) is None
+    assert a.tolist() == [[0.5, 1, 0.5, 1]] * 3 and b.tolist() == [1 - 0.5j] * 5
+    _core.clear(["a", "b"], [a[1:], b])
+    assert a.tolist() == [[0.5, 1, 0.5, 1], [0] * 4, [0] * 4] and not b.any()
+    with pytest.raises(CompatibilityError, match="'n': int64 cannot be scaled") as caught:
+        _core.scale(["a", "n"], [a, np.ones(2, np.int64)], 2.0)
+    assert caught.value.name == "n" and a[0, 0] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "scale", "error", "match"),
+    [
+        (np.ones(3, "f4"), np.ones(2, "f4"), 1.0, CompatibilityError, r"'w': .*\(2,\).*\(3,\)"),
+        (np.ones(3, "f4"), np.ones(3, "i4"), 1.0, CompatibilityError, "'w': int32 cannot be added"),
+        (np.ones(3, "i4"), np.ones(3, "i8"), 1.0, CompatibilityError, "'w': int64"),
+        (np.ones(3, bool), np.ones(3, bool), 1.0, CompatibilityError, "'w': bool"),
+        (np.ones(3, "i4"), np.ones(3, "i4"), 2.0, ValueError, "'w': int32 cannot be scaled"),
+        (np.ones(3, "f4"), np.ones(3, "f4"), np.nan, ValueError, "a scale of nan"),
+        (np.ones(3, "f4"), np.ones(3, "f4"), 1e300, ValueError, "a scale of 1e"),
+        (np.ones(3, "f4"), [1.0] * 3, 1.0, TypeError, "'w'"),
+        (np.ones(3, "f4"), np.ones(3, "f4"), "x", TypeError, "scale must be a number"),
+    ],
+)
+def test_one_bad_pair_leaves_all_as_they_were(target, source, scale, error, match):
+    other, before = np.ones(4, np.float32), target.tobytes()
+    with pytest.raises(error, match=match) as caught:
+        _core.accumulate(["a", "w"], [other, target], [np.ones(4, "f4"), source], scale, True)
+    if error is CompatibilityError:
+        assert caught.value.name == "w" and caught.value.expected and caught.value.got
+    assert other.tolist() == [1] * 4 and target.tobytes() == before
+
+
+def test_targets_must_be_writable_and_their_own():
+    frozen, memory = np.ones(4), np.arange(5.0)
+    frozen.flags.writeable = False
+    repeated = np.lib.stride_tricks.as_strided(np.ones(1), (4,), (0,))
+    for target, source in ((frozen, np.ones(4)), (memory[1:], memory[:-1]), (repeated, np.ones(4))):
+        with pytest.raises(ValueError, match="'w'"):
+            _core.accumulate(["w"], [target], [source], 1.0, False)
+    with pytest.raises(ValueError, match="1 names for 2 arrays"):
+        _core.accumulate(["w"], [memory, memory], [memory], 1.0, False)
+    with pytest.raises(TypeError, match="parameter name must be a str"):
+        _core.accumulate([3], [memory], [memory], 1.0, False)
+    with pytest.raises(TypeError, match="takes 5 arguments"):
+        _core.accumulate([3], [memory])
+    assert memory.tolist() == list(range(5))
+
+
+def test_torch_parameters_are_added_to_in_place():
+    torch = pytest.importorskip("torch", reason="adds to torch tensors")
+    parameter = torch.nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+    _core.accumulate(["p"], [parameter], [torch.arange(6.0)], 2.0, False)
+    assert parameter.tolist() == [1, 3, 5, 7, 9, 11]
+    with pytest.raises(CompatibilityError, match="'p'"):
+        _core.accumulate(["p"], [torch.ones(2, device="meta")], [torch.ones(2)], 1.0, False)
