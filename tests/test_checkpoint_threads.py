@@ -6,61 +6,13 @@ import threading
 
 import numpy as np
 import pytest
+from rank_threads import run_ranks as run
 
 import mlstate
 from mlstate import _core, _folder, _lock
 from mlstate.checkpoint import Checkpoint, CheckpointManager, Layout, Shard
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
-
-
-class Threads:
-    """A rank among threads.  Ranks that do not all send the same message are an error."""
-
-    def __init__(self, world, rank):
-        self._slots, self._barrier = world
-        self.rank = rank
-        self.world_size = len(self._slots)
-
-    def _exchange(self, kind, data):
-        try:
-            self._slots[self.rank] = (kind, data)
-            self._barrier.wait()
-            found = list(self._slots)
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise mlstate.CollectiveError(f"rank {self.rank} waits in {kind}") from None
-        assert len({kind for kind, _ in found}) == 1, found
-        return [data for _, data in found]
-
-    def gather_bytes(self, data, root=None):
-        found = self._exchange(f"gather to {root}", data)
-        return found if root in (None, self.rank) else None
-
-    def broadcast(self, array, root=0):
-        return self._exchange("broadcast", array.copy())[root]
-
-    def barrier(self):
-        self._exchange("barrier", None)
-
-
-def run(function, world_size=2):
-    """What `function` gives or raises with the group of each rank."""
-    world = ([None] * world_size, threading.Barrier(world_size, timeout=20))
-    results = [None] * world_size
-
-    def work(rank):
-        try:
-            results[rank] = function(Threads(world, rank))
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
 
 
 def files_of(path):

@@ -1,0 +1,80 @@
+"""Ranks that are threads of this process: a group of them, and a way to run them."""
+
+import threading
+
+from mlstate import CollectiveError
+
+SECONDS = 20
+
+
+class Threads:
+    """A rank among threads.  Ranks that do not all do the same thing fail a test.
+
+    Arrays are copied before another rank sees them, so nothing is shared by accident.
+    """
+
+    def __init__(self, world, rank):
+        self._slots, self._barrier = world
+        self.rank = rank
+        self.world_size = len(self._slots)
+        self.calls = []
+
+    def _exchange(self, kind, data, timeout=None):
+        self.calls.append(kind)
+        try:
+            self._slots[self.rank] = (kind, data)
+            self._barrier.wait(timeout)
+            found = list(self._slots)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise CollectiveError(f"rank {self.rank} waits in {kind}") from None
+        assert len({kind for kind, _ in found}) == 1, found
+        return [data for _, data in found]
+
+    def gather_bytes(self, data, *, root=None, timeout=None):
+        found = self._exchange(f"gather to {root}", bytes(data), timeout)
+        return found if root in (None, self.rank) else None
+
+    def broadcast(self, array, *, root=0, timeout=None):
+        return self._exchange("broadcast", array.copy(), timeout)[root]
+
+    def all_gather(self, array, *, timeout=None):
+        import numpy as np
+
+        return np.concatenate(self._exchange("all_gather", array.copy(), timeout))
+
+    def all_to_all(self, array, *, out, counts, out_counts, timeout=None):
+        found = self._exchange("all_to_all", (array.copy(), list(counts)), timeout)
+        at = 0
+        for rank, (rows, given) in enumerate(found):
+            start = sum(given[: self.rank])
+            assert given[self.rank] == out_counts[rank], "ranks do not agree what is sent"
+            out[at : at + given[self.rank]] = rows[start : start + given[self.rank]]
+            at += given[self.rank]
+        assert at == len(out)
+        return out
+
+    def barrier(self, *, timeout=None):
+        self._exchange("barrier", None, timeout)
+
+
+def run_ranks(function, world_size=2, *, seconds=SECONDS):
+    """What `function` gives or raises with the group of each rank; waits no longer than that."""
+    world = ([None] * world_size, threading.Barrier(world_size, timeout=seconds))
+    results = [None] * world_size
+
+    def work(rank):
+        try:
+            results[rank] = function(Threads(world, rank))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * seconds)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
