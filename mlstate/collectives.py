@@ -1,8 +1,9 @@
 """Operations across the processes of one job.
 
 `ProcessGroup` is what mlstate needs of an engine that connects processes: any object with
-these methods will do. `SingleGroup` is the world of one process; torch.distributed is
-adapted by `mlstate.integrations.torch.TorchGroup`.
+these methods will do. `SingleGroup` is the world of one process, `LocalGroup` connects the
+processes or threads of one host; torch.distributed is adapted by
+`mlstate.integrations.torch.TorchGroup`.
 
 All ranks of a group call the same operations in the same order. Arrays are NumPy arrays or
 torch tensors; none takes part in autograd. The input is never changed, unless it is ``out``
@@ -36,11 +37,12 @@ from ._collective_args import (
     failed,
     result_of,
 )
+from ._local_group import LocalGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
+__all__ = ["LocalGroup", "ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
 
 
 class ReduceOp(StrEnum):

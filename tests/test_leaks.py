@@ -10,9 +10,11 @@ import ctypes
 import gc
 import inspect
 import itertools
+import os
 import pickle
 import sys
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -612,6 +614,61 @@ def single_groups(_):
         work.done()
 
     return run, [array, data]
+
+
+@case(
+    "LocalGroup",
+    *(f"LocalGroup.{n}" for n in vars(collectives.LocalGroup) if n[0] != "_" and n != "run"),
+    calls=100,
+)
+def local_groups(_):
+    array, big, data = np.ones((2, 3)), np.ones((2, 40_000), np.float32), b"some bytes"
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MLSTATE_JOB": "leaks"}
+
+    def work(group):
+        group.all_reduce(array, op="mean", async_op=True).wait()
+        group.reduce_scatter(array), group.all_gather(array), group.all_to_all(array)
+        group.reduce_scatter(big, out=big[:1].copy()), group.all_reduce(big, out=big.copy())
+        group.broadcast(array.copy()), group.barrier(), group.gather_bytes(data)
+        raises(errors.CollectiveError, group.all_gather, array[group.rank :])()
+        raises(ValueError, group.all_gather, array, counts=[1])()
+
+    def run():
+        groups = collectives.LocalGroup.threads(2)
+        helper = Thread(target=work, args=(groups[1],))
+        helper.start()
+        work(groups[0])
+        helper.join()
+        raises(errors.CollectiveError, groups[0].barrier, timeout=0.01)()
+        groups[0].abort(), groups[0].close()  # the other is not closed
+        raises(errors.CollectiveError, groups[0].barrier)()
+        with collectives.LocalGroup.join("leaks", 0, 1) as group:
+            group.barrier()
+        os.environ.update(variables)
+        collectives.LocalGroup.from_env().close()
+        for name in variables:
+            del os.environ[name]
+        raises(errors.CollectiveError, collectives.LocalGroup.from_env)()
+
+    return run, [array, big, data]
+
+
+@case("LocalGroup.run", calls=10)
+def local_processes(_):
+    method = "fork" if sys.version_info < (3, 12) else "spawn"
+
+    def run():
+        found = collectives.LocalGroup.run(max, 1, LastOfAll(), start_method=method)
+        assert type(found[0]) is LastOfAll
+
+    return run, []
+
+
+class LastOfAll:
+    """What is larger than a group."""
+
+    def __gt__(self, other):
+        return True
 
 
 # ---- states of several ranks ----

@@ -49,6 +49,7 @@ typedef struct mlsp_state {
     PyTypeObject *kv_lease_type;
     PyTypeObject *statedict_type;
     PyTypeObject *catalog_type;
+    PyTypeObject *local_link_type;
     PyObject *shape_name, *dtype_name; /* interned: types look these up in their caches */
     const mls_kernels *kernels;        /* constant table, chosen at import */
     mls_pool *pool;                    /* owned; NULL until start_core */
@@ -241,8 +242,8 @@ extern PyMethodDef mlsp_state_methods[];
 extern PyMethodDef mlsp_layout_methods[];
 extern PyMethodDef mlsp_shards_methods[];
 extern PyMethodDef mlsp_bucket_methods[];
-extern PyMethodDef mlsp_wire_methods[];
 extern PyMethodDef mlsp_reduce_methods[];
+extern PyMethodDef mlsp_local_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */
 int mlsp_kv_buffer_add(PyObject *module);
@@ -252,5 +253,8 @@ int mlsp_catalog_add(PyObject *module);
 
 /* Add the heap type of py_statedict.c.  -1 with an exception set. */
 int mlsp_statedict_add(PyObject *module);
+
+/* Add the heap type of py_local.c.  -1 with an exception set. */
+int mlsp_local_add(PyObject *module);
 
 #endif

@@ -157,12 +157,12 @@ static int core_exec(PyObject *module)
         module_methods,         mlsp_kv_methods,     mlsp_file_methods,
         mlsp_mlpackage_methods, mlsp_names_methods,  mlsp_state_methods,
         mlsp_load_methods,      mlsp_layout_methods, mlsp_shards_methods,
-        mlsp_bucket_methods,    mlsp_wire_methods,   mlsp_reduce_methods};
+        mlsp_bucket_methods,    mlsp_reduce_methods, mlsp_local_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         start_core(mlsp_state_of(module)) < 0 ||
         intern_names(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0 || mlsp_statedict_add(module) < 0 ||
-        mlsp_catalog_add(module) < 0) {
+        mlsp_catalog_add(module) < 0 || mlsp_local_add(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
@@ -184,6 +184,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->kv_lease_type);
     Py_VISIT(state->statedict_type);
     Py_VISIT(state->catalog_type);
+    Py_VISIT(state->local_link_type);
     Py_VISIT(state->shape_name);
     Py_VISIT(state->dtype_name);
     return 0;
@@ -200,6 +201,7 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->kv_lease_type);
     Py_CLEAR(state->statedict_type);
     Py_CLEAR(state->catalog_type);
+    Py_CLEAR(state->local_link_type);
     Py_CLEAR(state->shape_name);
     Py_CLEAR(state->dtype_name);
     return 0;

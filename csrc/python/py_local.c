@@ -1,0 +1,823 @@
+/* py_local: one rank's place in a group of this host, for mlstate.collectives.LocalGroup.
+ *
+ * Operations wait for other ranks, so each of them lets go of the GIL, and takes it back
+ * now and then to let Python look for signals.  A link does one operation at a time; it
+ * may be aborted and closed meanwhile from another thread.  Closing waits for nobody: the
+ * place is given up when the operation has ended.
+ */
+#include "mlsp.h"
+
+#include "local.h"
+#include "size.h"
+
+#include <pthread.h>
+
+/* A place, and whether it is in use. */
+typedef struct link_object {
+    PyObject_HEAD pthread_mutex_t lock; /* guards what follows; held for moments only */
+    mls_local *place;                   /* NULL when closed */
+    bool busy, closing;
+    size_t aborting; /* threads that are about to abort */
+    size_t rank, world;
+} link_object;
+
+/* An operation that is under way. */
+typedef struct session {
+    link_object *link;
+    mls_local *place;
+    PyThreadState *saved;
+    mls_local_call call;
+    mls_text text;
+    mls_status st;
+} session;
+
+/* The module's state from a link (borrowed). */
+static const mlsp_state *state_of_link(link_object *self)
+{
+    PyObject *module = mlsp_module_of(Py_TYPE(self));
+    return module == NULL ? NULL : mlsp_state_of(module);
+}
+
+/* Free the place if it was closed and nobody is in it.  Called with the lock held. */
+static mls_local *take_unused(link_object *self)
+{
+    mls_local *unused = NULL;
+    if (self->closing && !self->busy && self->aborting == 0) {
+        unused = self->place;
+        self->place = NULL;
+    }
+    return unused;
+}
+
+/* ---- one operation ---- */
+
+/* The core's question, asked without the GIL: shall it go on waiting? */
+static bool look_for_signals(void *context)
+{
+    session *s = context;
+    PyEval_RestoreThread(s->saved);
+    const bool good = PyErr_CheckSignals() == 0;
+    s->saved = PyEval_SaveThread();
+    return good;
+}
+
+/* Take the link for an operation.  -1 with RuntimeError set. */
+static int occupy(link_object *self)
+{
+    const char *trouble = NULL;
+    pthread_mutex_lock(&self->lock);
+    if (self->place == NULL || self->closing) {
+        trouble = "the link is closed";
+    } else if (self->busy) {
+        trouble = "an operation is under way";
+    } else {
+        self->busy = true;
+    }
+    pthread_mutex_unlock(&self->lock);
+    if (trouble != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, trouble);
+        return -1;
+    }
+    return 0;
+}
+
+/* `timeout` in seconds and `text`, which all ranks say alike, end the arguments of every
+ * operation.  -1 with an exception set. */
+static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
+{
+    s->link = (link_object *)self;
+    s->call = (mls_local_call){.poll = look_for_signals, .context = s};
+    if (mlsp_take_double(timeout, "timeout", &s->call.timeout) < 0 ||
+        mlsp_take_text(text, "text", &s->text) < 0 || occupy(s->link) < 0) {
+        return -1;
+    }
+    s->call.text = s->text.data; /* a str's UTF-8 ends with a NUL */
+    s->place = s->link->place;
+    return 0;
+}
+
+/* Give the link back; what was closed meanwhile is freed. */
+static void leave(session *s)
+{
+    pthread_mutex_lock(&s->link->lock);
+    s->link->busy = false;
+    mls_local *unused = take_unused(s->link);
+    pthread_mutex_unlock(&s->link->lock);
+    mls_local_free(unused);
+}
+
+/* Give the link back after an operation.  NULL with an exception set, or `result`, which
+ * is let go in case of failure. */
+static PyObject *finish(session *s, mls_code code, PyObject *result)
+{
+    leave(s);
+    if (code == MLS_OK) {
+        return result;
+    }
+    Py_XDECREF(result);
+    /* what a signal raised, or the lack of memory in a callback, is set already */
+    const mlsp_state *state = PyErr_Occurred() ? NULL : state_of_link(s->link);
+    return state == NULL ? NULL : mlsp_raise(state, &s->st, NULL);
+}
+
+/* ---- arguments ---- */
+
+/* A view of packed elements in this machine's byte order, each aligned to its size.  -1
+ * with an exception set. */
+static int take_packed(const mlsp_state *state, PyObject *array, const char *what,
+                       bool writable, mlsp_view *view)
+{
+    if ((writable ? mlsp_view_writable(state, array, what, view)
+                  : mlsp_view_of(state, array, what, view)) < 0) {
+        return -1;
+    }
+    const size_t item = mls_tensor_item_bytes(&view->tensor);
+    size_t count;
+    if (!mls_tensor_count(&view->tensor, &count) || view->tensor.swapped ||
+        !mls_tensor_is_contiguous(&view->tensor) ||
+        (count > 0 && (uintptr_t)view->tensor.data % item != 0)) {
+        mlsp_view_release(view);
+        PyErr_Format(PyExc_ValueError, "%s is not packed, aligned and native", what);
+        return -1;
+    }
+    return 0;
+}
+
+/* Numbers of bytes or elements from a list, one for each rank. -1 with an exception set.
+ */
+static int take_counts(PyObject *list, size_t world, size_t *out)
+{
+    if (!PyList_Check(list) || PyList_GET_SIZE(list) != (Py_ssize_t)world) {
+        PyErr_SetString(PyExc_TypeError, "counts must be a list, one for each rank");
+        return -1;
+    }
+    for (size_t rank = 0; rank < world; rank++) {
+        out[rank] = PyLong_AsSize_t(PyList_GET_ITEM(list, (Py_ssize_t)rank));
+        if (out[rank] == (size_t)-1 && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The sum of counts; false where it overflows. */
+static bool sum_of(const size_t *counts, size_t world, size_t *out)
+{
+    size_t sum = 0;
+    for (size_t rank = 0; rank < world; rank++) {
+        if (!mls_size_add(sum, counts[rank], &sum)) {
+            return false;
+        }
+    }
+    *out = sum;
+    return true;
+}
+
+/* -1 with ValueError set unless a view has as many elements as the counts of all ranks
+ * together, or as that of one. */
+static int check_length(const mlsp_view *view, const char *what, const size_t *counts,
+                        size_t world)
+{
+    size_t count, wanted;
+    if (!mls_tensor_count(&view->tensor, &count) || !sum_of(counts, world, &wanted) ||
+        count != wanted) {
+        PyErr_Format(PyExc_ValueError, "%s has not as many elements as the counts say",
+                     what);
+        return -1;
+    }
+    return 0;
+}
+
+/* "sum", "min" or "max".  -1 with an exception set. */
+static int take_op(PyObject *object, mls_reduce_op *out)
+{
+    static const char *const names[] = {
+        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
+    mls_text text;
+    if (mlsp_take_text(object, "op", &text) < 0) {
+        return -1;
+    }
+    for (int op = 0; op <= MLS_REDUCE_MAX; op++) {
+        if (strcmp(text.data, names[op]) == 0) {
+            *out = (mls_reduce_op)op;
+            return 0;
+        }
+    }
+    PyErr_SetString(PyExc_ValueError, "op must be sum, min or max");
+    return -1;
+}
+
+/* ---- operations ---- */
+
+/* barrier(timeout, text) */
+static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    session s;
+    if (mlsp_take_count("barrier", 2, count) < 0 ||
+        begin(&s, self, args[0], args[1]) < 0) {
+        return NULL;
+    }
+    s.saved = PyEval_SaveThread();
+    const mls_code code = mls_local_barrier(s.place, &s.call, &s.st);
+    PyEval_RestoreThread(s.saved);
+    return finish(&s, code, Py_NewRef(Py_None));
+}
+
+/* broadcast(array, root, timeout, text): bytes that the root reads and others write */
+static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    link_object *link = (link_object *)self;
+    const mlsp_state *state = state_of_link(link);
+    PyObject *result = NULL;
+    int64_t root;
+    mlsp_view view;
+    session s;
+    size_t bytes = 0;
+    if (state == NULL || mlsp_take_count("broadcast", 4, count) < 0 ||
+        mlsp_take_int64(state, args[1], "root", &root) < 0) {
+        return NULL;
+    }
+    if (root < 0 || (size_t)root >= link->world) {
+        PyErr_SetString(PyExc_ValueError, "root is no rank");
+        return NULL;
+    }
+    if (take_packed(state, args[0], "array", (size_t)root != link->rank, &view) < 0) {
+        return NULL;
+    }
+    (void)mls_tensor_bytes(&view.tensor, &bytes);
+    if (begin(&s, self, args[2], args[3]) == 0) {
+        s.saved = PyEval_SaveThread();
+        const mls_code code = mls_local_broadcast(s.place, &s.call, view.tensor.data,
+                                                  bytes, (size_t)root, &s.st);
+        PyEval_RestoreThread(s.saved);
+        result = finish(&s, code, Py_NewRef(Py_None));
+    }
+    mlsp_view_release(&view);
+    return result;
+}
+
+/* all_gather(array, out, sizes, timeout, text): all of them in bytes */
+static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    link_object *link = (link_object *)self;
+    const mlsp_state *state = state_of_link(link);
+    size_t sizes[MLS_LOCAL_MAX_RANKS];
+    mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
+    PyObject *result = NULL;
+    session s;
+    if (state == NULL || mlsp_take_count("all_gather", 5, count) < 0 ||
+        take_counts(args[2], link->world, sizes) < 0) {
+        return NULL;
+    }
+    if (take_packed(state, args[0], "array", false, &data) == 0 &&
+        take_packed(state, args[1], "out", true, &out) == 0 &&
+        check_length(&data, "array", &sizes[link->rank], 1) == 0 &&
+        check_length(&out, "out", sizes, link->world) == 0 &&
+        begin(&s, self, args[3], args[4]) == 0) {
+        s.saved = PyEval_SaveThread();
+        const mls_code code = mls_local_all_gather(s.place, &s.call, data.tensor.data,
+                                                   sizes, out.tensor.data, &s.st);
+        PyEval_RestoreThread(s.saved);
+        result = finish(&s, code, Py_NewRef(Py_None));
+    }
+    mlsp_view_release(&data);
+    mlsp_view_release(&out);
+    return result;
+}
+
+/* all_to_all(array, sent, out, wanted, timeout, text): all of them in bytes */
+static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    link_object *link = (link_object *)self;
+    const mlsp_state *state = state_of_link(link);
+    size_t sent[MLS_LOCAL_MAX_RANKS], wanted[MLS_LOCAL_MAX_RANKS];
+    mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
+    PyObject *result = NULL;
+    session s;
+    if (state == NULL || mlsp_take_count("all_to_all", 6, count) < 0 ||
+        take_counts(args[1], link->world, sent) < 0 ||
+        take_counts(args[3], link->world, wanted) < 0) {
+        return NULL;
+    }
+    if (take_packed(state, args[0], "array", false, &data) == 0 &&
+        take_packed(state, args[2], "out", true, &out) == 0 &&
+        check_length(&data, "array", sent, link->world) == 0 &&
+        check_length(&out, "out", wanted, link->world) == 0 &&
+        begin(&s, self, args[4], args[5]) == 0) {
+        s.saved = PyEval_SaveThread();
+        const mls_code code = mls_local_all_to_all(s.place, &s.call, data.tensor.data,
+                                                   sent, out.tensor.data, wanted, &s.st);
+        PyEval_RestoreThread(s.saved);
+        result = finish(&s, code, Py_NewRef(Py_None));
+    }
+    mlsp_view_release(&data);
+    mlsp_view_release(&out);
+    return result;
+}
+
+/* all_reduce(array, out, op, divisor, timeout, text) */
+static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = state_of_link((link_object *)self);
+    mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
+    PyObject *result = NULL;
+    mls_reduction r = {.divisor = 1};
+    size_t n = 0;
+    session s;
+    if (state == NULL || mlsp_take_count("all_reduce", 6, count) < 0 ||
+        take_op(args[2], &r.op) < 0 ||
+        mlsp_take_double(args[3], "divisor", &r.divisor) < 0) {
+        return NULL;
+    }
+    if (take_packed(state, args[0], "array", false, &data) == 0 &&
+        take_packed(state, args[1], "out", true, &out) == 0) {
+        r.dtype = data.tensor.dtype;
+        r.out_dtype = out.tensor.dtype;
+        (void)mls_tensor_count(&data.tensor, &n);
+        if (check_length(&out, "out", &n, 1) < 0) {
+        } else if (r.dtype != r.out_dtype) {
+            PyErr_SetString(PyExc_ValueError, "out has another dtype than the array");
+        } else if (begin(&s, self, args[4], args[5]) == 0) {
+            s.saved = PyEval_SaveThread();
+            const mls_code code = mls_local_all_reduce(s.place, &s.call, data.tensor.data,
+                                                       out.tensor.data, n, &r, &s.st);
+            PyEval_RestoreThread(s.saved);
+            result = finish(&s, code, Py_NewRef(Py_None));
+        }
+    }
+    mlsp_view_release(&data);
+    mlsp_view_release(&out);
+    return result;
+}
+
+/* ---- reduce_scatter ---- */
+
+/* What a call of reduce_scatter holds for each array. */
+typedef struct held_arrays {
+    mls_local_segment *segments;
+    PyObject **owners; /* strong references, two for each segment */
+    size_t *counts;    /* `world` for each segment */
+    size_t count;
+} held_arrays;
+
+/* Let go of everything; accepts a zeroed struct. */
+static void let_go(held_arrays *held)
+{
+    for (size_t i = 0; held->owners != NULL && i < 2 * held->count; i++) {
+        Py_XDECREF(held->owners[i]);
+    }
+    PyMem_Free(held->owners);
+    PyMem_Free(held->counts);
+    PyMem_Free(held->segments);
+}
+
+/* Room for `count` segments.  -1 with MemoryError set. */
+static int make_room(held_arrays *held, size_t count, size_t world)
+{
+    held->segments = PyMem_Calloc(count + 1, sizeof *held->segments);
+    held->owners = PyMem_Calloc(2 * count + 1, sizeof *held->owners);
+    held->counts = PyMem_Calloc(count * world + 1, sizeof *held->counts);
+    held->count = count;
+    if (held->segments == NULL || held->owners == NULL || held->counts == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+/* An output must be memory of its own, or this rank's part of the input as it is.  -1
+ * with ValueError set. */
+static int check_apart(const mlsp_view *data, const mlsp_view *out, const size_t *counts,
+                       size_t rank)
+{
+    if (!mls_tensor_overlap(&data->tensor, &out->tensor)) {
+        return 0;
+    }
+    size_t start = 0;
+    for (size_t r = 0; r < rank; r++) {
+        start += counts[r];
+    }
+    const unsigned char *part =
+        data->tensor.data + start * mls_tensor_item_bytes(&data->tensor);
+    if (data->tensor.dtype == out->tensor.dtype && part == out->tensor.data) {
+        return 0;
+    }
+    PyErr_SetString(PyExc_ValueError,
+                    "out shares memory with the array, and is not this rank's part of it "
+                    "in the same dtype");
+    return -1;
+}
+
+/* One segment from a tuple (array, counts, out).  -1 with an exception set. */
+static int take_segment(const mlsp_state *state, const link_object *link, PyObject *tuple,
+                        size_t index, held_arrays *held)
+{
+    mls_local_segment *segment = &held->segments[index];
+    size_t *counts = held->counts + index * link->world;
+    mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
+    int failed = -1;
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 3) {
+        PyErr_SetString(PyExc_TypeError, "a segment is a tuple (array, counts, out)");
+        return -1;
+    }
+    if (take_counts(PyTuple_GET_ITEM(tuple, 1), link->world, counts) < 0 ||
+        take_packed(state, PyTuple_GET_ITEM(tuple, 0), "array", false, &data) < 0) {
+        return -1;
+    }
+    held->owners[2 * index] = data.owner;
+    if (take_packed(state, PyTuple_GET_ITEM(tuple, 2), "out", true, &out) == 0) {
+        held->owners[2 * index + 1] = out.owner;
+        failed = check_length(&data, "array", counts, link->world);
+        if (failed == 0) {
+            failed = check_length(&out, "out", &counts[link->rank], 1);
+        }
+        if (failed == 0) {
+            failed = check_apart(&data, &out, counts, link->rank);
+        }
+    }
+    if (failed == 0) {
+        segment->data = data.tensor.data;
+        segment->counts = counts;
+        segment->out = out.tensor.data;
+        segment->reduction.dtype = data.tensor.dtype;
+        segment->reduction.out_dtype = out.tensor.dtype;
+    }
+    return failed;
+}
+
+/* All segments of a list.  -1 with an exception set; let go of `held` in any case. */
+static int take_segments(const mlsp_state *state, const link_object *link, PyObject *list,
+                         mls_reduce_op op, double divisor, held_arrays *held)
+{
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "segments must be a list");
+        return -1;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    if (make_room(held, (size_t)count, link->world) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count && i < PyList_GET_SIZE(list); i++) {
+        /* exporting an array may run code of others, which may change the list */
+        PyObject *tuple = Py_NewRef(PyList_GET_ITEM(list, i));
+        const int failed = take_segment(state, link, tuple, (size_t)i, held);
+        Py_DECREF(tuple);
+        if (failed < 0) {
+            return -1;
+        }
+        held->segments[i].reduction.op = op;
+        held->segments[i].reduction.divisor = divisor;
+    }
+    if (count != PyList_GET_SIZE(list)) {
+        PyErr_SetString(PyExc_RuntimeError, "the list of segments changed");
+        return -1;
+    }
+    return 0;
+}
+
+/* New reference to a list of (squares, nonfinite). */
+static PyObject *tallies(const held_arrays *held)
+{
+    PyObject *list = PyList_New((Py_ssize_t)held->count);
+    for (size_t i = 0; list != NULL && i < held->count; i++) {
+        const mls_tally *tally = &held->segments[i].tally;
+        PyObject *pair =
+            Py_BuildValue("(dK)", tally->squares, (unsigned long long)tally->nonfinite);
+        if (pair == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
+        }
+    }
+    return list;
+}
+
+/* reduce_scatter(segments, op, divisor, timeout, text) -> [(squares, nonfinite), ...] */
+static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
+                                     Py_ssize_t count)
+{
+    link_object *link = (link_object *)self;
+    const mlsp_state *state = state_of_link(link);
+    held_arrays held = {0};
+    PyObject *result = NULL;
+    mls_reduce_op op;
+    double divisor;
+    session s;
+    if (state == NULL || mlsp_take_count("reduce_scatter", 5, count) < 0 ||
+        take_op(args[1], &op) < 0 || mlsp_take_double(args[2], "divisor", &divisor) < 0) {
+        return NULL;
+    }
+    if (take_segments(state, link, args[0], op, divisor, &held) == 0 &&
+        begin(&s, self, args[3], args[4]) == 0) {
+        s.saved = PyEval_SaveThread();
+        const mls_code code =
+            mls_local_reduce_scatter(s.place, &s.call, held.segments, held.count, &s.st);
+        PyEval_RestoreThread(s.saved);
+        result = finish(&s, code, code == MLS_OK ? tallies(&held) : NULL);
+    }
+    let_go(&held);
+    return result;
+}
+
+/* ---- gather_bytes ---- */
+
+/* Where the bytes of all ranks go. */
+typedef struct parcel {
+    session *session;
+    PyObject *list; /* strong, or NULL */
+} parcel;
+
+/* The core's request for memory: with the GIL, for a moment. */
+static bool make_places(void *context, const size_t *sizes, unsigned char **out)
+{
+    parcel *p = context;
+    const size_t world = p->session->link->world;
+    PyEval_RestoreThread(p->session->saved);
+    p->list = PyList_New((Py_ssize_t)world);
+    for (size_t rank = 0; p->list != NULL && rank < world; rank++) {
+        PyObject *bytes = sizes[rank] > PY_SSIZE_T_MAX - 64
+                              ? PyErr_NoMemory()
+                              : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizes[rank]);
+        if (bytes == NULL) {
+            Py_CLEAR(p->list);
+        } else {
+            out[rank] = (unsigned char *)PyBytes_AS_STRING(bytes);
+            PyList_SET_ITEM(p->list, (Py_ssize_t)rank, bytes);
+        }
+    }
+    p->session->saved = PyEval_SaveThread();
+    return p->list != NULL;
+}
+
+/* gather_bytes(data, root or -1, timeout, text) -> list of bytes, or None */
+static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
+                                   Py_ssize_t count)
+{
+    session s;
+    parcel p = {.session = &s};
+    const mls_local_places places = {.place = make_places, .context = &p};
+    const mlsp_state *state = state_of_link((link_object *)self);
+    int64_t root;
+    if (state == NULL || mlsp_take_count("gather_bytes", 4, count) < 0 ||
+        mlsp_take_int64(state, args[1], "root", &root) < 0) {
+        return NULL;
+    }
+    if (!PyBytes_Check(args[0]) || root < -1 ||
+        root >= (int64_t)((link_object *)self)->world) {
+        PyErr_SetString(PyExc_TypeError, "gather_bytes takes bytes, and a rank or -1");
+        return NULL;
+    }
+    if (begin(&s, self, args[2], args[3]) < 0) {
+        return NULL;
+    }
+    s.saved = PyEval_SaveThread();
+    const mls_code code = mls_local_gather_bytes(
+        s.place, &s.call, PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]),
+        (int)root, &places, &s.st);
+    PyEval_RestoreThread(s.saved);
+    return finish(&s, code, p.list == NULL ? Py_NewRef(Py_None) : p.list);
+}
+
+/* ---- the end ---- */
+
+/* abort(): from any thread */
+static PyObject *link_abort(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    link_object *link = (link_object *)self;
+    pthread_mutex_lock(&link->lock);
+    mls_local *place = link->place;
+    link->aborting += place != NULL;
+    pthread_mutex_unlock(&link->lock);
+    if (place != NULL) {
+        mls_local_abort(place);
+        pthread_mutex_lock(&link->lock);
+        link->aborting--;
+        mls_local *unused_place = take_unused(link);
+        pthread_mutex_unlock(&link->lock);
+        mls_local_free(unused_place);
+    }
+    Py_RETURN_NONE;
+}
+
+/* close(): now, or when the operation that is under way has ended */
+static PyObject *link_close(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    link_object *link = (link_object *)self;
+    pthread_mutex_lock(&link->lock);
+    link->closing = true;
+    mls_local *place = take_unused(link);
+    pthread_mutex_unlock(&link->lock);
+    mls_local_free(place);
+    Py_RETURN_NONE;
+}
+
+/* ended() -> why the group is of no use any more, or "" */
+static PyObject *link_ended(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    link_object *link = (link_object *)self;
+    char text[MLS_TEXT_BYTES] = "";
+    pthread_mutex_lock(&link->lock);
+    if (link->place == NULL || link->closing) {
+        snprintf(text, sizeof text, "closed");
+    } else {
+        (void)mls_local_ended(link->place, text, sizeof text);
+    }
+    pthread_mutex_unlock(&link->lock);
+    return PyUnicode_FromString(text);
+}
+
+/* Nobody can be in it: an operation holds a reference. */
+static void link_dealloc(link_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    mls_local_free(self->place);
+    pthread_mutex_destroy(&self->lock);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef link_methods[] = {
+    {"barrier", MLSP_FASTCALL(link_barrier), "barrier($self, timeout, text, /)\n--\n\nWait for all ranks."},
+    {"broadcast", MLSP_FASTCALL(link_broadcast),
+     "broadcast($self, array, root, timeout, text, /)\n--\n\nBytes of one rank for all."},
+    {"all_gather", MLSP_FASTCALL(link_all_gather),
+     "all_gather($self, array, out, sizes, timeout, text, /)\n--\n\nBytes of all ranks."},
+    {"all_to_all", MLSP_FASTCALL(link_all_to_all),
+     "all_to_all($self, array, sent, out, wanted, timeout, text, /)\n--\n\nBytes for "
+     "each rank."},
+    {"all_reduce", MLSP_FASTCALL(link_all_reduce),
+     "all_reduce($self, array, out, op, divisor, timeout, text, /)\n--\n\nThe same sum "
+     "on "
+     "all ranks."},
+    {"reduce_scatter", MLSP_FASTCALL(link_reduce_scatter),
+     "reduce_scatter($self, segments, op, divisor, timeout, text, /)\n--\n\nSums of "
+     "which "
+     "each rank gets a part."},
+    {"gather_bytes", MLSP_FASTCALL(link_gather_bytes),
+     "gather_bytes($self, data, root, timeout, text, /)\n--\n\nBytes of any lengths."},
+    {"abort", link_abort, METH_NOARGS,
+     "abort($self, /)\n--\n\nEnd the group for all ranks."},
+    {"close", link_close, METH_NOARGS,
+     "close($self, /)\n--\n\nLeave, when no operation is under way any more."},
+    {"ended", link_ended, METH_NOARGS,
+     "ended($self, /)\n--\n\nWhy the group is of no use any more, or nothing."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Refers to no object of Python's: it is in no cycle. */
+static PyType_Slot link_slots[] = {
+    {Py_tp_dealloc, (void *)link_dealloc},
+    {Py_tp_methods, link_methods},
+    {Py_tp_doc, (void *)"A rank's place in a group of one host."},
+    {0, NULL},
+};
+
+/* Made by the functions below only. */
+static PyType_Spec link_spec = {
+    .name = "mlstate._core.LocalLink",
+    .basicsize = sizeof(link_object),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = link_slots,
+};
+
+/* ---- making links ---- */
+
+/* New reference to a link, which takes the place; NULL with MemoryError set, and the
+ * place freed. */
+static PyObject *link_of(const mlsp_state *state, mls_local *place, size_t rank,
+                         size_t world)
+{
+    link_object *link =
+        (link_object *)state->local_link_type->tp_alloc(state->local_link_type, 0);
+    if (link == NULL) {
+        mls_local_free(place);
+        return NULL;
+    }
+    pthread_mutex_init(&link->lock, NULL);
+    link->place = place;
+    link->rank = rank;
+    link->world = world;
+    return (PyObject *)link;
+}
+
+/* A shape from three arguments: ranks, bytes of a slot, slots.  -1 with an exception set.
+ */
+static int take_shape(const mlsp_state *state, PyObject *const *args,
+                      mls_local_shape *out, size_t *bytes)
+{
+    int64_t numbers[3];
+    mls_status st;
+    for (int i = 0; i < 3; i++) {
+        if (mlsp_take_int64(state, args[i], "ranks and slots", &numbers[i]) < 0) {
+            return -1;
+        }
+        if (numbers[i] < 0) {
+            PyErr_SetString(PyExc_ValueError, "ranks and slots are not negative");
+            return -1;
+        }
+    }
+    *out = (mls_local_shape){.world = (size_t)numbers[0],
+                             .slot_bytes = (size_t)numbers[1],
+                             .depth = (size_t)numbers[2]};
+    if (mls_local_measure(out, bytes, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    return 0;
+}
+
+/* local_measure(world, slot_bytes, depth) -> bytes of memory */
+static PyObject *local_measure(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    mls_local_shape shape;
+    size_t bytes;
+    if (mlsp_take_count("local_measure", 3, count) < 0 ||
+        take_shape(mlsp_state_of(module), args, &shape, &bytes) < 0) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(bytes);
+}
+
+/* local_join(world, slot_bytes, depth, rank, fd) -> LocalLink, which has the descriptor
+ */
+static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_local_shape shape;
+    mls_local *place = NULL;
+    mls_status st;
+    int64_t rank, fd;
+    size_t bytes;
+    if (mlsp_take_count("local_join", 5, count) < 0 ||
+        take_shape(state, args, &shape, &bytes) < 0 ||
+        mlsp_take_int64(state, args[3], "rank", &rank) < 0 ||
+        mlsp_take_int64(state, args[4], "descriptor", &fd) < 0) {
+        return NULL;
+    }
+    if (fd < 0 || fd > INT_MAX || rank < 0) {
+        PyErr_SetString(PyExc_ValueError, "a rank or a descriptor that cannot be");
+        return NULL;
+    }
+    const mls_code code =
+        mls_local_join(&shape, (size_t)rank, (int)fd, state->kernels->cpu, &place, &st);
+    if (code != MLS_OK) {
+        return mlsp_raise(state, &st, NULL);
+    }
+    return link_of(state, place, (size_t)rank, shape.world);
+}
+
+/* local_threads(world, slot_bytes, depth) -> a LocalLink for each rank */
+static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_local_shape shape;
+    mls_local *places[MLS_LOCAL_MAX_RANKS];
+    mls_status st;
+    size_t bytes;
+    if (mlsp_take_count("local_threads", 3, count) < 0 ||
+        take_shape(state, args, &shape, &bytes) < 0) {
+        return NULL;
+    }
+    if (mls_local_threads(&shape, state->kernels->cpu, places, &st) != MLS_OK) {
+        return mlsp_raise(state, &st, NULL);
+    }
+    PyObject *list = PyList_New((Py_ssize_t)shape.world);
+    for (size_t rank = 0; rank < shape.world; rank++) {
+        PyObject *link =
+            list == NULL ? NULL : link_of(state, places[rank], rank, shape.world);
+        if (link != NULL) {
+            PyList_SET_ITEM(list, (Py_ssize_t)rank, link);
+        } else if (list == NULL) {
+            mls_local_free(places[rank]);
+        } else {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+PyMethodDef mlsp_local_methods[] = {
+    {"local_measure", MLSP_FASTCALL(local_measure),
+     "local_measure(world, slot_bytes, depth, /)\n--\n\nBytes of a group's memory."},
+    {"local_join", MLSP_FASTCALL(local_join),
+     "local_join(world, slot_bytes, depth, rank, fd, /)\n--\n\nA place in the memory "
+     "behind a file."},
+    {"local_threads", MLSP_FASTCALL(local_threads),
+     "local_threads(world, slot_bytes, depth, /)\n--\n\nPlaces for threads."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Functions make links; the type has a name for isinstance alone. */
+int mlsp_local_add(PyObject *module)
+{
+    mlsp_state *state = mlsp_state_of(module);
+    state->local_link_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &link_spec, NULL);
+    return state->local_link_type == NULL
+               ? -1
+               : PyModule_AddType(module, state->local_link_type);
+}

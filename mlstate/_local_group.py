@@ -1,0 +1,805 @@
+"""A group of the processes, or threads, of one host: mlstate's own engine."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _core
+from ._arrays import is_torch
+from ._collective_args import (
+    check_array,
+    check_bytes,
+    check_counts,
+    check_op,
+    check_root,
+    check_rows,
+    check_timeout,
+    counts_of,
+    dtype_name,
+    failed,
+    result_of,
+)
+from .errors import CollectiveError, CompatibilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    from .collectives import ReduceOp
+
+DEFAULT_SECONDS = 300.0
+
+# Variables that launchers set: torchrun, Open MPI, MPICH's hydra, Slurm.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+_JOBS = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_PORT",
+    "PMIX_NAMESPACE",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
+
+
+# ---- arrays as packed memory ----
+
+
+def _is_packed(array: Any) -> bool:
+    """Whether the core can use an array where it lies."""
+    if is_torch(array):
+        return bool(array.device.type == "cpu" and array.is_contiguous())
+    flags = array.flags
+    return bool(flags.c_contiguous and flags.aligned and array.dtype.isnative)
+
+
+def _packed(operation: str, array: Any) -> Any:
+    """Return the array, or a copy that the core can use."""
+    if is_torch(array):
+        from .integrations.torch._state import why_not_plain
+
+        reason = why_not_plain(array)
+        if reason:
+            raise TypeError(f"{operation}: the tensor is {reason}")
+        return array.cpu().contiguous()
+    if _is_packed(array):
+        return array
+    plain = np.require(array, requirements=["C", "A"])
+    return plain.astype(plain.dtype.newbyteorder("="), copy=False)
+
+
+def _empty_like(array: Any) -> Any:
+    """Return new packed memory for what goes into `array` later."""
+    if is_torch(array):
+        import torch
+
+        return torch.empty(array.shape, dtype=array.dtype)
+    return np.empty(array.shape, array.dtype.newbyteorder("="))
+
+
+def _bytes_of(array: Any) -> Any:
+    """View a packed array as bytes."""
+    if is_torch(array):
+        import torch
+
+        return array.reshape(-1).view(torch.uint8).numpy()
+    if not array.nbytes:
+        return np.empty(0, np.uint8)
+    return array.reshape(-1).view(np.uint8)
+
+
+def _numbers_of(operation: str, array: Any) -> Any:
+    """View a packed array as elements that the core can compute with."""
+    name = dtype_name(array)
+    if name == "complex128":  # sums of complex numbers are those of their parts
+        if is_torch(array):
+            import torch
+
+            return torch.view_as_real(array)
+        return array.reshape(-1).view(np.float64)
+    if name in ("longdouble", "clongdouble") or (not is_torch(array) and array.itemsize > 8):
+        error = CompatibilityError(
+            f"{operation}: there is no arithmetic for dtype {name}; convert the array first"
+        )
+        error.name, error.got = operation, name
+        raise error
+    return array
+
+
+def _put(packed: Any, place: Any) -> None:
+    """Copy a result to where it belongs; nothing to do where it is there."""
+    if packed is place:
+        return
+    if is_torch(place):
+        place.copy_(packed)
+    else:
+        place[...] = packed
+
+
+def _kind_of(array: Any) -> str:
+    """Say what rows are made of."""
+    kind = dtype_name(array) if is_torch(array) else str(array.dtype)
+    return f"{kind} {tuple(array.shape[1:])}"
+
+
+def _row_bytes(array: Any) -> int:
+    """Return the bytes along all dimensions but the first."""
+    size = int(array.element_size() if is_torch(array) else array.itemsize)
+    for length in array.shape[1:]:
+        size *= int(length)
+    return size
+
+
+def _operator(kind: str, world_size: int) -> tuple[str, float]:
+    """Return the core's name of a reduction, and what its result is divided by."""
+    return ("sum", float(world_size)) if kind == "mean" else (kind, 1.0)
+
+
+class LocalGroup:
+    """A group of processes of one host, or of threads, over shared memory.
+
+    Make one by `threads`, `run`, `from_env` or `join`; the class itself is not to be called.
+
+    Notes
+    -----
+    Methods are those of `mlstate.collectives.ProcessGroup`. Arrays that are C-contiguous,
+    aligned and in this machine's byte order are used where they lie, NumPy's and torch's;
+    others are copied once, and tensors on a device go over main memory. Every dtype travels;
+    sums are made of those that the core computes with, in the order of ranks: the same bits
+    at every run, however arrays are divided.
+
+    The memory that ranks share is a few slots for each, about 1 MB, whatever the size of the
+    arrays. It has no name in any file system: nothing is left of it when the processes end.
+
+    Calls that do not go together raise `CollectiveError` on every rank, naming what each
+    called, and the group lives on. After a timeout, an interruption (Ctrl-C), `abort`, or the
+    death of a rank the group is of no use any more; every rank learns at once who is to
+    blame. Death is seen by the system's file locks, without heartbeats: in some hundredths of
+    a second.
+
+    One operation takes place at a time; ``async_op=True`` hands it to a thread. A process
+    forked later is no member. Where there are more ranks than processors, waiting ranks sleep
+    at once; they spin for some 40 microseconds before otherwise.
+
+    Examples
+    --------
+    Two threads, each a rank:
+
+    >>> import threading
+    >>> import numpy as np
+    >>> from mlstate.collectives import LocalGroup
+    >>> first, second = LocalGroup.threads(2)
+    >>> helper = threading.Thread(target=second.all_reduce, args=(np.ones(3),))
+    >>> helper.start()
+    >>> first.all_reduce(np.arange(3.0))
+    array([1., 2., 3.])
+    >>> helper.join()
+    >>> first.close(), second.close()
+    (None, None)
+    """
+
+    def __init__(self, link: Any, rank: int, world_size: int, timeout: float) -> None:
+        if not isinstance(link, _core.LocalLink):
+            raise TypeError(
+                "LocalGroup is made by LocalGroup.threads, run, from_env or join, not by calling it"
+            )
+        from ._turns import Turns  # needs threading, which `import mlstate` does not load
+
+        self._link = link
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout = timeout
+        self._closed = False
+        self._process = os.getpid()
+        self._turns = Turns("mlstate-local-group", rank)
+
+    # ---- making groups ----
+
+    @classmethod
+    def threads(cls, world_size: int, *, timeout: float = DEFAULT_SECONDS) -> list[LocalGroup]:
+        """Make a group whose ranks are threads of this process.
+
+        Parameters
+        ----------
+        world_size : int
+            Number of ranks, 1 to 64.
+        timeout : float, default 300
+            Seconds that an operation may take which is given no ``timeout``.
+
+        Returns
+        -------
+        list of LocalGroup
+            One for each rank; each is used by one thread, and closed.
+
+        Raises
+        ------
+        ValueError
+            The number of ranks, or the timeout, is out of range.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> LocalGroup.threads(3)
+        [LocalGroup(rank 0 of 3), LocalGroup(rank 1 of 3), LocalGroup(rank 2 of 3)]
+        """
+        seconds = check_timeout(timeout) or DEFAULT_SECONDS
+        links = _core.local_threads(world_size, 0, 0)
+        return [cls(link, rank, len(links), seconds) for rank, link in enumerate(links)]
+
+    @classmethod
+    def join(
+        cls,
+        name: str,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float = 60.0,
+        operation_timeout: float = DEFAULT_SECONDS,
+    ) -> LocalGroup:
+        """Meet the other processes of a job on this host.
+
+        Parameters
+        ----------
+        name : str
+            Of the job: the same on all ranks, and no other job's of this user.
+        rank, world_size : int
+            Number of this process, from 0, and of all.
+        timeout : float, default 60
+            Seconds to wait for the others.
+        operation_timeout : float, default 300
+            Seconds that an operation may take which is given no ``timeout``.
+
+        Returns
+        -------
+        LocalGroup
+
+        Raises
+        ------
+        CollectiveError
+            Not all came in time, two have the same rank, or another number of ranks.
+        ValueError
+            A number is out of range.
+
+        Notes
+        -----
+        Processes meet at an abstract socket on Linux (so within one network namespace), at a
+        file in the folder for temporary files elsewhere, which is removed when all are there.
+        Only processes of the same user are let in.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> with LocalGroup.join("a job of one", 0, 1) as group:
+        ...     group.gather_bytes(b"here")
+        [b'here']
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"LocalGroup.join: name must be a str, got {type(name).__name__}")
+        meeting = check_timeout(timeout) or 60.0
+        seconds = check_timeout(operation_timeout) or DEFAULT_SECONDS
+        _core.local_measure(world_size, 0, 0)  # refuses a number of ranks that cannot be
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"LocalGroup.join: rank {rank} is none of 0 to {world_size - 1}; ranks count from 0"
+            )
+        from ._local_meet import meet
+
+        return cls(meet(name, int(rank), int(world_size), meeting), rank, world_size, seconds)
+
+    @classmethod
+    def from_env(
+        cls, *, timeout: float = 60.0, operation_timeout: float = DEFAULT_SECONDS
+    ) -> LocalGroup:
+        """Join the group that a launcher's environment variables describe.
+
+        ``RANK`` and ``WORLD_SIZE`` (torchrun), or those of mpirun or srun, say which rank this
+        is. The job is named by ``MLSTATE_JOB``, or else by what the launcher tells its
+        processes alike: ``TORCHELASTIC_RUN_ID``, ``MASTER_PORT`` and the like.
+
+        Parameters
+        ----------
+        timeout, operation_timeout : float
+            As for `join`.
+
+        Returns
+        -------
+        LocalGroup
+
+        Raises
+        ------
+        CollectiveError
+            A variable is missing, or makes no sense; or as `join`.
+
+        Examples
+        --------
+        >>> import os
+        >>> from mlstate.collectives import LocalGroup
+        >>> os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MLSTATE_JOB": "example"}
+        >>> with LocalGroup.from_env() as group:
+        ...     group
+        LocalGroup(rank 0 of 1)
+        >>> for name in ("RANK", "WORLD_SIZE", "MLSTATE_JOB"):
+        ...     del os.environ[name]
+        """
+        name, rank, world_size = _from_variables(os.environ)
+        return cls.join(
+            name, rank, world_size, timeout=timeout, operation_timeout=operation_timeout
+        )
+
+    @staticmethod
+    def run(
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        start_method: str | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call a function in several processes that are a group, and wait for them.
+
+        Parameters
+        ----------
+        function : callable
+            Called as ``function(group, *args)`` in each process. With the start methods
+            ``spawn`` and ``forkserver`` it must be importable.
+        world_size : int
+            Number of processes.
+        *args
+            Further arguments, the same for all.
+        start_method : {"fork", "spawn", "forkserver"}, optional
+            As for `multiprocessing.get_context`; default: Python's own.
+        timeout : float, optional
+            Seconds after which the processes are ended. Default: none.
+
+        Returns
+        -------
+        list
+            What the function returned, in the order of ranks.
+
+        Raises
+        ------
+        Exception
+            That of the rank which failed first, with its traceback as a note.
+        CollectiveError
+            A process died, named with its signal; or was not done in time.
+
+        Notes
+        -----
+        No process is left when this returns or raises, Ctrl-C included.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> def rank_of(group, base):
+        ...     return base + group.rank
+        >>> LocalGroup.run(rank_of, 2, 10, start_method="fork")
+        [10, 11]
+        """
+        from ._local_run import run
+
+        _core.local_measure(world_size, 0, 0)
+        return run(function, world_size, args, start_method, timeout)
+
+    # ---- what it is ----
+
+    def __enter__(self) -> LocalGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        ended = "closed" if self._closed else self._link.ended()
+        return f"LocalGroup(rank {self._rank} of {self._world_size}{', ' if ended else ''}{ended})"
+
+    @property
+    def rank(self) -> int:
+        """Number of this process or thread, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes or threads."""
+        return self._world_size
+
+    # ---- one operation after the other ----
+
+    def _check_open(self, operation: str) -> None:
+        if self._process != os.getpid():
+            raise failed(
+                operation,
+                self._rank,
+                "this process was forked from the one that joined the group; join a group of "
+                "its own",
+            )
+        if self._closed:
+            raise failed(operation, self._rank, "this group was closed; make a new one")
+
+    def _submit(
+        self, operation: str, timeout: float | None, async_op: bool, task: Callable[[float], Any]
+    ) -> Any:
+        """Run an operation after those that were called before it."""
+        self._check_open(operation)
+        seconds = self._timeout if timeout is None else timeout
+
+        def perform() -> Any:
+            self._check_open(operation)
+            try:
+                return task(seconds)
+            except CollectiveError as error:
+                error.rank = self._rank
+                raise
+
+        return self._turns.run(operation, perform, async_op=async_op)
+
+    # ---- operations ----
+
+    def reduce_scatter(
+        self,
+        array: Any,
+        *,
+        op: ReduceOp | str = "sum",
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce arrays of one shape, and return the rows that belong to this rank.
+
+        See `mlstate.collectives.ProcessGroup` for `op`, `out`, `counts`, `timeout` and
+        `async_op`, here and below.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.reduce_scatter(np.arange(3))
+        array([0, 1, 2])
+        """
+        name = "reduce_scatter"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        kind = check_op(name, op, plain)
+        rows = check_rows(name, plain)
+        listed = check_counts(name, "counts", counts, rows, self._world_size)
+        place = result_of(name, out, (listed[self._rank], *plain.shape[1:]), plain)
+        source = _numbers_of(name, _packed(name, plain))
+        width = int(np.prod(source.shape)) // rows if rows else 0
+        sizes = [n * width for n in listed]
+        call = f"{kind} of {_kind_of(plain)} in rows {listed}"
+
+        def task(limit: float) -> Any:
+            target = place if _is_packed(place) else _empty_like(place)
+            segment = (source, sizes, _numbers_of(name, target))
+            self._link.reduce_scatter([segment], *_operator(kind, self._world_size), limit, call)
+            _put(target, place)
+            return place if out is None else out
+
+        return self._submit(name, seconds, async_op, task)
+
+    def _reduce_segments(
+        self,
+        segments: Sequence[tuple[Any, Sequence[int], Any]],
+        op: str,
+        divisor: float,
+        timeout: float | None,
+    ) -> list[tuple[float, int]]:
+        """Reduce several packed arrays as one operation, each into what is this rank's.
+
+        A segment is ``(array, counts, out)``: `counts` in elements for each rank, `out` of the
+        same dtype or float32. Returns the sum of squares and the number of elements that are
+        infinite or NaN for each `out`.
+        """
+        name = "reduce_scatter"
+        kind, ranks = _operator(op, self._world_size)
+        listed = [
+            (_numbers_of(name, array), list(counts), _numbers_of(name, out))
+            for array, counts, out in segments
+        ]
+
+        def task(limit: float) -> list[tuple[float, int]]:
+            call = f"{op} of {len(listed)} arrays"
+            return self._link.reduce_scatter(listed, kind, ranks * divisor, limit, call)
+
+        found: list[tuple[float, int]] = self._submit(name, check_timeout(timeout), False, task)
+        return found
+
+    def all_gather(
+        self,
+        array: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return the rows of all ranks in the order of ranks; this rank's are `array`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.all_gather(np.array(["a", "b"]))
+        array(['a', 'b'], dtype='<U1')
+        """
+        name = "all_gather"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        rows = check_rows(name, plain)
+        if counts is None:
+            listed = [rows] * self._world_size
+        else:
+            listed = counts_of(name, "counts", counts, self._world_size)
+            if listed[self._rank] != rows:
+                raise _wrong_rows(name, rows, listed[self._rank], self._rank)
+        place = result_of(name, out, (sum(listed), *plain.shape[1:]), plain)
+        source = _bytes_of(_packed(name, plain))
+        width = _row_bytes(plain)
+        sizes = [n * width for n in listed]
+        call = f"{_kind_of(plain)} in rows {listed}"
+
+        def task(limit: float) -> Any:
+            target = place if _is_packed(place) else _empty_like(place)
+            self._link.all_gather(source, _bytes_of(target), sizes, limit, call)
+            _put(target, place)
+            return place if out is None else out
+
+        return self._submit(name, seconds, async_op, task)
+
+    def all_reduce(
+        self,
+        array: Any,
+        *,
+        op: ReduceOp | str = "sum",
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce arrays of one shape, and return the same result on every rank.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.all_reduce(np.ones(2), op="mean")
+        array([1., 1.])
+        """
+        name = "all_reduce"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        kind = check_op(name, op, plain)
+        place = result_of(name, out, tuple(plain.shape), plain)
+        source = _numbers_of(name, _packed(name, plain))
+        call = f"{kind} of {tuple(plain.shape)} {_kind_of(plain)}"
+
+        def task(limit: float) -> Any:
+            target = place if _is_packed(place) else _empty_like(place)
+            operator = _operator(kind, self._world_size)
+            self._link.all_reduce(source, _numbers_of(name, target), *operator, limit, call)
+            _put(target, place)
+            return place if out is None else out
+
+        return self._submit(name, seconds, async_op, task)
+
+    def all_to_all(
+        self,
+        array: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        out_counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send each rank its rows, ``counts[rank]`` of them; return those that others sent.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.all_to_all(np.arange(2), counts=[2], out_counts=[2])
+        array([0, 1])
+        """
+        name = "all_to_all"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        rows = check_rows(name, plain)
+        if (counts is None) != (out_counts is None):
+            raise ValueError(f"{name}: give both counts and out_counts, or neither")
+        sent = check_counts(name, "counts", counts, rows, self._world_size)
+        wanted = sent
+        if out_counts is not None:
+            wanted = counts_of(name, "out_counts", out_counts, self._world_size)
+        place = result_of(name, out, (sum(wanted), *plain.shape[1:]), plain)
+        source = _bytes_of(_packed(name, plain))
+        width = _row_bytes(plain)
+        sizes = [n * width for n in sent], [n * width for n in wanted]
+        call = _kind_of(plain)
+
+        def task(limit: float) -> Any:
+            target = place if _is_packed(place) else _empty_like(place)
+            into = _bytes_of(target)
+            here = source.copy() if np.may_share_memory(source, into) else source
+            self._link.all_to_all(here, sizes[0], into, sizes[1], limit, call)
+            _put(target, place)
+            return place if out is None else out
+
+        return self._submit(name, seconds, async_op, task)
+
+    def broadcast(
+        self,
+        array: Any,
+        *,
+        root: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Copy the array of rank `root` into that of every other rank, and return it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.broadcast(np.arange(2))
+        array([0, 1])
+        """
+        name = "broadcast"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        start = check_root(name, root, self._world_size)
+        sends = start == self._rank
+        if not sends and not is_torch(array):
+            writable = isinstance(array, np.ndarray) and array.flags.writeable
+            if not writable:
+                raise ValueError(f"{name}: the array of rank {self._rank} is read-only")
+        source = _packed(name, plain)
+        call = f"{tuple(plain.shape)} {_kind_of(plain)} from {start}"
+
+        def task(limit: float) -> Any:
+            self._link.broadcast(_bytes_of(source), start, limit, call)
+            if not sends:
+                _put(source, plain)
+            return array
+
+        return self._submit(name, seconds, async_op, task)
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Wait until every rank is here.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.barrier()
+        """
+
+        def task(limit: float) -> None:
+            self._link.barrier(limit, "")
+
+        return self._submit("barrier", check_timeout(timeout), async_op, task)
+
+    def gather_bytes(
+        self,
+        data: bytes,
+        *,
+        root: int | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Return the bytes of all ranks, of any lengths, as a list in the order of ranks.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.gather_bytes(b"ok", root=0)
+        [b'ok']
+        """
+        name = "gather_bytes"
+        seconds = check_timeout(timeout)
+        text = check_bytes(name, data)
+        end = -1 if root is None else check_root(name, root, self._world_size)
+
+        def task(limit: float) -> Any:
+            return self._link.gather_bytes(text, end, limit, f"to {root}")
+
+        return self._submit(name, seconds, async_op, task)
+
+    # ---- the end ----
+
+    def abort(self) -> None:
+        """Make the operations of all ranks fail, those that are under way too.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.abort()
+        >>> group
+        LocalGroup(rank 0 of 1, rank 0 aborted the group)
+        """
+        self._link.abort()
+
+    def close(self) -> None:
+        """Wait for operations that are under way, and leave; closing again does nothing.
+
+        Ranks that still need this one fail, at once.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.close()
+        >>> group
+        LocalGroup(rank 0 of 1, closed)
+        """
+        if not self._closed and self._process == os.getpid():
+            self._turns.join()
+        self._closed = True
+        self._link.close()
+
+
+def _wrong_rows(operation: str, rows: int, expected: int, rank: int) -> CompatibilityError:
+    error = CompatibilityError(
+        f"{operation}: the first dimension is {rows}, expected {expected}, the count of rank {rank}"
+    )
+    error.name, error.got, error.expected, error.rank = operation, str(rows), str(expected), rank
+    return error
+
+
+# ---- launchers ----
+
+
+def _from_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
+    """Return the job's name, this rank and the number of ranks."""
+    for first, second in _LAUNCHERS:
+        if first in variables and second in variables:
+            break
+    else:
+        missing = [name for name in _LAUNCHERS[0] if name not in variables]
+        raise CollectiveError(
+            f"LocalGroup.from_env: {' and '.join(missing)} not set; start the processes by "
+            "torchrun or mpirun, or use LocalGroup.run or LocalGroup.join"
+        )
+    try:
+        rank, world_size = int(variables[first]), int(variables[second])
+    except ValueError:
+        raise CollectiveError(
+            f"LocalGroup.from_env: {first}={variables[first]!r} and "
+            f"{second}={variables[second]!r} must be numbers"
+        ) from None
+    here = variables.get("LOCAL_WORLD_SIZE", str(world_size))
+    if here != str(world_size):
+        raise CollectiveError(
+            f"LocalGroup.from_env: {world_size} ranks, of which {here} on this host; LocalGroup "
+            "connects those of one host, use TorchGroup or MPIGroup"
+        )
+    if not 0 <= rank < world_size:
+        raise CollectiveError(
+            f"LocalGroup.from_env: {first}={rank} is no rank of {second}={world_size}"
+        )
+    job = variables.get("MLSTATE_JOB") or " ".join(
+        f"{name}={variables[name]}" for name in _JOBS if name in variables
+    )
+    if not job:
+        raise CollectiveError(
+            "LocalGroup.from_env: nothing names the job; set MLSTATE_JOB, the same for all ranks "
+            "and no other job's, or TORCHELASTIC_RUN_ID or MASTER_PORT"
+        )
+    return f"from_env {job}", rank, world_size
