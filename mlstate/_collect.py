@@ -552,11 +552,15 @@ def opening(
     group: ProcessGroup,
     operation: str,
     timeout: float | None,
-    prepare: Callable[[], tuple[dict[str, Any], list[Entry], list[Entry]]],
+    options: Callable[[], dict[str, Any]],
+    prepare: Callable[[], tuple[list[Entry], list[Entry]]],
 ) -> tuple[list[list[Entry]], list[list[Entry]]]:
-    """Tell all ranks this rank's options, its entries and what it sends; return everyone's."""
+    """Compare options, then tell all ranks this rank's entries and what it sends.
+
+    Returns everyone's. Options come first: what `prepare` does may need all ranks.
+    """
+    _same_options(operation, group.rank, exchange(group, operation, timeout, options))
     everyone = exchange(group, operation, timeout, prepare)
-    _same_options(operation, group.rank, [options for options, _, _ in everyone])
-    entries = [[entry_of(entry) for entry in mine] for _, mine, _ in everyone]
-    sent = [[entry_of(entry) for entry in mine] for _, _, mine in everyone]
+    entries = [[entry_of(entry) for entry in mine] for mine, _ in everyone]
+    sent = [[entry_of(entry) for entry in mine] for _, mine in everyone]
     return entries, sent

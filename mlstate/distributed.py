@@ -76,6 +76,19 @@ def _of_torch(
     return None
 
 
+def _manner(source: Any, model: Any) -> str:
+    """Say how a state is collected, where torch needs all ranks for that."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(source, torch.nn.Module | torch.optim.Optimizer):
+        return "of any kind"
+    module = source if model is None else model
+    if not isinstance(module, torch.nn.Module):
+        return "of any kind"
+    from .integrations.torch._sharded import needs_all_ranks
+
+    return needs_all_ranks(source, module) or "of any kind"
+
+
 def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
     """Return a state whose DTensors are shards; itself where there are none."""
     found = {
@@ -196,6 +209,14 @@ class DistributedStateCollector:
     def group(self) -> ProcessGroup:
         """The ranks."""
         return self._group
+
+    def _options(self, operation: str, root: int, max_bytes: int) -> dict[str, Any]:
+        """Check what every rank must pass alike."""
+        return {
+            "operation": operation,
+            "root": check_root(operation, root, self._group.world_size),
+            "max_bytes": check_max_bytes(operation, max_bytes),
+        }
 
     def collect_local_state(self, source: Any, /, *, model: Any = None) -> StateDict:
         """Return what this rank has of a state.
@@ -385,17 +406,16 @@ class DistributedStateCollector:
         operation = Gathering.operation
         taken: list[StateDict] = []
 
-        def prepare() -> tuple[dict[str, Any], list[Entry], list[Entry]]:
-            options = {
-                "operation": operation,
-                "root": check_root(operation, root, self._group.world_size),
-                "max_bytes": check_max_bytes(operation, max_bytes),
-                "verify_replicas": bool(verify_replicas),
-            }
-            taken.append(_chosen(_taken(source, model)[0], names))
-            return options, describe(taken[0]), []
+        def options() -> dict[str, Any]:
+            same = self._options(operation, root, max_bytes)
+            manner = _manner(source, model)
+            return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
-        entries, _ = opening(self._group, operation, self._timeout, prepare)
+        def prepare() -> tuple[list[Entry], list[Entry]]:
+            taken.append(_chosen(_taken(source, model)[0], names))
+            return describe(taken[0]), []
+
+        entries, _ = opening(self._group, operation, self._timeout, options, prepare)
         gathering = Gathering(self._group, int(root), int(max_bytes), self._timeout)
         found: StateDict | None = gathering.run(taken[0], entries, bool(verify_replicas))
         return found
@@ -459,12 +479,11 @@ class DistributedStateCollector:
         stores: list[Callable[[], None] | None] = []
         given: list[StateDict] = []
 
-        def prepare() -> tuple[dict[str, Any], list[Entry], list[Entry]]:
-            options = {
-                "operation": operation,
-                "root": check_root(operation, root, self._group.world_size),
-                "max_bytes": check_max_bytes(operation, max_bytes),
-            }
+        def options() -> dict[str, Any]:
+            same = self._options(operation, root, max_bytes)
+            return {**same, "the state": _manner(target, model)}
+
+        def prepare() -> tuple[list[Entry], list[Entry]]:
             state, store = _taken(target, model, fill=True)
             check_writable(state)
             taken.append(state)
@@ -473,9 +492,9 @@ class DistributedStateCollector:
             if self._group.rank == root:
                 given.extend([] if source is None else [_taken(source, None)[0]])
                 sent = describe(given[0]) if given else entries
-            return options, entries, sent
+            return entries, sent
 
-        everyone, sent = opening(self._group, operation, self._timeout, prepare)
+        everyone, sent = opening(self._group, operation, self._timeout, options, prepare)
         broadcasting = Broadcasting(self._group, int(root), int(max_bytes), self._timeout)
         state, store = taken[0], stores[0]
         broadcasting.run(state, given[0] if given else None, sent[int(root)], everyone)

@@ -376,6 +376,13 @@ def fsdp1_is_assembled(group):
                     torch.testing.assert_close(torch.as_tensor(found[f"{name}.{key}"]), value)
         sent_back(group, module, full)
         same(merged(group, module), model().state_dict())
+        other = model() if group.rank else module
+        raises(
+            CollectiveError,
+            "the state is of a module of FSDP1 on rank 0 and of any kind on rank 1",
+            DistributedStateCollector(group).gather_full_state,
+            other,
+        )
         raises(
             TypeError,
             "cannot be filled in place",

@@ -248,6 +248,29 @@ def _flat_sharded(module: torch.nn.Module) -> list[Any]:
     return [child for child in module.modules() if isinstance(child, kind)]
 
 
+def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
+    """Say why all ranks must collect a state together; empty where each can alone.
+
+    Parameters
+    ----------
+    source : torch.nn.Module or torch.optim.Optimizer
+        Whose state it is.
+    module : torch.nn.Module
+        The module itself, or the optimizer's.
+
+    Returns
+    -------
+    str
+        Which of FSDP1's states it is.
+    """
+    if not _flat_sharded(module):
+        return ""
+    if source is module:
+        return "of a module of FSDP1"
+    states = "with" if source.state else "without"
+    return f"of an optimizer of FSDP1, {states} states"
+
+
 def _replica_of(wrappers: list[Any]) -> int:
     """Return which replica this rank has where FSDP1 shards within nodes only."""
     import torch.distributed as dist
