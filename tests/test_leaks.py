@@ -20,7 +20,18 @@ import numpy as np
 import pytest
 
 import mlstate
-from mlstate import checkpoint, collectives, coreml, distributed, errors, kv, state, threads
+from mlstate import (
+    _core,
+    checkpoint,
+    collectives,
+    coreml,
+    distributed,
+    errors,
+    fsdp,
+    kv,
+    state,
+    threads,
+)
 
 MODULES = (mlstate, checkpoint, collectives, coreml, distributed, errors, kv, state, threads)
 CALLS = 300
@@ -727,6 +738,63 @@ def raised_errors(_):
             str(error)
 
     return run, [name, *classes]
+
+
+# ---- gradients ----
+
+
+@case(
+    "GradientAccumulator",
+    "GradientAccumulator.add_gradients",
+    "GradientAccumulator.get_and_clear_gradients",
+    "GradientAccumulator.reset",
+)
+def accumulated(_):
+    batch = {"w": np.ones((5, 7), np.float16), "b": np.full(5, 2.0)}
+    bad = {"b": batch["b"], "w": np.ones(3, np.float16)}
+    accumulator = fsdp.GradientAccumulator(2, dtype="float32")
+
+    def use():
+        for _ in range(3):
+            accumulator.add_gradients(batch)
+        raises(errors.CompatibilityError, accumulator.add_gradients, bad)()
+        assert accumulator.is_complete and accumulator.norm > 0 and not accumulator.nonfinite
+        accumulator.get_and_clear_gradients()
+        accumulator.reset()
+
+    return use, [batch, *batch.values(), accumulator]
+
+
+@case()
+def torch_gradients_accumulated(_):
+    torch = pytest.importorskip("torch", reason="accumulates torch tensors")
+    gradient = torch.ones(9, dtype=torch.bfloat16)
+    accumulator = fsdp.GradientAccumulator()
+
+    def use():
+        accumulator.add_gradients({"w": gradient})
+        accumulator.add_gradients({"w": gradient})
+        return accumulator.get_and_clear_gradients(), accumulator.norm
+
+    return use, [gradient, accumulator]
+
+
+@case()
+def reductions(_):
+    a, b = np.ones(100, np.float32), np.ones(100, np.float32)
+    return each(
+        lambda: _core.reduce([a, b], b, "sum", 2.0),
+        lambda: _core.accumulate(["a"], [a], [b], 0.0, True),
+        lambda: _core.accumulate(["a"], [a], [b], 0.0, False),
+        lambda: _core.scale(["a"], [a], 1.0),
+        lambda: _core.tally(["a", "b"], [a, b]),
+        lambda: _core.clear(["a"], [a]),
+        raises(errors.CompatibilityError, _core.reduce, [a, b[1:]], b, "sum", 1.0),
+        raises(errors.CompatibilityError, _core.accumulate, ["a"], [a], [b[1:]], 1.0, True),
+        raises(errors.CompatibilityError, _core.scale, ["a"], [np.ones(2, int)], 1.0),
+        raises(TypeError, _core.tally, ["a", 3], [a, b]),
+        raises(TypeError, _core.clear, ["a", "b"], [a, object()]),
+    ), [a, b]
 
 
 @case("StateShapeWarning")
