@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from math import isfinite
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ._collective_args import check_group, check_timeout
@@ -112,10 +111,8 @@ class FSDP:
         self._reducer = Reducer(process_group, check_timeout(timeout))
         self._turns = Turns("mlstate-fsdp", process_group.rank)
         self._run = threading.Lock()  # held from the first bucket of a run to its end
-        self.recorded: list[Event] = []
-        self.started = perf_counter()
         if record:
-            self._reducer.events = self.recorded
+            self._reducer.events = []
 
     def _divisor(self, factor: float | None) -> float:
         if factor is None:
@@ -199,6 +196,8 @@ class FSDP:
             )
             error.name, error.rank = "reduce_scatter", self.rank
             raise error
+        if self._reducer.events is not None:
+            self._reducer.events = []
 
     def reduce(self, entries: list[Entry], *, accumulate: bool = False) -> None:
         """Reduce the gradients of a run in buckets, one after the other."""
@@ -234,6 +233,11 @@ class FSDP:
             operation, lambda: self._reducer.finish(operation)
         )
         return squares
+
+    @property
+    def events(self) -> list[Event] | None:
+        """The buckets of the run that is under way, or was the last; None if not recorded."""
+        return self._reducer.events
 
     def end(self) -> None:
         """Let another run begin; every `begin` wants one, whatever happened."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._fsdp import FSDP
 from ._fsdp_reduce import Entry
+from ._fsdp_report import BackwardReport
 from ._fsdp_unit import FSDPShardingUnit
 from ._fsdp_verify import GradientReport, compare, compare_sums
 from ._gradients import add, clear, copied
@@ -174,6 +175,7 @@ class FSDPBackwardHook:
         self._held: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._calls = Turns("mlstate-fsdp-calls", fsdp.rank)
+        self._report: BackwardReport | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -181,6 +183,7 @@ class FSDPBackwardHook:
         self._arrived: dict[str, Entry] = {}
         self._next = 0  # the bucket that is reduced next
         self._works: list[Any] = []
+        self._times: list[tuple[str, float]] = []
         self._running = False
 
     def __enter__(self) -> FSDPBackwardHook:
@@ -428,7 +431,9 @@ class FSDPBackwardHook:
             if name in self._arrived:
                 raise ValueError(f"{name!r} has a gradient already in this backward pass")
             self._arrived[name] = self._fsdp.entry(self._units[name], gradient, settled=settled)
-            self._send_what_is_full(perf_counter())
+            now = perf_counter()
+            self._times.append((name, now))
+            self._send_what_is_full(now)
 
     def _send_what_is_full(self, now: float) -> None:
         """Hand over buckets whose gradients are all there, in their order."""
@@ -461,9 +466,12 @@ class FSDPBackwardHook:
         with self._lock:
             if not self._running:
                 self._fsdp.begin()
+            ended = perf_counter()
             try:
                 self._finish()
             finally:
+                if self._fsdp.events is not None:
+                    self._report = BackwardReport(self._times, ended, self._fsdp.events)
                 self._fsdp.end()
                 self._forget()
 
@@ -484,6 +492,29 @@ class FSDPBackwardHook:
         if error is not None:  # the group is broken: there is nobody to end a run with
             raise error
         self._fsdp.finish("backward pass")
+
+    def report(self) -> BackwardReport:
+        """Tell when the gradients of the last backward pass came and were reduced.
+
+        Returns
+        -------
+        BackwardReport
+            A table, for people and notebooks.
+
+        Raises
+        ------
+        ValueError
+            Nothing was recorded: pass ``record=True`` to `FSDP`, and run a backward pass.
+
+        Examples
+        --------
+        See `BackwardReport`.
+        """
+        if self._report is None:
+            raise ValueError(
+                "no backward pass was recorded: make the group's FSDP with record=True, and run one"
+            )
+        return self._report
 
     # ---- by hand ----
 

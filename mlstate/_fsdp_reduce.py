@@ -126,7 +126,7 @@ class Terms(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One bucket, as it was on this rank; times are those of `time.perf_counter`.
+    """One bucket, or the end of a run, as it was on this rank, by `time.perf_counter`.
 
     Attributes
     ----------
@@ -244,12 +244,23 @@ class Reducer:
         self._sequence += 1
         self._tallies = self._sums(entries, terms)
         self._pending, self._pending_terms = entries, terms
+        self._note(entries, ready, started, agreed, heads)
+        return None
+
+    def _note(
+        self,
+        entries: Sequence[Entry],
+        ready: float,
+        started: float,
+        agreed: float,
+        heads: Sequence[Head],
+    ) -> None:
+        """Record a bucket that has been reduced, or the end of a run, which has no entries."""
         if self.events is not None:
             size = sum(entry.bytes for entry in entries)
             names = tuple(entry.name for entry in entries)
             waits = tuple(head.waited for head in heads)
             self.events.append(Event(names, size, ready, started, agreed, perf_counter(), waits))
-        return None
 
     def _good(self, entries: list[Entry], words: str) -> list[Entry]:
         """Return the entries on which all ranks agree."""
@@ -417,7 +428,9 @@ class Reducer:
         """
         try:
             while True:
+                started = perf_counter()
                 heads = self._exchange(ENDED, b"")
+                self._note((), started, started, perf_counter(), heads)
                 self._settle(heads)
                 if all(head.flags & ENDED for head in heads):
                     break

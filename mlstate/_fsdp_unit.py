@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._layout import Layout, Shard
+from .errors import CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,8 +19,10 @@ _LAYOUTS = {"flat": Layout.flat, "rows": Layout.rows}
 
 def dtype_text(dtype: Any) -> str:
     """Return the name that NumPy, ml_dtypes and torch have for a dtype."""
+    if dtype is None:  # float64 to NumPy
+        raise TypeError("dtype must be a dtype or its name, got None")
     text = str(dtype)
-    if text.startswith("torch.") or text == "bfloat16":
+    if text.startswith("torch.") or text == "bfloat16" or text.startswith("float8"):
         return text.removeprefix("torch.")
     return str(np.dtype(dtype).name)
 
@@ -67,6 +71,8 @@ class FSDPShardingUnit:
 
     Raises
     ------
+    TypeError
+        A number is no int, or the dtype is None.
     ValueError
         The name is empty, the layout is unknown, or there is no such part.
     CompatibilityError
@@ -117,14 +123,18 @@ class FSDPShardingUnit:
             )
         if layout not in _LAYOUTS:
             raise ValueError(f"layout must be 'flat' or 'rows', got {layout!r}")
-        if shard_index < 0:
+        self.shard_index = index(shard_index)
+        if self.shard_index < 0:
             raise ValueError(f"shard_index must be 0 or more, got {shard_index}")
         self.parameter_name = parameter_name
-        self.shape = tuple(int(n) for n in shape)
+        self.shape = tuple(index(n) for n in shape)
         if any(n < 0 for n in self.shape):
             raise ValueError(f"{parameter_name}: shape {self.shape} has a negative dimension")
+        if layout == "rows" and not self.shape:
+            raise CompatibilityError(
+                f"{parameter_name}: a parameter without dimensions has no rows; pass layout='flat'"
+            )
         self.dtype = dtype_text(dtype)
-        self.shard_index = int(shard_index)
         self.local_gradient: Any = None
         self._residual: Any = None
         self.like: Any = None  # the parameter itself, where it is a tensor of torch
@@ -208,7 +218,12 @@ class FSDPShardingUnit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full gradient."""
-        return prod(self.shape) * _item_bytes(self.dtype)
+        return prod(self.shape) * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return _item_bytes(self.dtype)
 
     def residual(self) -> Any:
         """Return what compression has lost of this rank's gradients so far.

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ._accumulator import GradientAccumulator
 from ._fsdp import FSDP
 from ._fsdp_hook import FSDPBackwardHook, ReduceScatterOperation
+from ._fsdp_report import BackwardReport, Bucket
 from ._fsdp_unit import FSDPShardingUnit
 from ._fsdp_verify import GradientReport, Mismatch
 from ._gradients import scale, squares_in_order, tallies
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FSDP",
+    "BackwardReport",
+    "Bucket",
     "FSDPBackwardHook",
     "FSDPShardingUnit",
     "GradientAccumulator",

@@ -6,15 +6,16 @@ import io
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from matplotlib.figure import Figure
 
     from ._checkpoint_groups import Group
     from .checkpoint import Checkpoint
+    from .fsdp import BackwardReport, FSDPShardingUnit
 
-__all__ = ["plot_checkpoint", "plot_occupancy"]
+__all__ = ["plot_backward", "plot_checkpoint", "plot_occupancy", "plot_shards"]
 
 _USED, _FREE, _TEXT = "#2b6cb0", "#e2e8f0", "#1a202c"
 _STATES = ("#2b6cb0", "#dd8a2c", "#38a169", "#8e5bb8", "#c94f63", "#4a9c9c", "#8a8f98")
@@ -180,4 +181,137 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     handles, names = left.get_legend_handles_labels()
     if handles:
         figure.legend(handles, names, loc="outside lower center", ncols=6, frameon=False)
+    return figure
+
+
+def plot_backward(report: BackwardReport) -> Figure:
+    """Draw when the gradients of a backward pass came, and when they were reduced.
+
+    Parameters
+    ----------
+    report : BackwardReport
+        What ``FSDPBackwardHook.report()`` returns.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Ticks are gradients, on the bar of the backward pass. Each bucket has a line below:
+        pale until its turn comes, orange while this rank waits for others, blue while its sums
+        are made. The lower part shows how long each rank waited, where there are several.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+    >>> from mlstate.plot import plot_backward
+    >>> hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
+    >>> hook.use_units({"w": FSDPShardingUnit("w", (4,), "float64", 0)})
+    >>> hook.add_gradient("w", np.ones(4))
+    >>> hook.finish()
+    >>> len(plot_backward(hook.report()).axes)
+    1
+    """
+    waited = report.waited
+    rows = len(report.buckets)
+    several = len(waited) > 1
+    heights = [1.2 + 0.24 * max(rows, 3), 0.8 + 0.25 * len(waited)]
+    figure = _figure(10, heights[0] + (heights[1] if several else 0) + 0.3)
+    if several:
+        upper, lower = figure.subplots(2, 1, height_ratios=heights)
+    else:
+        upper = figure.subplots()
+    upper.barh(-1, report.backward * 1e3, color=_FREE, height=0.7)
+    times = [at * 1e3 for _, at in report.gradients]
+    upper.vlines(times, -1.35, -0.65, color=_TEXT, linewidth=0.7)
+    for row, b in enumerate(report.buckets):
+        for start, end, color, height in (
+            (b.ready, b.started, _FREE, 0.3),
+            (b.started, b.agreed, _STATES[1], 0.7),
+            (b.agreed, b.ended, _USED, 0.7),
+        ):
+            upper.barh(row, (end - start) * 1e3, left=start * 1e3, color=color, height=height)
+    step = max(1, -(-rows // _BARS))
+    ticks = list(range(0, rows, step))
+    labels = [
+        f"{n}: {len(b.names)} of {b.bytes / 1e6:.3g} MB" for n, b in enumerate(report.buckets)
+    ]
+    upper.set_yticks([-1, *ticks], ["backward pass", *(labels[n] for n in ticks)])
+    upper.invert_yaxis()
+    upper.set_xlabel("ms since the first gradient")
+    upper.set_title(
+        f"{report.overlap:.0%} of the reducing lies inside the backward pass", loc="left"
+    )
+    upper.spines[["top", "right"]].set_visible(False)
+    if several:
+        late = report.straggler
+        lower.barh(range(len(waited)), [t * 1e3 for t in waited], color=_STATES[1], height=0.6)
+        lower.set_yticks(range(len(waited)), [f"rank {rank}" for rank in range(len(waited))])
+        lower.invert_yaxis()
+        lower.set_xlabel("ms waited for the others")
+        title = "Nobody was waited for" if late is None else f"Rank {late[0]} was waited for"
+        lower.set_title(title, loc="left")
+        lower.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
+    """Draw how many bytes of the gradients each rank keeps, by parameter.
+
+    Parameters
+    ----------
+    sharding_units : dict of str to FSDPShardingUnit
+        Units that know their world size; those of any one rank.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The six largest parameters have a colour, all others share one. Of more than 30 ranks,
+        those in the middle are one bar, which shows their mean.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+    ValueError
+        A unit does not know its world size.
+
+    Examples
+    --------
+    >>> from mlstate.fsdp import FSDPShardingUnit
+    >>> from mlstate.plot import plot_shards
+    >>> unit = FSDPShardingUnit("w", (5, 3), "float32", 0, world_size=2)
+    >>> len(plot_shards({"w": unit}).axes)
+    1
+    """
+    from ._checkpoint_groups import Group
+
+    units = sorted(sharding_units.values(), key=lambda unit: -unit.full_bytes)
+    columns = [unit.parameter_name for unit in units[: len(_STATES) - 1]]
+    others = f"{len(units) - len(columns)} others"
+    world = len(units[0].counts) if units else 0
+    ranks = [Group(f"rank {rank}") for rank in range(world)]
+    for unit in units:
+        column = unit.parameter_name if unit.parameter_name in columns else others
+        for rank, count in enumerate(unit.counts):
+            nbytes = ranks[rank].nbytes
+            nbytes[column] = nbytes.get(column, 0) + count * unit.item_bytes
+    if len(units) > len(columns):
+        columns.append(others)
+    kept = _shortened(ranks)
+    most = max((sum(n.values()) for _, n in kept), default=0)
+    power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
+    figure = _figure(10, 1.6 + 0.27 * max(len(kept), 3))
+    axes = figure.subplots()
+    _stack(axes, kept, columns, 1024.0**power, max(len(kept), 3))
+    axes.set_title("Gradients kept by each rank", loc="left")
+    axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
     return figure
