@@ -156,8 +156,9 @@ class DistributedStateCollector:
     Parameters
     ----------
     group : mlstate.collectives.ProcessGroup
-        The ranks: `mlstate.collectives.SingleGroup`, or
-        `mlstate.integrations.torch.TorchGroup` for torch.distributed.
+        The ranks, on any engine: `mlstate.collectives.LocalGroup` on one host,
+        `mlstate.integrations.torch.TorchGroup` for torch.distributed,
+        `mlstate.integrations.mpi.MPIGroup`, or `mlstate.collectives.SingleGroup`.
     timeout : float, optional
         Seconds that each of its operations may take. Default: the group's own.
 

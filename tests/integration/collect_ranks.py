@@ -1,4 +1,4 @@
-"""What each rank does in test_collect_mpi.py: states gathered and sent out over MPI.
+"""What each rank does in test_collect_engines.py: states gathered and sent out.
 
 `mpiexec -n RANKS python collect_ranks.py` prints one line for each rank: its number and "ok".
 """
@@ -8,7 +8,6 @@ import numpy as np
 from mlstate import CompatibilityError
 from mlstate.checkpoint import Layout, Shard
 from mlstate.distributed import DistributedStateCollector
-from mlstate.integrations.mpi import MPIGroup
 
 
 def gathered_and_sent_back(collector, layout):
@@ -38,15 +37,22 @@ def differences_are_said_on_every_rank(collector):
         raise AssertionError("nobody noticed")
 
 
+def collect(group):
+    """All of it, on any engine."""
+    collector = DistributedStateCollector(group)
+    world = group.world_size
+    for layout in (Layout.rows(world), Layout.axis(1, world), Layout.flat(world)):
+        gathered_and_sent_back(collector, layout)
+    differences_are_said_on_every_rank(collector)
+    collector.gather_full_state({"w": np.ones(3)})  # the group goes on
+    return f"{group.rank} ok"
+
+
 def main():
+    from mlstate.integrations.mpi import MPIGroup
+
     with MPIGroup(timeout=30) as group:
-        collector = DistributedStateCollector(group)
-        world = group.world_size
-        for layout in (Layout.rows(world), Layout.axis(1, world), Layout.flat(world)):
-            gathered_and_sent_back(collector, layout)
-        differences_are_said_on_every_rank(collector)
-        collector.gather_full_state({"w": np.ones(3)})  # the group goes on
-        print(group.rank, "ok", flush=True)
+        print(collect(group), flush=True)
 
 
 if __name__ == "__main__":

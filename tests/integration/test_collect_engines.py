@@ -1,0 +1,47 @@
+"""States of ranks that MPI or shared memory connect; torch.distributed has tests of its own."""
+
+import threading
+from pathlib import Path
+
+import collect_ranks
+import pytest
+
+from mlstate.collectives import LocalGroup
+
+pytestmark = pytest.mark.timeout(120)
+
+RANKS = Path(__file__).with_name("collect_ranks.py")
+EXPECTED = ["0 ok", "1 ok", "2 ok"]
+
+
+@pytest.mark.parametrize("engine", ["mpich", "openmpi"])
+def test_states_are_collected_over_mpi(engine):
+    mpi_jobs = pytest.importorskip("mpi_jobs", reason="starts jobs of MPI")
+    if mpi_jobs.home(engine) is None:
+        pytest.skip(f"{engine} is not installed; tools/mpi.sh does that for `make test`")
+    status, out, err = mpi_jobs.run(engine, 3, str(RANKS))
+    assert sorted(out.splitlines()) == EXPECTED, f"exit {status}\n{out}\n{err}"
+    assert status == 0, err
+
+
+def test_states_are_collected_over_shared_memory():
+    found = LocalGroup.run(collect_ranks.collect, 3, start_method="spawn", timeout=60)
+    assert found == EXPECTED
+
+
+def test_states_of_threads_are_collected():
+    found = [None] * 3
+
+    def work(group):
+        with group:
+            found[group.rank] = collect_ranks.collect(group)
+
+    threads = [
+        threading.Thread(target=work, args=(group,), daemon=True)
+        for group in LocalGroup.threads(3, timeout=30)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == EXPECTED
