@@ -33,8 +33,8 @@ class FSDP:
         Keep sums of 16- and 8-bit floats in float32, in which they are made. Default: round
         them once, to the parameter's dtype.
     bucket_bytes : int, default 25 MiB
-        Gradients are reduced together up to that size; 0 reduces each by itself. Sums have the
-        same bits whatever it is.
+        Gradients are reduced together until there are so many bytes of them; 0 reduces each by
+        itself. Sums have the same bits whatever it is.
     nonfinite : {"error", "allow"}, default "error"
         Whether NaN and infinity in a sum are an error, on every rank. Allow them where a
         gradient scaler looks for them.
@@ -164,14 +164,13 @@ class FSDP:
     def buckets(self, units: Iterable[FSDPShardingUnit]) -> Iterator[list[FSDPShardingUnit]]:
         """Divide units, in their order, into what is reduced together."""
         bucket: list[FSDPShardingUnit] = []
-        room = 0
+        size = 0
         for unit in units:
-            size = unit.full_bytes
-            if bucket and (size > room or self.terms(unit) != self.terms(bucket[0])):
+            if bucket and (size >= self.bucket_bytes or self.terms(unit) != self.terms(bucket[0])):
                 yield bucket
-                bucket = []
-            room = (room if bucket else self.bucket_bytes) - size
+                bucket, size = [], 0
             bucket.append(unit)
+            size += unit.full_bytes
         if bucket:
             yield bucket
 
