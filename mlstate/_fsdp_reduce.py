@@ -339,12 +339,15 @@ class Reducer:
                 )
                 for e in entries
             ]
+        if not terms.compression and hasattr(self._group, "_reduce_segments"):
+            segments = [(entry.flat, entry.unit.counts, entry.out) for entry in entries]
+            found: list[tuple[float, int]] = self._group._reduce_segments(
+                segments, terms.op, terms.divisor, self._timeout
+            )
+            return found
         bucket = self._capsule(entries, terms)
         if terms.compression:
             return self._compressed(bucket, entries, terms.compression)
-        own = getattr(self._group, "_reduce_bucket", None)
-        if own is not None:
-            return own(bucket, self._timeout)  # type: ignore[no-any-return]
         sizes, mine = _core.bucket_sizes(bucket)
         self._send = _at_least(self._send, sum(sizes))
         _core.bucket_pack(bucket, self._send)

@@ -229,13 +229,15 @@ def plot_backward(report: BackwardReport) -> Figure:
     upper.barh(-1, report.backward * 1e3, color=_FREE, height=0.7)
     times = [at * 1e3 for _, at in report.gradients]
     upper.vlines(times, -1.35, -0.65, color=_TEXT, linewidth=0.7)
-    for row, b in enumerate(report.buckets):
-        for start, end, color, height in (
-            (b.ready, b.started, _FREE, 0.3),
-            (b.started, b.agreed, _STATES[1], 0.7),
-            (b.agreed, b.ended, _USED, 0.7),
-        ):
-            upper.barh(row, (end - start) * 1e3, left=start * 1e3, color=color, height=height)
+    for label, color, height, spans in (
+        ("full, until its turn comes", _FREE, 0.3, [(b.ready, b.started) for b in report.buckets]),
+        ("waits for ranks", _STATES[1], 0.7, [(b.started, b.agreed) for b in report.buckets]),
+        ("sums are made", _USED, 0.7, [(b.agreed, b.ended) for b in report.buckets]),
+    ):
+        lengths = [(end - start) * 1e3 for start, end in spans]
+        starts = [start * 1e3 for start, _ in spans]
+        upper.barh(range(rows), lengths, height, starts, color=color, label=label)
+    upper.legend(loc="upper right", frameon=False)
     step = max(1, -(-rows // _BARS))
     ticks = list(range(0, rows, step))
     labels = [
