@@ -7,6 +7,8 @@ Each file here imports torch inside its functions.
 """
 
 from ._backward import call_at_end, parameters_of, reduce_on_device, watch
+from ._ddp import all_reduce_with
+from ._fsdp2 import reduce_scatter_with
 from ._group import TorchGroup
 from ._kv import move
 from ._memory import note_written, write_into_tensor
@@ -16,6 +18,7 @@ from ._state import arrays_of, tensors_of
 
 __all__ = [
     "TorchGroup",
+    "all_reduce_with",
     "arrays_of",
     "call_at_end",
     "move",
@@ -24,6 +27,7 @@ __all__ = [
     "optimizer_state",
     "parameters_of",
     "reduce_on_device",
+    "reduce_scatter_with",
     "reduce_state",
     "register",
     "restore_state",
