@@ -6,6 +6,7 @@ Plain misuse is a TypeError or ValueError, what does not go together a `Compatib
 
 from __future__ import annotations
 
+from enum import StrEnum
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,26 @@ from .errors import CollectiveError, CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+class ReduceOp(StrEnum):
+    """How the elements of several ranks become one; each member is the str of its value.
+
+    ``SUM`` takes numbers, ``MEAN`` floating-point and complex ones, ``MIN`` and ``MAX`` real
+    numbers and bool (where they mean *all* and *any*). NaN wins.
+
+    Examples
+    --------
+    >>> from mlstate.collectives import ReduceOp
+    >>> ReduceOp("mean"), ReduceOp.SUM == "sum"
+    (<ReduceOp.MEAN: 'mean'>, True)
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+
 
 # What each operation can reduce; names begin as the dtypes do, in NumPy as in torch.
 _FLOATS = ("float", "bfloat")

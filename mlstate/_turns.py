@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .collectives import Work
+from ._work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
