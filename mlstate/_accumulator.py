@@ -13,6 +13,7 @@ import numpy as np
 from . import _core
 from ._arrays import is_torch
 from ._collective_args import dtype_name
+from ._gradients import place
 from .errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -56,10 +57,6 @@ def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError
     return error
 
 
-def _place(array: Any) -> str:
-    return f"torch, {array.device}" if is_torch(array) else "NumPy"
-
-
 def _gradient_of(name: object, gradient: Any) -> Any:
     """Return a gradient without autograd's record, if it is one."""
     if not isinstance(name, str):
@@ -82,7 +79,7 @@ def _gradient_of(name: object, gradient: Any) -> Any:
 def _check_same(name: str, total: _Sum, gradient: Any) -> None:
     """Refuse a gradient that is not of the kind that is being added up."""
     for what, got, expected in (
-        ("kind", _place(gradient), _place(total.array)),
+        ("kind", place(gradient), place(total.array)),
         ("shape", tuple(gradient.shape), tuple(total.array.shape)),
         ("dtype", dtype_name(gradient), total.given),
     ):

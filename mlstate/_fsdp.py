@@ -108,7 +108,15 @@ class FSDP:
             nonfinite=nonfinite,
             compression=compression or "",
         )
-        self._reducer = Reducer(process_group, check_timeout(timeout))
+        settings = {
+            "op": self._op,
+            "reduce_dtype": self._terms.reduce_dtype or None,
+            "bucket_bytes": self.bucket_bytes,
+            "nonfinite": nonfinite,
+            "allow_unused": self.allow_unused,
+            "compression": compression,
+        }
+        self._reducer = Reducer(process_group, check_timeout(timeout), settings)
         self._turns = Turns("mlstate-fsdp", process_group.rank)
         self._run = threading.Lock()  # held from the first bucket of a run to its end
         if record:
@@ -240,6 +248,7 @@ class FSDP:
 
     def end(self) -> None:
         """Let another run begin; every `begin` wants one, whatever happened."""
+        self._reducer.begin()
         self._run.release()
 
 

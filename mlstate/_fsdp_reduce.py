@@ -18,15 +18,14 @@ from . import _core
 from ._arrays import is_torch
 from ._collective_args import dtype_name
 from ._fsdp_unit import FSDPShardingUnit
-from ._gradients import add, on_host, packed, tallies
-from ._guard import ENDED, REFUSED, Head, all_agree, digest_of, judge, tell
+from ._gradients import add, on_host, packed, place, tallies
+from ._guard import ENDED, REFUSED, Head, all_agree, digest_of, judge, settings_text, tell
 from .errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from ._gradients import add, on_host, packed, tallies
-from ._guard import Verdict
+    from ._guard import Verdict
 
 _SHOWN = 5  # failures that an error lists
 
@@ -170,10 +169,26 @@ def _output(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
         import torch
 
         return gradient.new_empty(unit.local_shape, dtype=getattr(torch, name))
-    if fits and there.flags.c_contiguous and there.flags.writeable and there.dtype.isnative:
+    if fits and there.flags.carray and there.dtype.isnative:  # packed, aligned, writeable
         return there
     dtype = gradient.dtype.newbyteorder("=") if name == unit.dtype else np.dtype(name)
     return np.empty(unit.local_shape, dtype)
+
+
+def _check_sum(entry: Entry) -> None:
+    """Refuse to add to what the result does not go with, while all ranks can be told."""
+    there, out = entry.unit.local_gradient, entry.out
+    if there is None:
+        return
+    for what, got, expected in (
+        ("place", place(there), place(out)),
+        ("shape", str(tuple(there.shape)), str(tuple(out.shape))),
+        ("dtype", dtype_name(there), dtype_name(out)),
+    ):
+        if got != expected:
+            raise ValueError(f"the local gradient to add to has {what} {got}, expected {expected}")
+    if not is_torch(there) and not there.flags.writeable:
+        raise ValueError("the local gradient to add to is read-only")
 
 
 class Reducer:
@@ -185,16 +200,21 @@ class Reducer:
         The group.
     timeout : float or None
         Seconds for each operation, None for the group's own.
+    settings : dict of str to object
+        What all ranks must have chosen alike, in words for an error.
     """
 
-    def __init__(self, group: Any, timeout: float | None) -> None:
+    def __init__(self, group: Any, timeout: float | None, settings: Mapping[str, Any]) -> None:
         self._group = group
         self._timeout = timeout
+        self._settings = dict(settings)
         self._send = self._receive = self._own = np.empty(0, np.uint8)
         self.events: list[Event] | None = None
-        self._reset()
+        self.begin()
 
-    def _reset(self) -> None:
+    def begin(self) -> None:
+        """Forget the run before, however it ended."""
+        self._broken: BaseException | None = None
         self._sequence = 0
         self._waited = 0.0
         self._pending: list[Entry] = []
@@ -216,8 +236,11 @@ class Reducer:
         """
         started = perf_counter()
         try:
+            if self._broken is not None:  # nobody is there, or nobody knows where ranks are
+                raise self._broken
             return self._reduce(entries, terms, ready or started, started, rest)
-        except BaseException:
+        except BaseException as error:
+            self._broken = error
             for entry in [*self._pending, *entries, *rest]:
                 entry.end(stored=False)
             self._pending = []
@@ -233,14 +256,18 @@ class Reducer:
     ) -> list[Entry] | None:
         for entry in entries:
             self._prepare(entry, terms)
-        words = str(tuple(terms))
-        digest = digest_of((entry.unit.fact for entry in entries), words)
+        settings = {
+            **self._settings,
+            "gradient_divide_factor": terms.divisor,
+            "accumulate": terms.accumulate,
+        }
+        digest = digest_of((entry.unit.fact for entry in entries), settings_text(settings))
         refused = REFUSED if any(entry.why for entry in entries) else 0
         heads = self._exchange(refused, digest)
         agreed = perf_counter()
         self._settle(heads)
         if not all_agree(heads):
-            return self._good([*entries, *rest], words)
+            return self._good([*entries, *rest], settings)
         self._sequence += 1
         self._tallies = self._sums(entries, terms)
         self._pending, self._pending_terms = entries, terms
@@ -262,9 +289,9 @@ class Reducer:
             waits = tuple(head.waited for head in heads)
             self.events.append(Event(names, size, ready, started, agreed, perf_counter(), waits))
 
-    def _good(self, entries: list[Entry], words: str) -> list[Entry]:
+    def _good(self, entries: list[Entry], settings: Mapping[str, Any]) -> list[Entry]:
         """Return the entries on which all ranks agree."""
-        verdict = self._ask(entries, words, ended=False)
+        verdict = self._ask(entries, settings, ended=False)
         for entry in entries:
             if entry.name in verdict.failures:
                 entry.end(stored=False)
@@ -278,6 +305,8 @@ class Reducer:
         try:
             entry.flat = packed(entry.gradient)
             entry.out = _output(entry.unit, entry.gradient, terms)
+            if terms.accumulate:
+                _check_sum(entry)
             if on_host(entry.flat):
                 self._capsule([entry], terms)
             elif terms.compression:
@@ -312,13 +341,20 @@ class Reducer:
             heads.append(found)
         return heads
 
-    def _ask(self, entries: Sequence[Entry], words: str, *, ended: bool) -> Verdict:
+    def _ask(
+        self, entries: Sequence[Entry], settings: Mapping[str, Any], *, ended: bool
+    ) -> Verdict:
         """Find out with all ranks where they differ."""
         listed = [(entry.name, entry.unit.fact, entry.why) for entry in entries]
-        text = tell(self._sequence, words, ended, listed)
+        text = tell(self._sequence, settings, ended, listed)
         verdict = judge(self._group.gather_bytes(text, timeout=self._timeout))
-        self.failures.update(verdict.failures)
+        self._keep(verdict.failures)
         return verdict
+
+    def _keep(self, failures: Mapping[str, tuple[int | None, str]]) -> None:
+        """Note what failed: of each gradient what was wrong first, the rest follows from it."""
+        for name, failure in failures.items():
+            self.failures.setdefault(name, failure)
 
     # ---- sums ----
 
@@ -389,7 +425,7 @@ class Reducer:
         spoiled: dict[str, tuple[int | None, str]] = {}
         if any(head.nonfinite for head in heads):
             spoiled = self._spoiled(pending, tallies)
-            self.failures.update(spoiled)
+            self._keep(spoiled)
         for entry, (squares, _) in zip(pending, tallies, strict=True):
             good = entry.name not in spoiled
             if good and terms.accumulate and entry.unit.local_gradient is not None:
@@ -414,7 +450,7 @@ class Reducer:
             name = entry.name
             given = [(rank, of[name][0]) for rank, of in enumerate(ranks) if of[name][0]]
             sums = [(rank, of[name][1]) for rank, of in enumerate(ranks) if of[name][1]]
-            if given:
+            if given and sums:  # a minimum may well be finite
                 what = "; ".join(f"rank {rank}: {count:,}" for rank, count in given)
                 spoiled[name] = given[0][0], f"NaN or infinite elements ({what})"
             elif sums:
@@ -437,14 +473,14 @@ class Reducer:
                 self._settle(heads)
                 if all(head.flags & ENDED for head in heads):
                     break
-                self._ask((), "", ended=True)
+                self._ask((), {}, ended=True)
         except BaseException:
             for entry in self._pending:
                 entry.end(stored=False)
-            self._reset()
+            self.begin()
             raise
         failures, squares = self.failures, self.squares
-        self._reset()
+        self.begin()
         if failures:
             raise _failed(operation, self._group.rank, failures)
         return squares

@@ -18,6 +18,11 @@ def on_host(gradient: Any) -> bool:
     return not is_torch(gradient) or gradient.device.type == "cpu"
 
 
+def place(gradient: Any) -> str:
+    """Say whose memory a gradient lies in."""
+    return f"torch, {gradient.device}" if is_torch(gradient) else "NumPy"
+
+
 def plain(gradient: Any) -> Any:
     """Return a gradient without autograd's record."""
     return gradient.detach() if is_torch(gradient) else gradient

@@ -12,7 +12,7 @@ import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _MAGIC = b"mlsg"
 _HEAD = struct.Struct("<4sIQ16sQd16x")  # 64 bytes
@@ -63,6 +63,11 @@ def digest_of(facts: Iterable[str], terms: str) -> bytes:
     return blake2b("\n".join([terms, *facts]).encode(), digest_size=16).digest()
 
 
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Write settings as they are passed: ``op=sum, bucket_bytes=0``."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
 def all_agree(heads: Sequence[Head | None]) -> bool:
     """Whether all ranks are about to reduce the same, and can."""
     first = heads[0]
@@ -74,9 +79,11 @@ def all_agree(heads: Sequence[Head | None]) -> bool:
 # ---- where they do not agree ----
 
 
-def tell(sequence: int, terms: str, ended: bool, entries: Iterable[Sequence[str]]) -> bytes:
+def tell(
+    sequence: int, settings: Mapping[str, Any], ended: bool, entries: Iterable[Sequence[str]]
+) -> bytes:
     """Say at length what this rank is about to reduce: (name, fact, what is wrong) of each."""
-    return json.dumps([sequence, terms, ended, [list(entry) for entry in entries]]).encode()
+    return json.dumps([sequence, settings, ended, [list(entry) for entry in entries]]).encode()
 
 
 class Verdict(NamedTuple):
@@ -94,22 +101,39 @@ class Verdict(NamedTuple):
     failures: dict[str, tuple[int | None, str]]
 
 
-def _differing(facts: dict[int, str]) -> tuple[int | None, str]:
-    """Say which ranks describe a parameter how; the one that stands alone is to blame."""
+def _differing(facts: dict[int, str], what: str) -> tuple[int | None, str]:
+    """Say which ranks describe a thing how; the one that stands alone is to blame."""
     groups: dict[str, list[int]] = {}
     for rank, fact in facts.items():
         groups.setdefault(fact, []).append(rank)
     usual, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
     said = "; ".join(f"{ranks_text(ranks)}: {fact}" for fact, ranks in groups.items())
     alone = others[0][0] if len(others) == 1 and len(others[0]) < len(usual) else None
-    return alone, f"ranks do not reduce the same ({said})"
+    return alone, f"{what} ({said})"
+
+
+def _out_of_step(told: Sequence[Any]) -> tuple[int | None, str] | None:
+    """Say in what ranks differ that makes every gradient fail: settings, or their place."""
+    places = {rank: f"bucket {of[0]}" for rank, of in enumerate(told)}
+    if len(set(places.values())) > 1:
+        return _differing(places, "ranks are at different places of a run")
+    given = {rank: of[1] for rank, of in enumerate(told) if not of[2]}
+    names = {name for settings in given.values() for name in settings}
+    equal = {name for name in names if len({str(of.get(name)) for of in given.values()}) == 1}
+    if equal == names:
+        return None
+    texts = {
+        rank: settings_text({name: of[name] for name in of if name not in equal})
+        for rank, of in given.items()
+    }
+    return _differing(texts, "ranks have other settings of FSDP")
 
 
 def judge(texts: Sequence[bytes]) -> Verdict:
     """Compare what all ranks told, and say which parameters can be reduced."""
     told: list[Any] = [json.loads(text) for text in texts]
     ranks = range(len(told))
-    terms = {rank: str(told[rank][1]) for rank in ranks if not told[rank][2]}
+    every = _out_of_step(told)
     names: dict[str, None] = {}
     entries: list[dict[str, list[str]]] = []
     for _, _, _, listed in told:
@@ -120,7 +144,9 @@ def judge(texts: Sequence[bytes]) -> Verdict:
         absent = [rank for rank in ranks if name not in entries[rank]]
         wrong = [(rank, e[name][2]) for rank, e in enumerate(entries) if name in e and e[name][2]]
         facts = {rank: e[name][1] for rank, e in enumerate(entries) if name in e}
-        if wrong:
+        if every is not None:
+            failures[name] = every
+        elif wrong:
             failures[name] = (
                 wrong[0][0],
                 "; ".join(f"rank {rank}: {what}" for rank, what in wrong),
@@ -129,9 +155,7 @@ def judge(texts: Sequence[bytes]) -> Verdict:
             doing = "; ".join(_doing(rank, told[rank]) for rank in absent)
             failures[name] = (absent[0], f"missing on {ranks_text(absent)} ({doing})")
         elif len(set(facts.values())) > 1:
-            failures[name] = _differing(facts)
-        elif len(set(terms.values())) > 1:
-            failures[name] = _differing(terms)
+            failures[name] = _differing(facts, "ranks do not reduce the same")
     return Verdict([name for name in names if name not in failures], failures)
 
 

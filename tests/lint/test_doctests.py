@@ -16,7 +16,8 @@ MODULES = [name for p in house.python_files() if (name := house.module_name(p)) 
 def test_examples_run(name, tmp_path, monkeypatch):
     module = importlib.import_module(name)
     if name.startswith("mlstate.integrations."):
-        pytest.importorskip(name.split(".")[2], reason="its examples need the framework")
+        framework = {"mpi": "mpi4py"}.get(name.split(".")[2], name.split(".")[2])
+        pytest.importorskip(framework, reason="its examples need the framework")
     monkeypatch.chdir(tmp_path)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
     report = []

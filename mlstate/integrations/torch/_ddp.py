@@ -170,7 +170,7 @@ class _Buckets:
     def _explained(self, index: int, listed: Sequence[Sequence[str]]) -> BaseException:
         """Find out with all ranks what is wrong with a bucket."""
         group = self._group
-        text = tell(index, "mean", False, listed)
+        text = tell(index, {"op": "mean"}, False, listed)
         verdict = judge(group.gather_bytes(text, timeout=self._timeout))
         lines = [f"{name!r}: {what}" for name, (_, what) in verdict.failures.items()]
         more = f"; {len(lines) - 5} more" if len(lines) > 5 else ""

@@ -116,7 +116,7 @@ class _Reduction:
     def __init__(self, group: Any, nonfinite: str, timeout: float | None) -> None:
         self._group = group
         self._terms = Terms(nonfinite=nonfinite)
-        self._reducer = Reducer(group, timeout)
+        self._reducer = Reducer(group, timeout, {"nonfinite": nonfinite})
         self._free: dict[Any, torch.Tensor] = {}
         self._failed: Any = None  # a weak reference: it ends with the backward pass
 
@@ -141,6 +141,7 @@ class _Reduction:
         unit.local_gradient = out
         rest: list[Entry] | None = [Entry(unit, source)]
         terms = self._terms._replace(divisor=divisor)
+        self._reducer.begin()
         while rest:
             rest = self._reducer.reduce(rest, terms)
         try:
