@@ -237,8 +237,9 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> N
                 torch.maximum(total, other, out=total)
             else:
                 total.add_(other)
-        if op == "mean":
-            total.div_(len(views))
+        if op == "mean":  # of complex numbers each part by itself, as everywhere in mlstate
+            real = torch.view_as_real(total) if total.is_complex() else total
+            real.div_(len(views))
         total.sub_(shift) if shift else None
         target[block].copy_(total)
 
