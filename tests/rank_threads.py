@@ -58,19 +58,24 @@ class Threads:
         self._exchange("barrier", None, timeout)
 
 
-def run_ranks(function, world_size=2, *, seconds=SECONDS):
-    """What `function` gives or raises with the group of each rank; waits no longer than that."""
+def run_ranks(function, world_size=2, *, seconds=SECONDS, groups=None):
+    """What `function` gives or raises with the group of each rank; waits no longer than that.
+
+    `groups` are those of an engine, one for each rank, in the place of `Threads`.
+    """
     world = ([None] * world_size, threading.Barrier(world_size, timeout=seconds))
-    results = [None] * world_size
+    if groups is None:
+        groups = [Threads(world, rank) for rank in range(world_size)]
+    results = [None] * len(groups)
 
     def work(rank):
         try:
-            results[rank] = function(Threads(world, rank))
+            results[rank] = function(groups[rank])
         except BaseException as error:
             results[rank] = error
 
     threads = [
-        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world_size)
+        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(groups))
     ]
     for thread in threads:
         thread.start()
