@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ._arrays import is_torch
 from ._fsdp import FSDP
 from ._fsdp_reduce import Entry
 from ._fsdp_report import BackwardReport
@@ -117,11 +120,11 @@ class ReduceScatterOperation:
         return part
 
 
-def _run(fsdp: FSDP, operation: str, entries: list[Entry]) -> None:
+def _run(fsdp: FSDP, operation: str, entries: list[Entry], *, accumulate: bool = False) -> None:
     """Reduce gradients in buckets, in the order of their names, and raise what fails."""
     fsdp.begin()
     try:
-        fsdp.reduce(sorted(entries, key=lambda entry: entry.name))
+        fsdp.reduce(sorted(entries, key=lambda entry: entry.name), accumulate=accumulate)
         fsdp.finish(operation)
     finally:
         fsdp.end()
@@ -308,7 +311,12 @@ class FSDPBackwardHook:
             if not self._sync:
                 self._hold(unit.parameter_name, gradient)
                 return gradient
-            return self.scatter_gradient(unit, self._with_held(unit.parameter_name, gradient))
+            name = unit.parameter_name
+            if name not in self._units:  # closed, and the model had no way to remove this
+                return gradient
+            entry = self._fsdp.entry(unit, *self._sum(name, gradient))
+            _run(self._fsdp, "scatter_gradient", [entry], accumulate=self._accumulate)
+            return unit.local_gradient
 
         return scatter
 
@@ -382,6 +390,8 @@ class FSDPBackwardHook:
 
     def _hold(self, name: str, gradient: Any) -> None:
         """Keep what `no_sync` gathers; the first gradient is copied."""
+        if gradient is None:  # nothing to add
+            return
         if name in self._held:
             add({name: self._held[name]}, {name: gradient})
         else:
@@ -394,6 +404,13 @@ class FSDPBackwardHook:
         if gradient is not None:
             add({name: held}, {name: gradient})
         return held
+
+    def _sum(self, name: str, gradient: Any) -> tuple[Any, str]:
+        """Return what this rank has of a gradient altogether, and what is wrong with it."""
+        try:
+            return self._with_held(name, gradient), ""
+        except Exception as error:  # told to all ranks, which wait for this gradient
+            return None, f"{type(error).__name__}: {error}"
 
     # ---- one backward pass ----
 
@@ -421,16 +438,19 @@ class FSDPBackwardHook:
         if not self._sync:
             self._hold(name, gradient)
             return
-        self._add(name, self._with_held(name, gradient), None)
+        gradient, why = self._sum(name, gradient)
+        self._add(name, gradient, None, why)
 
-    def _add(self, name: str, gradient: Any, settled: Callable[[bool], None] | None) -> None:
+    def _add(
+        self, name: str, gradient: Any, settled: Callable[[bool], None] | None, why: str = ""
+    ) -> None:
         with self._lock:
             if not self._running:
                 self._fsdp.begin()
                 self._running = True
             if name in self._arrived:
                 raise ValueError(f"{name!r} has a gradient already in this backward pass")
-            self._arrived[name] = self._fsdp.entry(self._units[name], gradient, settled=settled)
+            self._arrived[name] = self._fsdp.entry(self._units[name], gradient, why, settled)
             now = perf_counter()
             self._times.append((name, now))
             self._send_what_is_full(now)
@@ -790,6 +810,11 @@ def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
     from .errors import CompatibilityError
 
     there = unit.local_gradient
+    if not is_torch(gradient) and not isinstance(gradient, np.ndarray | np.generic):
+        raise TypeError(
+            f"{unit.parameter_name}: the new gradient is a {type(gradient).__name__}, not an "
+            "array or tensor"
+        )
     shape = unit.local_shape if there is None else tuple(there.shape)
     dtype = dtype_name(gradient) if there is None else dtype_name(there)
     for what, got, expected in (

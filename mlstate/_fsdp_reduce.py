@@ -18,7 +18,7 @@ from . import _core
 from ._arrays import is_torch
 from ._collective_args import dtype_name
 from ._fsdp_unit import FSDPShardingUnit
-from ._gradients import add, on_host, packed, place, tallies
+from ._gradients import add, on_host, packed, place, plain, tallies
 from ._guard import ENDED, REFUSED, Head, all_agree, digest_of, judge, settings_text, tell
 from .errors import CollectiveError
 
@@ -55,8 +55,8 @@ class Entry:
         settled: Callable[[bool], None] | None = None,
     ) -> None:
         self.unit = unit
-        self.gradient = gradient
-        self.why = why or _wrong(unit, gradient)
+        self.gradient = plain(gradient)
+        self.why = why or _wrong(unit, self.gradient)
         self.settled = settled
         self.flat: Any = None
         self.out: Any = None
@@ -210,6 +210,7 @@ class Reducer:
         self._settings = dict(settings)
         self._send = self._receive = self._own = np.empty(0, np.uint8)
         self.events: list[Event] | None = None
+        self._pending: list[Entry] = []
         self.begin()
 
     def begin(self) -> None:
@@ -217,7 +218,9 @@ class Reducer:
         self._broken: BaseException | None = None
         self._sequence = 0
         self._waited = 0.0
-        self._pending: list[Entry] = []
+        for entry in self._pending:  # nobody knows whether its sum is finite
+            entry.end(stored=False)
+        self._pending = []
         self._tallies: list[tuple[float, int]] = []
         self._pending_terms = Terms()
         self.failures: dict[str, tuple[int | None, str]] = {}
@@ -475,8 +478,6 @@ class Reducer:
                     break
                 self._ask((), {}, ended=True)
         except BaseException:
-            for entry in self._pending:
-                entry.end(stored=False)
             self.begin()
             raise
         failures, squares = self.failures, self.squares

@@ -24,8 +24,10 @@ def place(gradient: Any) -> str:
 
 
 def plain(gradient: Any) -> Any:
-    """Return a gradient without autograd's record."""
-    return gradient.detach() if is_torch(gradient) else gradient
+    """Return a gradient without autograd's record, and a scalar of NumPy as an array."""
+    if is_torch(gradient):
+        return gradient.detach()
+    return np.asarray(gradient) if isinstance(gradient, np.generic) else gradient
 
 
 def packed(gradient: Any) -> Any:

@@ -1,0 +1,135 @@
+"""What scattered gradients must be, in plain NumPy; ranks to try it with; gradients of any kind."""
+
+import threading
+from math import ceil, prod
+
+import numpy as np
+from rank_threads import run_ranks
+
+from mlstate.collectives import LocalGroup
+from mlstate.fsdp import FSDPShardingUnit
+
+try:
+    from ml_dtypes import bfloat16
+except ImportError:  # an extra
+    bfloat16 = None
+
+FLOATS = ["float16", "float32", "float64", *(["bfloat16"] if bfloat16 else [])]
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+NARROW = ("float16", "bfloat16")
+
+
+def dtype_of(name):
+    return np.dtype(bfloat16 if name == "bfloat16" else name)
+
+
+def gradient_of(seed, shape, dtype):
+    """A gradient whose sums depend on the order in which they are made."""
+    rng = np.random.default_rng(seed)
+    if dtype in INTEGERS:
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, shape, dtype, endpoint=True)
+    sizes = 10.0 ** rng.integers(-3, 4, shape)
+    return (rng.standard_normal(shape) * sizes).astype(dtype_of(dtype))
+
+
+def reduced(gradients, op="sum", divisor=1.0, reduce_dtype=None):
+    """The full reduced gradient: in the order of ranks, 16 bits in float32, rounded once."""
+    first, *others = gradients
+    narrow = str(first.dtype) in NARROW
+    wide = np.dtype(np.float32) if narrow else first.dtype
+    join = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}[op]
+    total = first.astype(wide)
+    for gradient in others:
+        total = join(total, gradient.astype(wide))
+    divisor = len(gradients) if op == "mean" else divisor
+    if divisor != 1:
+        total = total / wide.type(divisor)
+    return total.astype(reduce_dtype if narrow and reduce_dtype else first.dtype)
+
+
+def part_of(full, layout, rank, world):
+    """The part of a rank: rows, or elements in the order of C; the last ones may be empty."""
+    flat = full if layout == "rows" else full.reshape(-1)
+    chunk = ceil(len(flat) / world)
+    return flat[rank * chunk : (rank + 1) * chunk]
+
+
+def units_of(rank, shapes, dtypes="float32", layout="flat"):
+    """Units by name; dtypes and layouts are one for all, or by name."""
+    return {
+        name: FSDPShardingUnit(
+            name,
+            shape,
+            dtypes if isinstance(dtypes, str) else dtypes[name],
+            rank,
+            layout="flat" if not len(shape) else layout,
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def gradients_of(rank, shapes, dtypes="float32"):
+    """The gradients of a rank by name."""
+    return {
+        name: gradient_of(
+            [rank, i, prod(shape)], shape, dtypes if isinstance(dtypes, str) else dtypes[name]
+        )
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def check_parts(units, world, shapes, dtypes="float32", layout="flat", **how):
+    """Local gradients have the bits, dtype and shape that the model says."""
+    each = [gradients_of(rank, shapes, dtypes) for rank in range(world)]
+    for name, unit in units.items():
+        whole = reduced([gradients[name] for gradients in each], **how)
+        assert_same(
+            unit.local_gradient,
+            part_of(whole, layout if shapes[name] else "flat", unit.shard_index, world),
+            name,
+        )
+
+
+def assert_same(actual, expected, name=""):
+    """Arrays are equal to the bit; neither lies otherwise than NumPy's own."""
+    assert isinstance(actual, np.ndarray), name
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
+    assert actual.flags.c_contiguous, name
+    assert actual.tobytes() == np.ascontiguousarray(expected).tobytes(), name
+
+
+def run_local(function, world_size=2):
+    """As `run_ranks`, with threads that reduce buckets in the core where they lie."""
+    groups = LocalGroup.threads(world_size)
+    results = [None] * world_size
+
+    def work(rank):
+        try:
+            results[rank] = function(groups[rank])
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    for group in groups:
+        group.close()
+    return results
+
+
+ENGINES = {"messages": run_ranks, "shared memory": run_local}
+
+
+def run(function, world_size=2, engine="messages"):
+    """What each rank returns; the first error is raised."""
+    results = ENGINES[engine](function, world_size)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
