@@ -72,9 +72,12 @@ def failed(operation: str, rank: int, what: str) -> CollectiveError:
     return error
 
 
-def _misfit(operation: str, what: str, got: Any, expected: Any, do: str) -> CompatibilityError:
+def _misfit(
+    operation: str, what: str, got: Any, expected: Any, do: str, *, rank: int | None = None
+) -> CompatibilityError:
     error = CompatibilityError(f"{operation}: {what} {got}, expected {expected}; {do}")
     error.name, error.got, error.expected = operation, str(got), str(expected)
+    error.rank = rank
     return error
 
 
@@ -125,6 +128,12 @@ def dtype_name(array: Any) -> str:
     return str(array.dtype).removeprefix("torch.") if is_torch(array) else str(array.dtype.name)
 
 
+def kind_of(array: Any) -> str:
+    """Say what rows are made of."""
+    kind = dtype_name(array) if is_torch(array) else str(array.dtype)
+    return f"{kind} {tuple(array.shape[1:])}"
+
+
 def check_array(operation: str, array: Any) -> Any:
     """Return the array that an operation reads, without autograd's record."""
     if is_torch(array):
@@ -140,6 +149,23 @@ def check_array(operation: str, array: Any) -> Any:
             "objects of this process: use gather_bytes with an encoding of yours"
         )
     return plain
+
+
+def check_plain(operation: str, array: Any) -> None:
+    """Refuse a tensor that is more than its memory."""
+    if is_torch(array):
+        from .integrations.torch._state import why_not_plain
+
+        reason = why_not_plain(array)
+        if reason:
+            raise TypeError(f"{operation}: the tensor is {reason}")
+
+
+def check_writable(operation: str, array: Any, rank: int) -> None:
+    """Refuse an array that is to be overwritten and cannot be."""
+    if is_torch(array) or (isinstance(array, np.ndarray) and array.flags.writeable):
+        return
+    raise ValueError(f"{operation}: the array of rank {rank} is read-only")
 
 
 def check_op(operation: str, op: Any, array: Any) -> str:
@@ -214,6 +240,20 @@ def check_rows(operation: str, array: Any) -> int:
             "pass array.reshape(1)",
         )
     return int(array.shape[0])
+
+
+def check_own_rows(operation: str, array: Any, counts: Sequence[int], rank: int) -> None:
+    """Refuse an array that is not as long as this rank's count."""
+    rows = check_rows(operation, array)
+    if rows != counts[rank]:
+        raise _misfit(
+            operation,
+            "the first dimension is",
+            rows,
+            f"{counts[rank]}, the count of rank {rank}",
+            "pass counts= alike on every rank",
+            rank=rank,
+        )
 
 
 # ---- results ----

@@ -25,23 +25,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ._arrays import is_torch
-from ._collective_args import (
-    ReduceOp,
-    check_array,
-    check_bytes,
-    check_counts,
-    check_op,
-    check_root,
-    check_rows,
-    check_timeout,
-    failed,
-    result_of,
-)
+from ._collective_args import ReduceOp, check_counts
+from ._engine import Engine
 from ._local_group import LocalGroup
 from ._work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from ._engine import Call
 
 __all__ = ["LocalGroup", "ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
 
@@ -185,7 +177,7 @@ class ProcessGroup(Protocol):
         ...
 
 
-class SingleGroup:
+class SingleGroup(Engine):
     """A group of one process: every operation returns what this process gave.
 
     Arguments are checked as every group checks them, so that code which runs on one process
@@ -202,346 +194,14 @@ class SingleGroup:
 
     __slots__ = ("_ended",)
 
+    _rank = 0
+    _world_size = 1
+
     def __init__(self) -> None:
         self._ended = ""
 
-    def __enter__(self) -> SingleGroup:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"SingleGroup({self._ended})"
-
-    @property
-    def rank(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """Always 1."""
-        return 1
-
-    def _run(self, operation: str, timeout: Any, async_op: bool, prepare: Callable[[], Any]) -> Any:
-        """Check that the group is open, then let `prepare` check and make the result."""
-        check_timeout(timeout)
-        if self._ended:
-            raise failed(operation, 0, f"this group was {self._ended}; make a new one")
-        result = prepare()
-        if not async_op:
-            return result
-        work = Work(operation, 0)
-        work.set_result(result)
-        return work
-
-    def reduce_scatter(
-        self,
-        array: Any,
-        *,
-        op: ReduceOp | str = ReduceOp.SUM,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return a copy of the array: all rows belong to this rank.
-
-        Parameters
-        ----------
-        array : array
-            With at least one dimension.
-        op : ReduceOp or str, default "sum"
-            Checked against the dtype.
-        out : array, optional
-            Where the result goes; may be `array` itself.
-        counts : sequence of int, optional
-            One number, that of the rows.
-        timeout : float, optional
-            Seconds; nothing here takes any.
-        async_op : bool, default False
-            Return a `Work` that is done.
-
-        Returns
-        -------
-        array or Work
-            New, or `out`.
-
-        Raises
-        ------
-        CompatibilityError
-            `op` is not defined for the dtype, or `counts` or `out` do not fit.
-        CollectiveError
-            The group was closed.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import SingleGroup
-        >>> SingleGroup().reduce_scatter(np.ones((2, 1)), counts=[2]).shape
-        (2, 1)
-        """
-        name = "reduce_scatter"
-
-        def prepare() -> Any:
-            plain = check_array(name, array)
-            check_op(name, op, plain)
-            check_counts(name, "counts", counts, check_rows(name, plain), 1)
-            return _copied(name, plain, out)
-
-        return self._run(name, timeout, async_op, prepare)
-
-    def all_gather(
-        self,
-        array: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return a copy of the array.
-
-        Parameters
-        ----------
-        array : array
-            With at least one dimension.
-        out, counts, timeout, async_op
-            As for `reduce_scatter`.
-
-        Returns
-        -------
-        array or Work
-            New, or `out`.
-
-        Raises
-        ------
-        CompatibilityError, CollectiveError
-            As `reduce_scatter`.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import SingleGroup
-        >>> SingleGroup().all_gather(np.arange(3))
-        array([0, 1, 2])
-        """
-        name = "all_gather"
-
-        def prepare() -> Any:
-            plain = check_array(name, array)
-            check_counts(name, "counts", counts, check_rows(name, plain), 1)
-            return _copied(name, plain, out)
-
-        return self._run(name, timeout, async_op, prepare)
-
-    def all_reduce(
-        self,
-        array: Any,
-        *,
-        op: ReduceOp | str = ReduceOp.SUM,
-        out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return a copy of the array.
-
-        Parameters
-        ----------
-        array : array
-            Of any shape.
-        op, out, timeout, async_op
-            As for `reduce_scatter`.
-
-        Returns
-        -------
-        array or Work
-            New, or `out`.
-
-        Raises
-        ------
-        CompatibilityError, CollectiveError
-            As `reduce_scatter`.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import SingleGroup
-        >>> gradient = np.ones(2)
-        >>> SingleGroup().all_reduce(gradient, op="mean", out=gradient) is gradient
-        True
-        """
-        name = "all_reduce"
-
-        def prepare() -> Any:
-            plain = check_array(name, array)
-            check_op(name, op, plain)
-            return _copied(name, plain, out)
-
-        return self._run(name, timeout, async_op, prepare)
-
-    def all_to_all(
-        self,
-        array: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        out_counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return a copy of the array: this rank sends itself all of it.
-
-        Parameters
-        ----------
-        array : array
-            With at least one dimension.
-        out, timeout, async_op
-            As for `reduce_scatter`.
-        counts, out_counts : sequence of int, optional
-            One number each, that of the rows. Both or neither.
-
-        Returns
-        -------
-        array or Work
-            New, or `out`.
-
-        Raises
-        ------
-        CompatibilityError, CollectiveError
-            As `reduce_scatter`.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import SingleGroup
-        >>> SingleGroup().all_to_all(np.arange(3), counts=[3], out_counts=[3])
-        array([0, 1, 2])
-        """
-        name = "all_to_all"
-
-        def prepare() -> Any:
-            plain = check_array(name, array)
-            rows = check_rows(name, plain)
-            if (counts is None) != (out_counts is None):
-                raise ValueError(f"{name}: give both counts and out_counts, or neither")
-            check_counts(name, "counts", counts, rows, 1)
-            check_counts(name, "out_counts", out_counts, rows, 1)
-            return _copied(name, plain, out)
-
-        return self._run(name, timeout, async_op, prepare)
-
-    def broadcast(
-        self,
-        array: Any,
-        *,
-        root: int = 0,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the array itself, which is root's.
-
-        Parameters
-        ----------
-        array : array
-            Of any shape.
-        root : int, default 0
-            0, the one rank.
-        timeout, async_op
-            As for `reduce_scatter`.
-
-        Returns
-        -------
-        array or Work
-            `array`.
-
-        Raises
-        ------
-        ValueError
-            `root` is no rank.
-        CollectiveError
-            The group was closed.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import SingleGroup
-        >>> SingleGroup().broadcast(np.zeros(2))
-        array([0., 0.])
-        """
-        name = "broadcast"
-
-        def prepare() -> Any:
-            check_array(name, array)
-            check_root(name, root, 1)
-            return array
-
-        return self._run(name, timeout, async_op, prepare)
-
-    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Return at once: every rank is here.
-
-        Parameters
-        ----------
-        timeout, async_op
-            As for `reduce_scatter`.
-
-        Returns
-        -------
-        None or Work
-
-        Examples
-        --------
-        >>> from mlstate.collectives import SingleGroup
-        >>> SingleGroup().barrier()
-        """
-        return self._run("barrier", timeout, async_op, lambda: None)
-
-    def gather_bytes(
-        self,
-        data: bytes,
-        *,
-        root: int | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the bytes in a list.
-
-        Parameters
-        ----------
-        data : bytes, bytearray or memoryview
-            Anything with a buffer is taken as bytes.
-        root : int, optional
-            0, the one rank, or None.
-        timeout, async_op
-            As for `reduce_scatter`.
-
-        Returns
-        -------
-        list of bytes, or Work
-
-        Raises
-        ------
-        TypeError, ValueError
-            `data` has no buffer, or `root` is no rank.
-        CollectiveError
-            The group was closed.
-
-        Examples
-        --------
-        >>> from mlstate.collectives import SingleGroup
-        >>> SingleGroup().gather_bytes(b"ok", root=0)
-        [b'ok']
-        """
-        name = "gather_bytes"
-
-        def prepare() -> list[bytes]:
-            if root is not None:
-                check_root(name, root, 1)
-            return [check_bytes(name, data)]
-
-        return self._run(name, timeout, async_op, prepare)
 
     def abort(self) -> None:
         """End the group; later operations raise `CollectiveError`.
@@ -563,12 +223,54 @@ class SingleGroup:
         """
         self._ended = self._ended or "closed"
 
+    def _run(self, call: Call, task: Callable[[], Any]) -> Any:
+        result = task()
+        if not call.async_op:
+            return result
+        work = Work(call.name, 0)
+        work.set_result(result)
+        return work
 
-def _copied(operation: str, array: Any, out: Any) -> Any:
-    """Return what a reduction over one rank is: the same elements, elsewhere."""
-    place = result_of(operation, out, tuple(array.shape), array)
-    if is_torch(place):
-        place.copy_(array)
+    def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        return perform(None)
+
+    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+        return array
+
+    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
+        return place
+
+    def _put(self, target: Any, place: Any) -> None:
+        """Nothing: a target is its place."""
+
+    def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
+        _copy(source, target)
+
+    def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
+        _copy(source, target)
+
+    def _spread(self, link: Any, source: Any, rows: list[int], target: Any) -> None:
+        _copy(source, target)
+
+    def _trade(
+        self, link: Any, source: Any, sent: list[int], target: Any, wanted: list[int]
+    ) -> None:
+        check_counts("all_to_all", "out_counts", wanted, sum(sent), 1)
+        _copy(source, target)
+
+    def _broadcast(self, link: Any, memory: Any, root: int) -> None:
+        """Nothing: the one rank is the root."""
+
+    def _barrier(self, link: Any) -> None:
+        """Nothing: every rank is here."""
+
+    def _gather(self, link: Any, data: bytes, root: int | None) -> list[bytes]:
+        return [data]
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Fill an array with what a reduction over one rank is: the same elements."""
+    if is_torch(target):
+        target.copy_(source)
     else:
-        place[...] = array
-    return place if out is None else out
+        target[...] = source

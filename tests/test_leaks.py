@@ -32,6 +32,7 @@ from mlstate import (
     state,
     threads,
 )
+from mlstate._engine import Engine
 
 MODULES = (mlstate, checkpoint, collectives, coreml, distributed, errors, kv, state, threads)
 CALLS = 300
@@ -51,6 +52,12 @@ NOT_CALLED = {
 }
 
 CASES = []
+
+
+def members(thing):
+    """Public names of a class, those of its engine too."""
+    classes = [thing, *(base for base in thing.__mro__ if base is Engine)]
+    return {name: vars(owner)[name] for owner in classes for name in vars(owner) if name[0] != "_"}
 
 
 def case(*names, calls=CALLS):
@@ -606,7 +613,7 @@ def layouts(_):
     "Work.set_result",
     "Work.set_error",
     "SingleGroup",
-    *(f"SingleGroup.{n}" for n in vars(collectives.SingleGroup) if n[0] != "_"),
+    *(f"SingleGroup.{n}" for n in members(collectives.SingleGroup)),
 )
 def single_groups(_):
     array, data = np.ones((2, 3)), b"some bytes"
@@ -629,7 +636,7 @@ def single_groups(_):
 
 @case(
     "LocalGroup",
-    *(f"LocalGroup.{n}" for n in vars(collectives.LocalGroup) if n[0] != "_" and n != "run"),
+    *(f"LocalGroup.{n}" for n in members(collectives.LocalGroup) if n != "run"),
     calls=100,
 )
 def local_groups(_):
@@ -812,9 +819,9 @@ def public_names():
             thing = getattr(module, name)
             if inspect.isclass(thing):
                 yield name
-                for member, value in vars(thing).items():
+                for member, value in members(thing).items():
                     function = getattr(value, "__func__", value)
-                    if not member.startswith("_") and inspect.isroutine(function):
+                    if inspect.isroutine(function):
                         yield f"{name}.{member}"
             elif callable(thing):
                 yield name
