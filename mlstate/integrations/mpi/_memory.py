@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
-    """Return the elements as a flat array: its own memory if it is contiguous and here.
-
-    `native` asks for numbers to compute with, in this machine's byte order.
-    """
+def check_plain(operation: str, array: Any) -> None:
+    """Refuse a tensor that is more than its memory."""
     if is_torch(array):
         from ..torch._state import why_not_plain
 
         reason = why_not_plain(array)
         if reason:
             raise TypeError(f"{operation}: the tensor is {reason}")
+
+
+def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
+    """Return the elements as a flat array: its own memory if it is contiguous and here.
+
+    `native` asks for numbers to compute with, in this machine's byte order.
+    """
+    check_plain(operation, array)
+    if is_torch(array):
         return array.contiguous().reshape(-1).cpu()
     flat = np.require(array, requirements=["C", "A"]).reshape(-1)
     return flat.astype(flat.dtype.newbyteorder("="), copy=False) if native else flat
@@ -70,6 +76,24 @@ def bytes_of(flat: Any) -> Any:
 def new_like(flat: Any, count: int) -> Any:
     """Return new flat memory for elements of the same kind."""
     return flat.new_empty(count) if is_torch(flat) else np.empty(count, flat.dtype)
+
+
+def wide_like(flat: Any) -> Any:
+    """Return new flat memory for as many float32."""
+    if is_torch(flat):
+        import torch
+
+        return flat.new_empty(len(flat), dtype=torch.float32)
+    return np.empty(len(flat), np.float32)
+
+
+def reals_of(flat: Any) -> Any:
+    """See flat complex128 as float64, real and imaginary parts in turn."""
+    if is_torch(flat):
+        import torch
+
+        return flat.view(torch.float64)
+    return flat.view(np.float64)
 
 
 def split(flat: Any, counts: Sequence[int]) -> list[Any]:

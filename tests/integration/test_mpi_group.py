@@ -1,0 +1,156 @@
+"""Groups of MPI: jobs of two to four ranks, with MPICH and with Open MPI."""
+
+import ast
+import json
+import time
+import warnings
+from pathlib import Path
+
+import mpi_jobs
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    pytest.importorskip("torch", reason="ranks exchange tensors, too")
+pytest.importorskip("ml_dtypes", reason="ranks compare bfloat16 in NumPy")
+
+LIMIT = 400  # seconds; jobs take a few, and many times that where others use the cores
+RANKS = Path(__file__).with_name("mpi_ranks.py")
+
+
+def scenarios():
+    """Names of the shared scenarios and of those that ranks run here, in the file's order."""
+    tree = ast.parse(RANKS.read_text(encoding="utf-8"))
+    shared, own = [], []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SHARED":
+            shared = ast.literal_eval(node.value)
+        if isinstance(node, ast.FunctionDef) and node.decorator_list:
+            own.append(node.name)
+    first = own.index("a_rank_that_does_not_come_is_named")
+    last = own.index("with_fewer_threads_operations_are_done_at_once")
+    return shared, own[:first], own[first:last]
+
+
+SHARED, OWN, FAILURES = scenarios()
+WORKING = SHARED + OWN
+# Four processes that load torch take long where there are two cores.
+PLAIN = [
+    name
+    for name in OWN
+    if name
+    not in (
+        "tensors_that_were_written_to_have_a_new_version",
+        "wrong_arguments_fail_before_anything_is_sent",
+    )
+]
+
+
+@pytest.fixture(scope="module", params=mpi_jobs.ENGINES)
+def engine(request):
+    if mpi_jobs.home(request.param) is None:
+        pytest.skip(f"{request.param} is not installed; tools/mpi.sh does that for `make test`")
+    return request.param
+
+
+def run(engine, ranks, names, **variables):
+    """Run scenarios in one job; return the outcomes by name and rank, and what it said."""
+    status, out, err = mpi_jobs.run(engine, ranks, str(RANKS), *names, **variables)
+    found = {}
+    for line in out.splitlines():
+        if line.startswith("["):
+            name, rank, outcome = json.loads(line)
+            found[name, rank] = outcome
+    return found, f"exit {status}\n{out[-1000:]}\n{err[-3000:]}"
+
+
+def check(found, log, names, ranks):
+    wrong = [
+        f"{name}, rank {rank}: {found.get((name, rank))}"
+        for name in names
+        for rank in range(ranks)
+        if found.get((name, rank)) != "ok"
+    ]
+    assert not wrong, "\n".join([*wrong, log])
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def worked(request, engine):
+    """One job for all: each failure has a group of its own."""
+    return run(engine, request.param, WORKING + FAILURES), request.param
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize("name", WORKING)
+def test_ranks_agree(worked, name):
+    (found, log), ranks = worked
+    check(found, log, [name], ranks)
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_is_an_error_on_every_rank(worked, name):
+    (found, log), ranks = worked
+    check(found, log, [name], ranks)
+
+
+def test_jobs_end_well(worked):
+    (_, log), _ = worked
+    assert log.startswith("exit 0\n"), log
+
+
+@pytest.mark.timeout(LIMIT)
+def test_more_ranks_than_cores_agree(engine):
+    found, log = run(engine, 4, PLAIN)
+    check(found, log, PLAIN, 4)
+    assert log.startswith("exit 0\n"), log
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize("level", ["serialized", "funneled"])
+def test_async_needs_an_mpi_for_threads(engine, level):
+    names = ["with_fewer_threads_operations_are_done_at_once"]
+    found, log = run(engine, 2, names, MLSTATE_TEST_MPI_LEVEL=level)
+    check(found, log, names, 2)
+
+
+@pytest.mark.timeout(LIMIT)
+def test_a_killed_rank_takes_the_job_down(engine):
+    began = time.monotonic()
+    status, out, err = mpi_jobs.run(engine, 2, str(RANKS), "a_killed_rank_takes_the_job_down")
+    assert status != 0, out + err
+    assert "not done after" not in err
+    assert '"ok"' not in out
+    assert time.monotonic() - began < LIMIT / 4
+
+
+@pytest.mark.timeout(LIMIT)
+def test_an_uncaught_error_under_mpi4py_ends_the_job(engine):
+    name = "an_uncaught_error_under_mpi4py_ends_the_job"
+    status, _, err = mpi_jobs.run(engine, 2, "-m", "mpi4py", str(RANKS), name)
+    assert status != 0
+    assert "barrier on rank 0: not done after 0.3 s" in err
+    assert f"not done after {mpi_jobs.LIMIT_SECONDS} s" not in err
+
+
+@pytest.mark.timeout(LIMIT)
+def test_a_process_without_mpiexec_is_a_job_of_one(engine):
+    import subprocess
+    import sys
+
+    code = "import doctest, mlstate.integrations.mpi._group as m; print(doctest.testmod(m))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env=mpi_jobs.environment(engine), stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert "failed=0" in done.stdout and "attempted=3" in done.stdout, done.stdout + done.stderr
+
+
+def test_mpi4py_must_be_there(monkeypatch):
+    import sys
+
+    from mlstate.integrations.mpi import MPIGroup
+
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match=r"pip install 'mlstate\[mpi\]'"):
+        MPIGroup()
