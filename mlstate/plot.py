@@ -237,7 +237,8 @@ def plot_backward(report: BackwardReport) -> Figure:
         lengths = [(end - start) * 1e3 for start, end in spans]
         starts = [start * 1e3 for start, _ in spans]
         upper.barh(range(rows), lengths, height, starts, color=color, label=label)
-    upper.legend(loc="upper right", frameon=False)
+    handles, names = upper.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper right", ncols=3, frameon=False)
     step = max(1, -(-rows // _BARS))
     ticks = list(range(0, rows, step))
     labels = [
