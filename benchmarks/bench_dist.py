@@ -1,0 +1,342 @@
+"""Gradients across two ranks: mlstate's engines, gloo, MPI, DDP and FSDP2.
+
+Each engine has two processes that are started first and then take turns, in an order that is
+shuffled anew for every round; those that have no turn sleep.  A figure is what the slower of
+the two ranks took, from a barrier of both.  All make the gradients of GPT-2 small, 148
+parameters and 124 million elements, in memory that is warm: buffers and results are those of
+the step before.  The limit is a C loop that adds up as many gradients which lie in memory
+that both ranks share, so that nothing is sent: each rank sums its half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import dist_kernels
+from dist_jobs import NAMES, Job, JobError, reason_against
+from dist_model import DTYPES, shapes_of, small_ones
+from harness import Candidate, Report, Row, rows_of, settle, show
+
+COMMAND_SECONDS = 120.0
+ENGINES = ("local", "gloo", "mpich", "openmpi")
+
+LIMIT = "limit: C add, memory that is shared"
+HOOK = "mlstate LocalGroup: hook"
+GLOO = "gloo: 25 MB buckets"
+MPICH = "MPICH: 25 MB buckets"
+
+
+@dataclass
+class Turn:
+    """A candidate: which engine goes which way."""
+
+    name: str
+    engine: str
+    way: str
+    baseline: bool = False
+    limit: bool = False
+    at_most: float | None = None
+
+
+@dataclass
+class Aim:
+    """A row that is to be so many times as fast as another, or at most so many times slower."""
+
+    row: str
+    other: str
+    factor: float
+    limit: bool = False
+
+    def text(self, rows: dict[str, Row]) -> str:
+        """Say whether it is reached."""
+        if self.row not in rows or self.other not in rows:
+            return f"{self.row}, against {self.other}: not measured"
+        ratio = rows[self.row].median / rows[self.other].median
+        if self.limit:
+            good = "met" if ratio <= self.factor else "NOT MET"
+            return f"{self.row} <= {self.factor:g}x [{self.other}]: {ratio:.2f}, {good}"
+        good = "met" if 1 / ratio >= self.factor else "NOT MET"
+        return f"{self.row} >= {self.factor:g}x as fast as [{self.other}]: {1 / ratio:.1f}, {good}"
+
+
+class Run:
+    """What all parts share."""
+
+    def __init__(self, report: Report, quick: bool, repeats: int, folder: Path) -> None:
+        self.report = report
+        self.quick = quick
+        self.repeats = repeats
+        self.folder = folder
+        self.jobs: dict[str, Job] = {}
+        self.met: list[str] = []
+
+    def start(self) -> None:
+        """Start all engines that are here."""
+        for engine in ENGINES:
+            reason = reason_against(engine)
+            try:
+                if not reason:
+                    self.jobs[engine] = Job(engine, self.folder, COMMAND_SECONDS)
+            except JobError as error:
+                reason = str(error)
+            if reason:
+                self.report.say(reason)
+
+    def stop(self) -> None:
+        for job in self.jobs.values():
+            job.close()
+        self.jobs.clear()
+
+    def ask(self, engine: str, command: str, *arguments: Any) -> list[Any] | None:
+        """Ask an engine that is still there; one that fails leaves the benchmark."""
+        if engine not in self.jobs:
+            return None
+        try:
+            return self.jobs[engine].ask(command, *arguments)
+        except JobError as error:
+            self.jobs.pop(engine).close()
+            self.report.say(f"\n{NAMES[engine]} is out: {error}")
+            return None
+
+    # ---- tables ----
+
+    def measure(self, dtype: str, turns: list[Turn], *, small: bool = False) -> dict[str, Row]:
+        """Make the ways, let them take turns, and return their rows."""
+        engines = [e for e in ENGINES if e in self.jobs and any(t.engine == e for t in turns)]
+        told: dict[tuple[str, str], dict[str, Any]] = {}
+        for engine in engines:
+            names = [turn.way for turn in turns if turn.engine == engine]
+            self.ask(engine, "load", dtype, self.quick, small)
+            for rank in self.ask(engine, "make", names) or []:
+                for way, facts in rank.items():
+                    here = told.setdefault((engine, way), facts)
+                    here["mib"] = max(here["mib"], facts["mib"])
+                    if facts["bits"] != "same":
+                        here["bits"] = facts["bits"]
+        samples = self._take_turns([t for t in turns if (t.engine, t.way) in told])
+        for engine in engines:
+            self.ask(engine, "drop")
+        kept = [turn for turn in turns if len(samples.get(turn.name, [])) == self.repeats]
+        candidates = [
+            Candidate(t.name, settle, baseline=t.baseline, limit=t.limit, at_most=t.at_most)
+            for t in kept
+        ]
+        rows = rows_of(candidates, samples)
+        for row, turn in zip(rows, kept, strict=True):
+            facts = told[turn.engine, turn.way]
+            if facts["bits"]:
+                row.extra["bits"] = facts["bits"]
+            row.extra["extra MiB"] = f"{facts['mib']:.0f}"
+            if "sent" in facts:
+                row.extra["sent MB"] = f"{facts['sent'] / 1e6:.0f}"
+        return {row.name: row for row in rows}
+
+    def _take_turns(self, turns: list[Turn]) -> dict[str, list[float]]:
+        samples: dict[str, list[float]] = {turn.name: [] for turn in turns}
+        order = random.Random(20)
+        for number in range(1 + self.repeats):
+            for turn in order.sample(turns, len(turns)):
+                settle()
+                found = self.ask(turn.engine, "time", turn.way)
+                if found is not None and number > 0:
+                    samples[turn.name].append(max(found))
+        return samples
+
+    def show(
+        self, title: str, rows: dict[str, Row], aims: list[Aim], *, unit: str = "ms", note: str = ""
+    ) -> None:
+        self.report.table(title, list(rows.values()), unit=unit, note=note)
+        self.judge([aim.text(rows) for aim in aims])
+
+    def judge(self, lines: list[str]) -> None:
+        for line in lines:
+            self.report.say(f"  {line}")
+        self.report.tables[-1]["aims"] = lines
+
+    def size(self, dtype: str, *, small: bool = False) -> str:
+        """Say how much there is to reduce."""
+        shapes = small_ones(shapes_of(self.quick)) if small else shapes_of(self.quick)
+        count = sum(prod(shape) for shape in shapes.values())
+        size = count * DTYPES[dtype].itemsize
+        amount = f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+        return f"{len(shapes)} parameters, {count / 1e6:.3g} M elements, {dtype}, {amount} a rank"
+
+
+# ---- parts ----
+
+
+def reducing(run: Run, dtype: str) -> None:
+    """Compare reduce-scatters of gradients that are there."""
+    turns = [
+        Turn(LIMIT, "local", "limit", limit=True),
+        Turn(HOOK, "local", "ours hook"),
+        Turn("mlstate LocalGroup: scatter_multiple", "local", "ours"),
+        Turn("mlstate LocalGroup: a bucket each", "local", "ours each"),
+        Turn("mlstate TorchGroup over gloo: hook", "gloo", "ours hook"),
+        Turn("mlstate MPIGroup over MPICH: hook", "mpich", "ours hook"),
+        Turn("mlstate MPIGroup over Open MPI: hook", "openmpi", "ours hook"),
+        Turn(GLOO, "gloo", "bucketed", baseline=True),
+        Turn("gloo: per parameter", "gloo", "each"),
+        Turn(MPICH, "mpich", "bucketed"),
+        Turn("MPICH: per parameter", "mpich", "each"),
+        Turn("Open MPI: 25 MB buckets", "openmpi", "bucketed"),
+        Turn("Open MPI: per parameter", "openmpi", "each"),
+    ]
+    if dtype == "f32":
+        turns.insert(1, Turn("NumPy add, memory that is shared", "local", "limit numpy"))
+    aims = [Aim(HOOK, LIMIT, 1.3, limit=True), Aim(HOOK, GLOO, 8), Aim(HOOK, MPICH, 2)]
+    note = "bits: against float32 sums in the order of ranks; extra MiB: first call, a rank"
+    run.show(f"reduce-scatter: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
+
+
+def backwards(run: Run, dtype: str) -> None:
+    """Compare backward passes of wrapped modules."""
+    theirs, ours = "FSDP2", "FSDP2, mlstate LocalGroup plugged in"
+    turns = [
+        Turn("copies of the gradients alone", "gloo", "alone"),
+        Turn("DDP", "gloo", "ddp"),
+        Turn("DDP, mlstate LocalGroup plugged in", "gloo", "ddp ours"),
+        Turn(theirs, "gloo", "fsdp2", baseline=True),
+        Turn(ours, "gloo", "fsdp2 ours"),
+        Turn("FSDP2, mlstate TorchGroup plugged in", "gloo", "fsdp2 ours gloo"),
+    ]
+    aims = [Aim(ours, theirs, 3.0 if dtype == "f32" else 2.5)]
+    note = "over gloo; parameters are gathered in the forward pass, untimed; autograd copies"
+    run.show(f"backward pass: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
+
+
+def small(run: Run) -> None:
+    """Compare what many small parameters cost."""
+    turns = [
+        Turn("mlstate LocalGroup: hook", "local", "ours hook", at_most=2),
+        Turn("mlstate LocalGroup: a bucket each", "local", "ours each"),
+        Turn("mlstate LocalGroup: scatter_gradient each", "local", "ours one by one"),
+        Turn("mlstate TorchGroup over gloo: hook", "gloo", "ours hook"),
+        Turn("gloo: per parameter", "gloo", "each"),
+        Turn("gloo: one bucket", "gloo", "bucketed", baseline=True),
+        Turn("MPICH: per parameter", "mpich", "each"),
+        Turn("Open MPI: per parameter", "openmpi", "each"),
+    ]
+    rows = run.measure("f32", turns, small=True)
+    run.show(f"small parameters: {run.size('f32', small=True)}", rows, [])
+
+
+def guard(run: Run) -> None:
+    """Measure what agreeing costs, of a step that reduces gradients and does nothing else."""
+    for engine, name in (("local", "LocalGroup"), ("gloo", "TorchGroup over gloo")):
+        step, alone = f"{name}: step", f"{name}: its messages alone"
+        turns = [
+            Turn(step, engine, "ours"),
+            Turn(f"{name}: step without messages", engine, "ours silent"),
+            Turn(alone, engine, "messages"),
+        ]
+        rows = run.measure("f32", turns)
+        note = "64 bytes before each bucket and at the end: made, exchanged, compared"
+        run.show(f"the guard on {name}: {run.size('f32')}", rows, [], note=note)
+        if step in rows and alone in rows:
+            share = 100 * rows[alone].median / rows[step].median
+            run.judge([f"messages <= 2 % of the step: {share:.2f} %, {met(share <= 2)}"])
+
+
+def met(good: bool) -> str:
+    return "met" if good else "NOT MET"
+
+
+def compression(run: Run) -> None:
+    """Measure gradients that travel in fewer bytes, where memory is the connection."""
+    turns = [
+        Turn("as they are", "local", "ours", baseline=True),
+        Turn("bfloat16", "local", "compressed bfloat16"),
+        Turn("float16", "local", "compressed float16"),
+        Turn("int8, a scale for each 256", "local", "compressed int8"),
+    ]
+    rows = run.measure("f32", turns)
+    whole = sum(prod(shape) for shape in shapes_of(run.quick).values()) * 4
+    if "as they are" in rows:
+        rows["as they are"].extra["sent MB"] = f"{whole / 2e6:.0f}"
+    note = "with error feedback; extra MiB: its residuals, a float32 for each element, and buffers"
+    run.show(f"compression on LocalGroup: {run.size('f32')}", rows, [], note=note)
+
+
+def kernels(run: Run) -> None:
+    dist_kernels.kernels(run.report, run.quick, run.repeats)
+
+
+def accumulator(run: Run) -> None:
+    dist_kernels.accumulator(run.report, run.quick, run.repeats)
+
+
+def both(part: Callable[[Run, str], None]) -> Callable[[Run], None]:
+    """Run a part for each dtype."""
+
+    def of_each(run: Run) -> None:
+        for dtype in DTYPES:
+            part(run, dtype)
+
+    return of_each
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "reduce": both(reducing),
+    "backward": both(backwards),
+    "small": small,
+    "guard": guard,
+    "compression": compression,
+    "kernels": kernels,
+    "accumulator": accumulator,
+}
+ALONE = ("kernels", "accumulator")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, two rounds")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
+    return parser.parse_args()
+
+
+def interrupted(*_: object) -> None:
+    """Let jobs be ended on the way out."""
+    raise SystemExit(143)
+
+
+def main() -> None:
+    given = options()
+    signal.signal(signal.SIGTERM, interrupted)
+    report = Report("mlstate: gradients across ranks", given.json)
+    report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
+    chosen = [given.only] if given.only else list(PARTS)
+    repeats = given.repeats or (2 if given.quick else 5)
+    began = time.perf_counter()
+    # in memory if there is such a folder: the limit's arrays lie in it
+    shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=shared, prefix="bench-dist-") as folder:
+        run = Run(report, given.quick, repeats, Path(folder))
+        try:
+            if any(part not in ALONE for part in chosen):
+                run.start()
+            for part in chosen:
+                if part in ALONE:
+                    run.stop()
+                PARTS[part](run)
+        finally:
+            with contextlib.suppress(KeyboardInterrupt):
+                run.stop()
+    report.say(f"\n{show(time.perf_counter() - began)} s in all")
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The jobs of `bench_dist.py`: two ranks for each engine, which take turns and never outlive it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import mlstate
+
+HERE = Path(__file__).resolve().parent
+WORLD = 2
+NAMES = {"local": "LocalGroup", "gloo": "gloo", "mpich": "MPICH", "openmpi": "Open MPI"}
+
+
+class JobError(Exception):
+    """A rank failed, ended, or took too long; the job is over."""
+
+
+def mpi_jobs() -> Any:
+    """The module that knows where each MPI is; the tests', None where they are not here."""
+    path = HERE.parent / "tests" / "integration" / "mpi_jobs.py"
+    if not path.exists():
+        return None
+    spec = importlib.util.spec_from_file_location("mpi_jobs", path)
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def reason_against(engine: str) -> str:
+    """Say why an engine cannot take part; empty where it can."""
+    if engine in ("local", "gloo"):
+        return ""
+    known = mpi_jobs()
+    if known is None or known.home(engine) is None:
+        return f"{NAMES[engine]} is not installed (see tools/mpi.sh): its lines are left out"
+    return ""
+
+
+class Job:
+    """Two processes that wait for commands; a context manager that ends them.
+
+    Parameters
+    ----------
+    engine : str
+        "local", "gloo", "mpich" or "openmpi".
+    folder : Path
+        For sockets and shared memory.
+    seconds : float
+        For each command.
+    """
+
+    def __init__(self, engine: str, folder: Path, seconds: float) -> None:
+        self.engine = engine
+        self.seconds = seconds
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pipes: dict[int, Connection] = {}
+        self.log = folder / f"{engine}.log"
+        job = f"bench-dist-{os.getpid()}-{engine}"
+        address = str(folder / f"{engine}.socket")
+        with Listener(address, "AF_UNIX") as listener:
+            try:
+                self._start(job, address, folder)
+                self._meet(listener)
+            except BaseException:
+                self.close()
+                raise
+
+    def _start(self, job: str, address: str, folder: Path) -> None:
+        script = str(HERE / "dist_rank.py")
+        paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+        }
+        rest = [job, "0", address, str(folder)]
+        commands = []
+        if self.engine in ("local", "gloo"):
+            for rank in range(WORLD):
+                rest[1] = str(rank)
+                commands.append([sys.executable, script, self.engine, *rest])
+        else:
+            known = mpi_jobs()
+            environment = known.environment(self.engine)
+            commands.append(known.command(self.engine, WORLD, script, self.engine, *rest))
+        with self.log.open("wb") as log:
+            for command in commands:
+                process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+                self.processes.append(process)
+
+    def _meet(self, listener: Listener) -> None:
+        """Wait for both ranks, as long as their processes live."""
+        deadline = time.monotonic() + self.seconds
+        listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
+        while len(self.pipes) < WORLD:
+            try:
+                pipe = listener.accept()
+            except TimeoutError:
+                if time.monotonic() > deadline or any(p.poll() is not None for p in self.processes):
+                    raise JobError(f"{NAMES[self.engine]} did not start: {self._said()}") from None
+                continue
+            self.pipes[pipe.recv()] = pipe
+
+    def _said(self) -> str:
+        """What the ranks wrote, the end of it."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-2000:].strip()
+
+    def ask(self, command: str, *arguments: Any) -> list[Any]:
+        """Let both ranks do something, and return their answers."""
+        deadline = time.monotonic() + self.seconds
+        try:
+            for pipe in self.pipes.values():
+                pipe.send((command, arguments))
+            return [self._answer(self.pipes[rank], deadline) for rank in range(WORLD)]
+        except (OSError, EOFError, JobError) as error:
+            self.close()
+            what = str(error) if isinstance(error, JobError) else f"a rank ended: {self._said()}"
+            raise JobError(f"{NAMES[self.engine]}, {command} {arguments}: {what}") from None
+
+    def _answer(self, pipe: Connection, deadline: float) -> Any:
+        if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
+            raise JobError(f"not done after {self.seconds:g} s")
+        kind, answer = pipe.recv()
+        if kind == "failed":
+            raise JobError(str(answer))
+        return answer
+
+    def close(self) -> None:
+        """End both processes, whatever they are at."""
+        for pipe in self.pipes.values():
+            pipe.close()  # who waits for a command ends
+        self.pipes.clear()
+        end = time.monotonic() + 3
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(end - time.monotonic(), 0.1))
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()  # mpiexec ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(3)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # its session, children included
+            process.wait()
+        self.processes.clear()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,163 @@
+"""Additions in place and the accumulation of micro-batches, for `bench_dist.py`: one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from dist_model import Tensors, gradients_of, shapes_of
+from harness import Candidate, Report, measure
+
+import mlstate
+from mlstate import _core
+from mlstate.fsdp import GradientAccumulator
+
+MICRO_BATCHES = 4
+
+
+def add(target: Any, source: Any, scale: float = 1.0, tally: bool = False) -> None:
+    """mlstate's kernel behind `GradientAccumulator` and `accumulate_gradients`."""
+    if tally:
+        _core.accumulate(["x"], [target], [source], scale, True)
+    else:
+        _core.accumulate(["x"], [target], [source], scale, False)
+
+
+def torch_fused(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Add, take the norm, and look for what is not finite, by torch's operations."""
+    target.add_(source)
+    torch.linalg.vector_norm(target)
+    torch.isfinite(target).all()
+
+
+def kernels(report: Report, quick: bool, repeats: int) -> None:
+    """Compare additions of many elements, one thread each."""
+    count = 1 << 21 if quick else 64_000_000
+    torch.set_num_threads(1)
+    threads = mlstate.get_num_threads()
+    mlstate.set_num_threads(1)
+    wide = [torch.randn(count) * 1e-3 for _ in range(2)]
+    half = {t: [w.to(t) for w in wide] for t in (torch.bfloat16, torch.float16)}
+    try:
+        for title, candidates in (
+            ("float32 += float32", of_equal(wide)),
+            ("bfloat16 += bfloat16", of_equal(half[torch.bfloat16], 1.5)),
+            ("float16 += float16", of_equal(half[torch.float16])),
+            ("float32 += 0.5 * bfloat16", scaled(wide[0], half[torch.bfloat16][1])),
+            ("float32 += float32, with norm and a look for NaN and infinity", fused(wide)),
+        ):
+            rows = measure(candidates, repeats, unit=1e-6, warm_up=1)
+            note = "one thread each; limit: NumPy's float32 addition in place of as many bytes"
+            report.table(f"{title}, {count / 1e6:.0f} M elements", rows, note=note)
+    finally:
+        mlstate.set_num_threads(threads)
+
+
+def limit_of(target: torch.Tensor, source: torch.Tensor) -> Candidate:
+    """Read both and write one, as float32: what such bytes take the machine."""
+    plain = [t.view(torch.float32).numpy() for t in (target.clone(), source)]
+    plain[0][:] = 0
+    plain[1] = np.full_like(plain[0], 1e-3)
+    return Candidate("limit: NumPy, float32", partial(np.add, *plain, out=plain[0]), limit=True)
+
+
+def of_equal(pair: list[torch.Tensor], at_least: float | None = None) -> list[Candidate]:
+    return [
+        Candidate("torch: add_", partial(pair[0].clone().add_, pair[1]), baseline=True),
+        Candidate("mlstate", partial(add, pair[0].clone(), pair[1]), at_least=at_least),
+        limit_of(*pair),
+    ]
+
+
+def scaled(wide: torch.Tensor, narrow: torch.Tensor) -> list[Candidate]:
+    def two_steps(target: torch.Tensor) -> None:
+        target.add_(narrow.float(), alpha=0.5)
+
+    by_torch = partial(wide.clone().add_, narrow, alpha=0.5)
+    return [
+        Candidate("torch: add_(alpha=)", by_torch, baseline=True),
+        Candidate("torch: float(), then add_(alpha=)", partial(two_steps, wide.clone())),
+        Candidate("mlstate", partial(add, wide.clone(), narrow, 0.5), at_least=8),
+    ]
+
+
+def fused(pair: list[torch.Tensor]) -> list[Candidate]:
+    return [
+        Candidate(
+            "torch: add_, vector_norm, isfinite.all",
+            partial(torch_fused, pair[0].clone(), pair[1]),
+            baseline=True,
+        ),
+        Candidate("mlstate", partial(add, pair[0].clone(), pair[1], 1.0, True), at_least=10),
+        limit_of(*pair),
+    ]
+
+
+# ---- micro-batches ----
+
+
+def cloning(batches: list[Any], clone: Callable[[Any], Any]) -> Any:
+    """Do as the specification: a clone for each micro-batch, and a sum of clones at the end."""
+    kept: dict[str, list[Any]] = {}
+    for batch in batches:
+        for name, gradient in batch.items():
+            kept.setdefault(name, []).append(clone(gradient))
+    found = {}
+    for name, gradients in kept.items():
+        total = clone(gradients[0])
+        for gradient in gradients[1:]:
+            total += gradient
+        found[name] = total
+    return found
+
+
+def running(accumulator: GradientAccumulator, batches: list[Tensors]) -> Any:
+    for batch in batches:
+        accumulator.add_gradients(batch)
+    return accumulator.get_and_clear_gradients()
+
+
+def summing(batches: list[Tensors]) -> Any:
+    """Keep the first gradients' clones and add to them, as torch's autograd does."""
+    found = {name: gradient.clone() for name, gradient in batches[0].items()}
+    for batch in batches[1:]:
+        for name, gradient in batch.items():
+            found[name].add_(gradient)
+    return found
+
+
+def accumulator(report: Report, quick: bool, repeats: int) -> None:
+    """Compare ways to add up four micro-batches of the whole model; see `keep_memory`."""
+    torch.set_num_threads(1)
+    shapes = shapes_of(quick)
+    batches = [gradients_of(n, shapes, torch.float32) for n in range(2)] * (MICRO_BATCHES // 2)
+    arrays = [{name: t.numpy() for name, t in batch.items()} for batch in batches]
+    ours, theirs = GradientAccumulator(MICRO_BATCHES), GradientAccumulator(MICRO_BATCHES)
+    same_bits(running(ours, batches), cloning(batches, torch.clone))
+    candidates = [
+        Candidate(
+            "clone per micro-batch (torch)",
+            partial(cloning, batches, torch.clone),
+            baseline=True,
+        ),
+        Candidate("clone per micro-batch (NumPy)", partial(cloning, arrays, np.copy)),
+        Candidate("running sum, torch: clone, add_", partial(summing, batches)),
+        Candidate("mlstate.fsdp.GradientAccumulator", partial(running, ours, batches), at_least=8),
+        Candidate("mlstate, NumPy arrays", partial(running, theirs, arrays)),
+    ]
+    count = sum(t.numel() for t in batches[0].values())
+    report.table(
+        f"{MICRO_BATCHES} micro-batches of float32 gradients, {count / 1e6:.0f} M elements each",
+        measure(candidates, repeats, unit=1e-6, warm_up=1),
+        note="memory by the C library as it is set up; mlstate's with norm and finite report",
+    )
+
+
+def same_bits(found: Tensors, expected: Tensors) -> None:
+    """Raise unless a running sum is that of the specification."""
+    for name, value in expected.items():
+        if not torch.equal(found[name], value):
+            raise RuntimeError(f"{name}: sums differ")

@@ -1,0 +1,128 @@
+"""One rank of `bench_dist.py`: `python dist_rank.py ENGINE JOB RANK ADDRESS FOLDER`.
+
+It does what the benchmark tells it over a socket, and sleeps while others have their turn.
+For MPI the rank is that of MPI, whatever the arguments say.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import traceback
+import warnings
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+from checkpoint_states import keep_memory
+
+SPIN_SECONDS = 0.002  # awake before a call, as a training loop is
+
+
+class Server:
+    """What a rank answers."""
+
+    def __init__(self, rank: Any, ways: dict[str, Any]) -> None:
+        self.rank = rank
+        self.known = ways
+        self.ways: dict[str, Any] = {}
+
+    def load(self, dtype: str, quick: bool, small: bool) -> None:
+        """Make gradients, and forget the ways before."""
+        self.drop()
+        self.rank.load(dtype, quick, small)
+
+    def drop(self) -> None:
+        """Give back all memory of a part."""
+        from dist_ways import trim
+
+        for way in self.ways.values():
+            way.close()
+        self.ways.clear()
+        self.rank.gradients = {}
+        gc.collect()
+        trim()
+
+    def make(self, names: list[str]) -> dict[str, Any]:
+        """Make ways, call each once, and say what memory that took and which bits came out."""
+        from dist_ways import reset_peak, status_mib, trim
+
+        told = {}
+        for name in names:
+            gc.collect()
+            trim()
+            reset_peak()
+            there = status_mib("VmRSS")
+            way = self.ways[name] = self.known[name]()
+            self.time(name)
+            told[name] = {"mib": status_mib("VmHWM") - there, "bits": way.check()}
+            sent = getattr(way, "sent", None)
+            if sent is not None:
+                told[name]["sent"] = sent()
+        return told
+
+    def time(self, name: str) -> float:
+        """Call a way at the same moment as the other rank; return milliseconds for a step."""
+        way = self.ways[name]
+        way.before()
+        gc.collect()
+        gc.disable()
+        end = time.perf_counter() + SPIN_SECONDS
+        while time.perf_counter() < end:
+            pass
+        self.rank.local.barrier()
+        start = time.perf_counter_ns()
+        way.call()
+        elapsed = time.perf_counter_ns() - start
+        gc.enable()
+        return elapsed * 1e-6 / way.inner
+
+
+def start(engine: str, job: str, rank: int, folder: Path) -> Server:
+    """Join all groups."""
+    import torch
+    from dist_ways import Rank, ways_of
+
+    torch.set_num_threads(1)
+    if engine == "gloo":
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/{job}", rank=rank, world_size=2
+        )
+    elif engine != "local":
+        from mpi4py import MPI
+
+        rank = MPI.COMM_WORLD.Get_rank()
+    here = Rank(engine, job, rank, folder)
+    return Server(here, ways_of(here))
+
+
+def serve(pipe: Connection, server: Server) -> None:
+    """Answer until the benchmark hangs up."""
+    while True:
+        try:
+            command, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(server, command)(*arguments)
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc(limit=-4)))
+            return
+        pipe.send(("done", answer))
+
+
+def main() -> None:
+    engine, job, number, address, folder = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    keep_memory()
+    server = start(engine, job, int(number), Path(folder))
+    with Client(address, "AF_UNIX") as pipe:
+        pipe.send(server.rank.rank)
+        serve(pipe, server)
+    os._exit(0)  # other ranks may be gone: nothing is left to wait for
+
+
+if __name__ == "__main__":
+    main()

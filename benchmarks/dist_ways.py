@@ -1,0 +1,563 @@
+"""Ways to reduce gradients, for `bench_dist.py`: mlstate's and the peers', as one rank has them.
+
+Each way does what the documentation of its package tells users to do. It keeps the memory
+that it needs from one step to the next, as a training loop does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dist_model import (
+    DTYPES,
+    WORLD,
+    Model,
+    Shapes,
+    Tensors,
+    buckets_of,
+    gradients_of,
+    shapes_of,
+    small_ones,
+    sums_in_order,
+)
+
+from mlstate import _core
+from mlstate.collectives import LocalGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+
+BUCKET_BYTES = 25 << 20
+LIMIT_SECONDS = 60.0
+
+
+class Rank:
+    """This process: its number, its gradients and its groups."""
+
+    def __init__(self, engine: str, job: str, rank: int, folder: Path) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.folder = folder
+        self.local = LocalGroup.join(job, rank, WORLD, operation_timeout=LIMIT_SECONDS)
+        self.shapes: Shapes = {}
+        self.dtype = torch.float32
+        self.gradients: Tensors = {}
+
+    def load(self, dtype: str, quick: bool, small: bool) -> None:
+        """Make the gradients of one part of the benchmark."""
+        self.dtype = DTYPES[dtype]
+        self.shapes = small_ones(shapes_of(quick)) if small else shapes_of(quick)
+        self.gradients = gradients_of(self.rank, self.shapes, self.dtype)
+
+    def bounds(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return where this rank's elements begin and end in a full gradient: equal chunks."""
+        chunk = prod(shape) // WORLD
+        return self.rank * chunk, (self.rank + 1) * chunk
+
+
+class Way:
+    """A way to go; `call` is what is timed, on every rank at the same moment."""
+
+    divisor = 1.0
+    inner = 1  # steps that a call takes
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def before(self) -> None:
+        """Prepare for a call, untimed."""
+
+    def call(self) -> None:
+        raise NotImplementedError
+
+    def parts(self) -> Tensors | None:
+        """What this rank has of the sums, by parameter and flat; None for nothing to check."""
+        return None
+
+    def expected(self, name: str, total: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a sum."""
+        start, end = self.rank.bounds(self.rank.shapes[name])
+        return total.view(-1)[start:end]
+
+    def close(self) -> None:
+        """Give back what is not memory."""
+
+    def check(self) -> str:
+        """Compare with sums in the order of ranks."""
+        found = self.parts()
+        if found is None:
+            return ""
+        differ = count = 0
+        for name, total in sums_in_order(self.rank.shapes, self.rank.dtype, self.divisor):
+            expected = self.expected(name, total)
+            same = bits(found[name].view(-1)) == bits(expected)
+            differ += len(same) - int(same.sum())
+            count += len(same)
+        return "same" if differ == 0 else f"{100 * differ / count:.0f} % differ"
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """Elements as whole numbers."""
+    size = torch.int32 if tensor.element_size() == 4 else torch.int16
+    found: np.ndarray = tensor.contiguous().view(size).numpy()
+    return found
+
+
+# ---- the limit ----
+
+
+class Shared(Way):
+    """Every rank's gradients in memory that all share: each adds up its half of them."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        count = sum(prod(shape) for shape in rank.shapes.values())
+        self.arrays = []
+        for number in range(WORLD):
+            path = self.path(number)
+            with path.open("ab") as file:
+                os.truncate(file.fileno(), count * rank.dtype.itemsize)
+            flat = np.memmap(path, np.uint8, "r+")
+            self.arrays.append(torch.from_numpy(flat).view(rank.dtype))
+        at = 0
+        for gradient in rank.gradients.values():
+            self.arrays[rank.rank][at : at + gradient.numel()] = gradient.view(-1)
+            at += gradient.numel()
+        half = count // WORLD
+        mine = slice(rank.rank * half, (rank.rank + 1) * half)
+        self.sources = [array[mine] for array in self.arrays]
+        self.out = torch.zeros(half, dtype=rank.dtype)
+        rank.local.barrier()
+
+    def call(self) -> None:
+        _core.reduce(self.sources, self.out, "sum", 1.0)
+
+    def close(self) -> None:
+        self.rank.local.barrier()
+        if self.rank.rank == 0:
+            for number in range(WORLD):
+                self.path(number).unlink()
+
+    def path(self, number: int) -> Path:
+        """Where the gradients of a rank lie."""
+        return self.rank.folder / f"{type(self).__name__}-{number}"
+
+
+class SharedNumpy(Shared):
+    """The same by NumPy's loop, which knows no bfloat16."""
+
+    def call(self) -> None:
+        np.add(self.sources[0].numpy(), self.sources[1].numpy(), out=self.out.numpy())
+
+
+# ---- mlstate ----
+
+
+class Ours(Way):
+    """`scatter_multiple` over a group."""
+
+    bucket_bytes = BUCKET_BYTES
+    compression: str | None = None
+
+    def __init__(self, rank: Rank, group: Any) -> None:
+        super().__init__(rank)
+        self.group = group
+        self.units = {
+            name: FSDPShardingUnit(name, shape, rank.dtype, rank.rank)
+            for name, shape in rank.shapes.items()
+        }
+        fsdp = FSDP(group, bucket_bytes=self.bucket_bytes, compression=self.compression)
+        self.hook = FSDPBackwardHook(fsdp)
+
+    def call(self) -> None:
+        self.hook.scatter_multiple(self.units, self.rank.gradients)
+
+    def parts(self) -> Tensors:
+        return {name: unit.local_gradient for name, unit in self.units.items()}
+
+
+class OursEach(Ours):
+    """The same with a bucket for each parameter."""
+
+    bucket_bytes = 0
+
+
+class OursHook(Ours):
+    """Gradients come one after the other, as in a backward pass, from the last to the first."""
+
+    def __init__(self, rank: Rank, group: Any) -> None:
+        super().__init__(rank, group)
+        self.hook.use_units(self.units)
+        self.order = list(reversed(rank.gradients.items()))
+
+    def call(self) -> None:
+        for name, gradient in self.order:
+            self.hook.add_gradient(name, gradient)
+        self.hook.finish()
+
+    def close(self) -> None:
+        self.hook.close()
+
+
+class OursOneByOne(Ours):
+    """A call for each parameter, which ends with a message of its own."""
+
+    def call(self) -> None:
+        for name, unit in self.units.items():
+            self.hook.scatter_gradient(unit, self.rank.gradients[name])
+
+
+class Counting:
+    """A group that counts what it sends."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_reduce_segments":  # which sends elements as they are
+            raise AttributeError(name)
+        return getattr(self._group, name)
+
+    def all_to_all(self, array: Any, **keywords: Any) -> Any:
+        self.sent += array.nbytes
+        return self._group.all_to_all(array, **keywords)
+
+    def gather_bytes(self, data: bytes, **keywords: Any) -> Any:
+        self.sent += len(data)
+        return self._group.gather_bytes(data, **keywords)
+
+
+class OursCompressed(Ours):
+    """Gradients that travel in fewer bytes."""
+
+    def __init__(self, rank: Rank, compression: str) -> None:
+        self.compression = compression
+        self.counting = Counting(rank.local)
+        super().__init__(rank, self.counting)
+
+    def call(self) -> None:
+        self.counting.sent = 0
+        super().call()
+
+    def parts(self) -> None:
+        return None
+
+    def sent(self) -> int:
+        """Bytes that a step sent."""
+        return self.counting.sent
+
+
+# ---- the guard ----
+
+
+class Silent:
+    """A group whose ranks believe that they agree: the messages before buckets are not sent."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def gather_bytes(self, data: bytes, **_: Any) -> list[bytes]:
+        return [data] * WORLD
+
+
+class Messages(Way):
+    """What ranks tell each other in one step, and how they judge it, with nothing else."""
+
+    inner = 20
+
+    def __init__(self, rank: Rank, group: Any) -> None:
+        super().__init__(rank)
+        self.group = group
+        fsdp = FSDP(group)
+        units = [FSDPShardingUnit(n, s, rank.dtype, rank.rank) for n, s in rank.shapes.items()]
+        for unit in units:
+            fsdp.bind(unit)
+        self.facts = [[u.fact for u in bucket] for bucket in fsdp.buckets(reversed(units))]
+        self.settings = {
+            "op": "sum",
+            "gradient_divide_factor": 1.0,
+            "reduce_dtype": None,
+            "bucket_bytes": BUCKET_BYTES,
+            "nonfinite": "error",
+            "allow_unused": False,
+            "compression": None,
+            "accumulate": False,
+        }
+
+    def call(self) -> None:
+        from mlstate._guard import ENDED, Head, all_agree, digest_of, settings_text
+
+        for _ in range(self.inner):
+            for number, facts in enumerate([*self.facts, None]):
+                digest, flags = b"", ENDED
+                if facts is not None:
+                    digest, flags = digest_of(facts, settings_text(self.settings)), 0
+                texts = self.group.gather_bytes(Head(flags, number, digest, 0, 0.0).pack())
+                if not all_agree([Head.unpack(text) for text in texts]):
+                    raise RuntimeError("ranks do not agree")
+
+
+# ---- torch.distributed ----
+
+
+class GlooEach(Way):
+    """A reduce_scatter for each parameter."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self.out = {
+            name: torch.zeros(g.numel() // WORLD, dtype=rank.dtype)
+            for name, g in rank.gradients.items()
+        }
+
+    def call(self) -> None:
+        import torch.distributed as dist
+
+        for name, gradient in self.rank.gradients.items():
+            dist.reduce_scatter_tensor(self.out[name], gradient.view(-1))
+
+    def parts(self) -> Tensors:
+        return self.out
+
+
+class Bucketed(Way):
+    """Gradients packed rank after rank into one buffer, bucket by bucket."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self.buckets = buckets_of(rank.shapes, rank.dtype.itemsize, BUCKET_BYTES)
+        sizes = [sum(rank.gradients[n].numel() for n in bucket) for bucket in self.buckets]
+        self.buffer = torch.zeros(max(sizes), dtype=rank.dtype)
+        self.out = [torch.zeros(size // WORLD, dtype=rank.dtype) for size in sizes]
+
+    def pack(self, bucket: list[str]) -> torch.Tensor:
+        gradients = [self.rank.gradients[name].view(WORLD, -1) for name in bucket]
+        count = sum(g.numel() for g in gradients)
+        if len(gradients) == 1:  # lies as it is wanted
+            return gradients[0].view(-1)
+        whole = self.buffer[:count].view(WORLD, -1)
+        torch.cat(gradients, dim=1, out=whole)
+        return whole.view(-1)
+
+    def call(self) -> None:
+        for bucket, out in zip(self.buckets, self.out, strict=True):
+            self.reduce(self.pack(bucket), out)
+
+    def reduce(self, whole: torch.Tensor, out: torch.Tensor) -> None:
+        import torch.distributed as dist
+
+        dist.reduce_scatter_tensor(out, whole)
+
+    def parts(self) -> Tensors:
+        found: Tensors = {}
+        for bucket, out in zip(self.buckets, self.out, strict=True):
+            sizes = [self.rank.gradients[name].numel() // WORLD for name in bucket]
+            found |= dict(zip(bucket, out.split(sizes), strict=True))
+        return found
+
+
+class Backward(Way):
+    """A backward pass that makes each gradient by a copy, and reduces it; forward is untimed."""
+
+    divisor = float(WORLD)
+
+    def __init__(self, rank: Rank, wrap: Callable[[Model], Any]) -> None:
+        super().__init__(rank)
+        self.model = Model(rank.gradients).to(rank.dtype)
+        self.wrapped = wrap(self.model)
+        self.loss: Any = None
+
+    def before(self) -> None:
+        self.loss = None
+        self.wrapped.zero_grad(set_to_none=True)
+        self.loss = self.wrapped(torch.ones(1, dtype=self.rank.dtype, requires_grad=True)).sum()
+
+    def call(self) -> None:
+        self.loss.backward()
+
+    def parts(self) -> Tensors:
+        found = self.model.gradients()
+        return {n: g.to_local() if hasattr(g, "to_local") else g for n, g in found.items()}
+
+    def expected(self, name: str, total: torch.Tensor) -> torch.Tensor:
+        gradient = self.model.gradients()[name]
+        if hasattr(gradient, "to_local"):  # rows of the first dimension
+            pieces = total.chunk(WORLD)
+            total = pieces[self.rank.rank]
+        return total.reshape(-1)
+
+
+class Alone(Backward):
+    """The same with nothing reduced."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank, lambda model: model)
+
+    def parts(self) -> None:
+        return None
+
+
+def ddp(model: Model) -> Any:
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp2(model: Model) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for part in model.parts:
+        if len(list(part.parameters())) > 2:  # the blocks; the rest belongs to the root
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def fsdp2_with(group: Any, model: Model) -> Any:
+    from mlstate.integrations.torch import reduce_scatter_with
+
+    wrapped = fsdp2(model)
+    reduce_scatter_with(wrapped, group)
+    return wrapped
+
+
+def ddp_with(group: Any, model: Model) -> Any:
+    from mlstate.integrations.torch import all_reduce_with
+
+    wrapped = ddp(model)
+    all_reduce_with(wrapped, group)
+    return wrapped
+
+
+# ---- MPI ----
+
+
+def _add_bfloat16(inputs: Any, results: Any, _: Any) -> None:
+    """Add as MPI wants it: what came in, onto what is there."""
+    torch.frombuffer(results, dtype=torch.bfloat16).add_(
+        torch.frombuffer(inputs, dtype=torch.bfloat16)
+    )
+
+
+class MpiBucketed(Bucketed):
+    """mpi4py's Reduce_scatter_block; bfloat16 by an operation of its own, as MPI has none."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self.sum = mpi_sum(rank.dtype)
+
+    def reduce(self, whole: torch.Tensor, out: torch.Tensor) -> None:
+        mpi_reduce(whole, out, self.sum)
+
+
+class MpiEach(GlooEach):
+    """The same for each parameter."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self.sum = mpi_sum(rank.dtype)
+
+    def call(self) -> None:
+        for name, gradient in self.rank.gradients.items():
+            mpi_reduce(gradient.view(-1), self.out[name], self.sum)
+
+
+def mpi_sum(dtype: torch.dtype) -> Any:
+    """Return the operation for sums of a dtype."""
+    from mpi4py import MPI
+
+    return MPI.SUM if dtype == torch.float32 else MPI.Op.Create(_add_bfloat16, commute=True)
+
+
+def mpi_reduce(whole: torch.Tensor, out: torch.Tensor, op: Any) -> None:
+    """One reduce-scatter of equal blocks."""
+    from mpi4py import MPI
+
+    plain = whole if whole.dtype == torch.float32 else whole.view(torch.uint16)
+    place = out if out.dtype == torch.float32 else out.view(torch.uint16)
+    MPI.COMM_WORLD.Reduce_scatter_block(plain.numpy(), place.numpy(), op)
+
+
+# ---- by name ----
+
+
+def ways_of(rank: Rank) -> dict[str, Callable[[], Way]]:
+    """All ways of an engine's rank, by the names that the benchmark asks for."""
+    found: dict[str, Callable[[], Way]] = {}
+    if rank.engine == "local":
+        found = {
+            "limit": partial(Shared, rank),
+            "limit numpy": partial(SharedNumpy, rank),
+            "compressed bfloat16": partial(OursCompressed, rank, "bfloat16"),
+            "compressed float16": partial(OursCompressed, rank, "float16"),
+            "compressed int8": partial(OursCompressed, rank, "int8"),
+        }
+        found |= ours(rank, rank.local)
+    elif rank.engine == "gloo":
+        from mlstate.integrations.torch import TorchGroup
+
+        group = TorchGroup(torch.distributed.new_group())
+        found = {
+            "each": partial(GlooEach, rank),
+            "bucketed": partial(Bucketed, rank),
+            "alone": partial(Alone, rank),
+            "ddp": partial(Backward, rank, ddp),
+            "ddp ours": partial(Backward, rank, partial(ddp_with, rank.local)),
+            "fsdp2": partial(Backward, rank, fsdp2),
+            "fsdp2 ours": partial(Backward, rank, partial(fsdp2_with, rank.local)),
+            "fsdp2 ours gloo": partial(Backward, rank, partial(fsdp2_with, group)),
+        }
+        found |= ours(rank, group)
+    else:
+        from mlstate.integrations.mpi import MPIGroup
+
+        found = {"each": partial(MpiEach, rank), "bucketed": partial(MpiBucketed, rank)}
+        found |= ours(rank, MPIGroup())
+    return found
+
+
+def ours(rank: Rank, group: Any) -> dict[str, Callable[[], Way]]:
+    """mlstate's ways, on any engine."""
+    return {
+        "ours": partial(Ours, rank, group),
+        "ours each": partial(OursEach, rank, group),
+        "ours hook": partial(OursHook, rank, group),
+        "ours one by one": partial(OursOneByOne, rank, group),
+        "ours silent": partial(Ours, rank, Silent(group)),
+        "messages": partial(Messages, rank, group),
+    }
+
+
+# ---- memory ----
+
+
+def trim() -> None:
+    """Give what is free back to the system, where the C library can."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def status_mib(field: str) -> float:
+    """Read a figure of this process's memory; NaN where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return float("nan")
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), 0.0)
+
+
+def reset_peak() -> None:
+    """Let the peak of memory begin anew, where the system allows."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
