@@ -7,17 +7,14 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ._arrays import is_torch
 from ._fsdp import FSDP
+from ._fsdp_operation import check_local, is_empty, reduce_now
 from ._fsdp_reduce import Entry
 from ._fsdp_report import BackwardReport
 from ._fsdp_unit import FSDPShardingUnit
 from ._fsdp_verify import GradientReport, compare, compare_sums
 from ._gradients import add, clear, copied
 from ._turns import Turns
-from .collectives import ReduceOp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -38,96 +35,6 @@ def _check_units(units: Any) -> None:
                 f"sharding_units[{name!r}] is the unit of {unit.parameter_name!r}: gradients are "
                 "paired by name"
             )
-
-
-class ReduceScatterOperation:
-    """The reduce-scatter of one gradient.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        The ranks.
-    shape : iterable of int
-        Of the full gradient.
-    dtype : dtype or str
-        Of the gradient.
-    shard_index : int
-        Which part this rank keeps: its rank.
-    op : {"sum", "mean", "min", "max"}, default "sum"
-        How gradients become one.
-    layout : {"flat", "rows"}, default "flat"
-        As for `FSDPShardingUnit`.
-
-    Raises
-    ------
-    ValueError
-        The shard is not that of this rank, or an argument makes no sense.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mlstate.collectives import SingleGroup
-    >>> from mlstate.fsdp import ReduceScatterOperation
-    >>> operation = ReduceScatterOperation(SingleGroup(), (2, 2), "float32", 0)
-    >>> operation.reduce_scatter(np.ones((2, 2), "float32"))
-    array([1., 1., 1., 1.], dtype=float32)
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        shape: Any,
-        dtype: Any,
-        shard_index: int,
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        layout: str = "flat",
-    ) -> None:
-        self._fsdp = FSDP(group, op=op)
-        self._unit = FSDPShardingUnit("gradient", shape, dtype, shard_index, layout=layout)
-        self._fsdp.bind(self._unit)
-
-    def reduce_scatter(self, full_gradient: Any) -> Any:
-        """Reduce the gradients of all ranks, and return this rank's part.
-
-        Parameters
-        ----------
-        full_gradient : array or torch.Tensor
-            Of the operation's shape and dtype. One that is not contiguous is copied.
-
-        Returns
-        -------
-        array or torch.Tensor
-            New, of the kind of the gradient.
-
-        Raises
-        ------
-        CollectiveError
-            On every rank, where one of them passes what does not fit, or what is not finite.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import SingleGroup
-        >>> from mlstate.fsdp import ReduceScatterOperation
-        >>> operation = ReduceScatterOperation(SingleGroup(), (2,), "int64", 0, "max")
-        >>> operation.reduce_scatter(np.array([1, 2]))
-        array([1, 2])
-        """
-        self._unit.local_gradient = None
-        _run(self._fsdp, "reduce_scatter", [self._fsdp.entry(self._unit, full_gradient)])
-        part, self._unit.local_gradient = self._unit.local_gradient, None
-        return part
-
-
-def _run(fsdp: FSDP, operation: str, entries: list[Entry], *, accumulate: bool = False) -> None:
-    """Reduce gradients in buckets, in the order of their names, and raise what fails."""
-    fsdp.begin()
-    try:
-        fsdp.reduce(sorted(entries, key=lambda entry: entry.name), accumulate=accumulate)
-        fsdp.finish(operation)
-    finally:
-        fsdp.end()
 
 
 class FSDPBackwardHook:
@@ -315,7 +222,7 @@ class FSDPBackwardHook:
             if name not in self._units:  # closed, and the model had no way to remove this
                 return gradient
             entry = self._fsdp.entry(unit, *self._sum(name, gradient))
-            _run(self._fsdp, "scatter_gradient", [entry], accumulate=self._accumulate)
+            reduce_now(self._fsdp, "scatter_gradient", [entry], accumulate=self._accumulate)
             return unit.local_gradient
 
         return scatter
@@ -503,15 +410,32 @@ class FSDPBackwardHook:
                 why = _MISSING if missing else ""
                 self._arrived[name] = self._fsdp.entry(unit, held, why)
         self._send_what_is_full(perf_counter())
+        error = self._wait()
+        if error is not None:  # the group is broken: there is nobody to end a run with
+            raise error
+        self._fsdp.finish("backward pass")
+
+    def _wait(self) -> BaseException | None:
+        """Wait for the buckets that were handed over; return what went wrong first."""
         error: BaseException | None = None
         for work in self._works:
             try:
                 work.wait()
             except BaseException as caught:
                 error = error or caught
-        if error is not None:  # the group is broken: there is nobody to end a run with
-            raise error
-        self._fsdp.finish("backward pass")
+        return error
+
+    def _give_up(self) -> None:
+        """End a backward pass without its other gradients; its local ones are lost."""
+        self._wait()
+        for bucket in self._buckets[self._next :]:
+            for unit in bucket:
+                if unit.parameter_name in self._arrived:
+                    self._arrived[unit.parameter_name].end(stored=False)
+        for unit in self._units.values():
+            unit.local_gradient = None
+        self._fsdp.end()
+        self._forget()
 
     def report(self) -> BackwardReport:
         """Tell when the gradients of the last backward pass came and were reduced.
@@ -568,7 +492,7 @@ class FSDPBackwardHook:
         array([1., 1.])
         """
         self._fsdp.bind(unit)
-        _run(self._fsdp, "scatter_gradient", [self._fsdp.entry(unit, full_gradient)])
+        reduce_now(self._fsdp, "scatter_gradient", [self._fsdp.entry(unit, full_gradient)])
         return unit.local_gradient
 
     def scatter_multiple(
@@ -595,7 +519,7 @@ class FSDPBackwardHook:
         --------
         See `FSDPBackwardHook`.
         """
-        if not sharding_units or not full_gradients:
+        if not sharding_units or is_empty("full_gradients", full_gradients):
             return
         _check_units(sharding_units)
         entries = []
@@ -609,7 +533,7 @@ class FSDPBackwardHook:
                 unknown = FSDPShardingUnit(name, (), "float32", self._fsdp.rank)
                 self._fsdp.bind(unknown)
                 entries.append(Entry(unknown, None, "there is no sharding unit for this gradient"))
-        _run(self._fsdp, "scatter_multiple", entries)
+        reduce_now(self._fsdp, "scatter_multiple", entries)
 
     async def scatter_multiple_async(
         self,
@@ -686,13 +610,13 @@ class FSDPBackwardHook:
         >>> units["w"].local_gradient
         array([2., 2.])
         """
-        if not sharding_units or not new_gradients:
+        if not sharding_units or is_empty("new_gradients", new_gradients):
             return
         _check_units(sharding_units)
         names = [name for name in sharding_units if new_gradients.get(name) is not None]
         for name in names:
             self._fsdp.bind(sharding_units[name])
-            _check_local(sharding_units[name], new_gradients[name])
+            check_local(sharding_units[name], new_gradients[name])
         there = {name: sharding_units[name].local_gradient for name in names}
         add({name: sum_ for name, sum_ in there.items() if sum_ is not None}, new_gradients)
         for name in names:
@@ -782,11 +706,17 @@ class FSDPBackwardHook:
             for unit in sharding_units.values():
                 self._fsdp.bind(unit)
         if unreduced is None:
+            if is_empty("full_gradients", full_gradients):
+                full_gradients = {}
             return compare(sharding_units or {}, full_gradients or {}, atol)
+        is_empty("unreduced", unreduced)
         return compare_sums(self._fsdp, sharding_units or {}, unreduced, atol)
 
     def close(self) -> None:
         """Take the hooks off the model; closing again does nothing.
+
+        A backward pass that has not ended is given up, and leaves no local gradients. Ranks
+        that go on with it hear so as soon as this one reduces something else.
 
         Examples
         --------
@@ -797,36 +727,15 @@ class FSDPBackwardHook:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        with self._lock:
+            if self._running:
+                self._give_up()
         self._units = {}
         self._buckets = []
         self._held.clear()
 
 
 # ---- arrays ----
-
-
-def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
-    from ._collective_args import dtype_name
-    from .errors import CompatibilityError
-
-    there = unit.local_gradient
-    if not is_torch(gradient) and not isinstance(gradient, np.ndarray | np.generic):
-        raise TypeError(
-            f"{unit.parameter_name}: the new gradient is a {type(gradient).__name__}, not an "
-            "array or tensor"
-        )
-    shape = unit.local_shape if there is None else tuple(there.shape)
-    dtype = dtype_name(gradient) if there is None else dtype_name(there)
-    for what, got, expected in (
-        ("shape", str(tuple(gradient.shape)), str(shape)),
-        ("dtype", dtype_name(gradient), dtype),
-    ):
-        if got != expected:
-            error = CompatibilityError(
-                f"{unit.parameter_name}: the new gradient has {what} {got}, expected {expected}"
-            )
-            error.name, error.got, error.expected = unit.parameter_name, got, expected
-            raise error
 
 
 def _check_parameter(unit: FSDPShardingUnit, parameter: Any, known: Mapping[str, Any]) -> None:

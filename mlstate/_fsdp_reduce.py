@@ -451,8 +451,9 @@ class Reducer:
         spoiled: dict[str, tuple[int | None, str]] = {}
         for entry in entries:
             name = entry.name
-            given = [(rank, of[name][0]) for rank, of in enumerate(ranks) if of[name][0]]
-            sums = [(rank, of[name][1]) for rank, of in enumerate(ranks) if of[name][1]]
+            each = [of.get(name, (0, 0)) for of in ranks]  # not there: given up
+            given = [(rank, full) for rank, (full, _) in enumerate(each) if full]
+            sums = [(rank, part) for rank, (_, part) in enumerate(each) if part]
             if given and sums:  # a minimum may well be finite
                 what = "; ".join(f"rank {rank}: {count:,}" for rank, count in given)
                 spoiled[name] = given[0][0], f"NaN or infinite elements ({what})"

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from ._accumulator import GradientAccumulator
 from ._fsdp import FSDP
-from ._fsdp_hook import FSDPBackwardHook, ReduceScatterOperation
+from ._fsdp_hook import FSDPBackwardHook
+from ._fsdp_operation import ReduceScatterOperation
 from ._fsdp_report import BackwardReport, Bucket
 from ._fsdp_unit import FSDPShardingUnit
 from ._fsdp_verify import GradientReport, Mismatch

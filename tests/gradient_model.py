@@ -99,6 +99,30 @@ def assert_same(actual, expected, name=""):
     assert actual.tobytes() == np.ascontiguousarray(expected).tobytes(), name
 
 
+class Model:
+    """What the specification calls a model: it keeps a function for each parameter."""
+
+    def __init__(self, *, removable=True):
+        self.functions = {}
+        self.removable = removable
+
+    def register_backward_hook(self, name, function):
+        self.functions[name] = function
+        return Handle(self, name) if self.removable else None
+
+    def backward(self, gradients):
+        """Parameters in reverse order, as a backward pass meets them."""
+        return {name: self.functions[name](gradients[name]) for name in reversed(gradients)}
+
+
+class Handle:
+    def __init__(self, model, name):
+        self.model, self.name = model, name
+
+    def remove(self):
+        del self.model.functions[self.name]
+
+
 def run_local(function, world_size=2):
     """As `run_ranks`, with threads that reduce buckets in the core where they lie."""
     groups = LocalGroup.threads(world_size)
