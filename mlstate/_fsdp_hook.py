@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -78,11 +78,14 @@ class FSDPBackwardHook:
             )
         self._fsdp = fsdp
         self._handles: list[Any] = []
+        self._parameters: dict[str, Any] = {}  # of torch, by name
         self._units: dict[str, FSDPShardingUnit] = {}
         self._buckets: list[list[FSDPShardingUnit]] = []
         self._accumulate = False
+        self._keep = False  # full gradients stay with torch's parameters
         self._sync = True
         self._held: dict[str, Any] = {}
+        self._unsent: set[str] = set()  # what torch's parameters hold of passes in no_sync
         self._lock = threading.Lock()
         self._calls = Turns("mlstate-fsdp-calls", fsdp.rank)
         self._report: BackwardReport | None = None
@@ -95,6 +98,7 @@ class FSDPBackwardHook:
         self._works: list[Any] = []
         self._times: list[tuple[str, float]] = []
         self._running = False
+        self._pass: Any = None  # of torch: a weak reference that ends with the backward pass
 
     def __enter__(self) -> FSDPBackwardHook:
         return self
@@ -135,7 +139,19 @@ class FSDPBackwardHook:
         ------
         ValueError
             `model` is None, a unit does not belong to this rank, or a parameter is unknown,
-            frozen, or of another shape or dtype than its unit.
+            frozen, on the meta device, a DTensor, or of another shape or dtype than its unit.
+
+        Notes
+        -----
+        ``backward`` raises what `finish` does. A pass that another error cuts short is
+        dropped: its local gradients are None once the next one starts.
+
+        Activation checkpointing goes with ``use_reentrant=False``. With ``use_reentrant=True``
+        each checkpoint runs a backward pass of its own; where the first gradient comes from
+        one of these, it raises `CollectiveError`, and nothing is reduced.
+
+        Of a module that ``torch.compile`` returned, name the parameters as that does
+        (``_orig_mod.``), or pass the module it was made of: they share their parameters.
 
         Examples
         --------
@@ -183,35 +199,60 @@ class FSDPBackwardHook:
 
         parameters = parameters_of(model)
         for name, unit in units.items():
-            _check_parameter(unit, parameters.get(name), parameters)
+            _check_parameter(unit, parameters.get(name), model, parameters)
         for name, parameter in parameters.items():  # the order that all ranks have
             if name in units:
                 units[name].like = parameter.detach()
                 self._units[name] = units[name]
-                self._handles.append(watch(parameter, self._torch_hook(name, parameter, keep)))
+                self._parameters[name] = parameter
+                self._handles.append(watch(parameter, self._torch_hook(name)))
+        self._keep = keep
 
-    def _torch_hook(self, name: str, parameter: Any, keep: bool) -> Callable[[Any], None]:
-        from .integrations.torch import call_at_end
-
-        def settled(gradient: Any) -> Callable[[bool], None]:
-            def put_back(stored: bool) -> None:
-                if not stored:
-                    parameter.grad = gradient
-
-            return put_back
-
+    def _torch_hook(self, name: str) -> Callable[[Any], None]:
         def ready(gradient: Any) -> None:
             if not self._sync:
+                self._unsent.add(name)
                 return
-            if not self._running:
-                call_at_end(lambda: self.finish())
-            if keep:
-                self._add(name, gradient, None)
-                return
-            parameter.grad = None
-            self._add(name, gradient, settled(gradient))
+            with self._lock:
+                self._begin_torch()
+            self._unsent.discard(name)
+            self._add(name, gradient, self._take(name, gradient))
 
         return ready
+
+    def _take(self, name: str, gradient: Any) -> Callable[[bool], None] | None:
+        """Take a gradient off its parameter, and return what puts it back if that is to be."""
+        if self._keep:
+            return None
+        parameter, of = self._parameters[name], self._pass
+
+        def settled(stored: bool) -> None:
+            if not stored and of is not None and of() is not None:
+                parameter.grad = gradient
+
+        parameter.grad = None
+        return settled
+
+    def _begin_torch(self) -> None:
+        """Have torch call `finish` when the pass ends whose first gradient is there."""
+        from .integrations.torch import begin_pass
+
+        self._drop_what_was_cut_short()
+        if self._pass is None:
+            self._pass = begin_pass(lambda: self.finish(), self._fsdp.rank)
+
+    def _drop_what_was_cut_short(self) -> None:
+        """Forget a backward pass that an error ended before all gradients were there."""
+        if self._pass is None or self._pass() is not None:
+            return
+        for work in self._works:
+            with suppress(Exception):  # the other ranks may have gone on, or not
+                work.wait()
+        for unit in self._units.values():
+            unit.local_gradient = None
+        if self._running:
+            self._fsdp.end()
+        self._forget()
 
     def _spec_hook(self, unit: FSDPShardingUnit) -> Callable[[Any], Any]:
         def scatter(gradient: Any) -> Any:
@@ -356,6 +397,8 @@ class FSDPBackwardHook:
                 self._fsdp.begin()
                 self._running = True
             if name in self._arrived:
+                if settled is not None:
+                    settled(False)
                 raise ValueError(f"{name!r} has a gradient already in this backward pass")
             self._arrived[name] = self._fsdp.entry(self._units[name], gradient, why, settled)
             now = perf_counter()
@@ -391,6 +434,7 @@ class FSDPBackwardHook:
         See `use_units`.
         """
         with self._lock:
+            self._drop_what_was_cut_short()
             if not self._running:
                 self._fsdp.begin()
             ended = perf_counter()
@@ -405,10 +449,14 @@ class FSDPBackwardHook:
     def _finish(self) -> None:
         for name, unit in self._units.items():
             if name not in self._arrived:
-                held = self._with_held(name, None)
+                held, settled = self._with_held(name, None), None
+                if held is None and name in self._unsent:
+                    held = self._parameters[name].grad
+                    settled = self._take(name, held)
                 missing = held is None and not self._fsdp.allow_unused
                 why = _MISSING if missing else ""
-                self._arrived[name] = self._fsdp.entry(unit, held, why)
+                self._arrived[name] = self._fsdp.entry(unit, held, why, settled)
+        self._unsent.clear()
         self._send_what_is_full(perf_counter())
         error = self._wait()
         if error is not None:  # the group is broken: there is nobody to end a run with
@@ -491,6 +539,7 @@ class FSDPBackwardHook:
         >>> hook.scatter_gradient(FSDPShardingUnit("w", (2,), "float64", 0), np.ones(2))
         array([1., 1.])
         """
+        self._drop_what_was_cut_short()
         self._fsdp.bind(unit)
         reduce_now(self._fsdp, "scatter_gradient", [self._fsdp.entry(unit, full_gradient)])
         return unit.local_gradient
@@ -533,6 +582,7 @@ class FSDPBackwardHook:
                 unknown = FSDPShardingUnit(name, (), "float32", self._fsdp.rank)
                 self._fsdp.bind(unknown)
                 entries.append(Entry(unknown, None, "there is no sharding unit for this gradient"))
+        self._drop_what_was_cut_short()
         reduce_now(self._fsdp, "scatter_multiple", entries)
 
     async def scatter_multiple_async(
@@ -724,6 +774,7 @@ class FSDPBackwardHook:
         >>> from mlstate.fsdp import FSDP, FSDPBackwardHook
         >>> FSDPBackwardHook(FSDP(SingleGroup())).close()
         """
+        self._drop_what_was_cut_short()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -731,24 +782,37 @@ class FSDPBackwardHook:
             if self._running:
                 self._give_up()
         self._units = {}
+        self._parameters = {}
         self._buckets = []
         self._held.clear()
+        self._unsent.clear()
 
 
 # ---- arrays ----
 
 
-def _check_parameter(unit: FSDPShardingUnit, parameter: Any, known: Mapping[str, Any]) -> None:
+def _check_parameter(
+    unit: FSDPShardingUnit, parameter: Any, model: Any, known: Mapping[str, Any]
+) -> None:
     """Refuse a unit that does not go with the model."""
     from difflib import get_close_matches
 
     from ._collective_args import dtype_name
+    from .integrations.torch import tied_to, why_not_reduced
 
     name = unit.parameter_name
     if parameter is None:
+        shared = tied_to(model, name)
+        if shared is not None:
+            raise ValueError(
+                f"{name!r} is the same parameter as {shared!r}, which is the name to use"
+            )
         near = get_close_matches(name, list(known), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"the model has no parameter {name!r}{hint}")
+    reason = why_not_reduced(parameter)
+    if reason:
+        raise ValueError(f"{name}: the parameter is {reason}")
     if not parameter.requires_grad:
         raise ValueError(f"{name}: the parameter is frozen (requires_grad is False)")
     if tuple(parameter.shape) != unit.shape or dtype_name(parameter) != unit.dtype:

@@ -94,6 +94,11 @@ def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
         return f"the gradient has shape {shape}, expected {unit.shape}"
     if dtype_name(gradient) != unit.dtype:
         return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
+    if is_torch(gradient):
+        from .integrations.torch import why_not_reduced
+
+        reason = why_not_reduced(gradient)
+        return reason and f"the gradient is {reason}"
     return ""
 
 

@@ -38,7 +38,7 @@ def scenarios(file):
     ]
 
 
-def run_ranks(file, world, names, store):
+def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS):
     """Run scenarios on `world` processes; return each rank's outcomes by name, and its log.
 
     Every process has ended when this returns: those that take too long are killed.
@@ -54,7 +54,7 @@ def run_ranks(file, world, names, store):
         )
         for rank in range(world)
     ]  # fmt: skip
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + limit_seconds
     outcomes = []
     try:
         for process in processes:

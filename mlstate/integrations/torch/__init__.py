@@ -6,7 +6,15 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
-from ._backward import call_at_end, parameters_of, reduce_on_device, watch
+from ._backward import (
+    begin_pass,
+    call_at_end,
+    parameters_of,
+    reduce_on_device,
+    tied_to,
+    watch,
+    why_not_reduced,
+)
 from ._ddp import all_reduce_with
 from ._fsdp2 import reduce_scatter_with
 from ._group import TorchGroup
@@ -20,6 +28,7 @@ __all__ = [
     "TorchGroup",
     "all_reduce_with",
     "arrays_of",
+    "begin_pass",
     "call_at_end",
     "move",
     "note_written",
@@ -32,7 +41,9 @@ __all__ = [
     "register",
     "restore_state",
     "tensors_of",
+    "tied_to",
     "watch",
+    "why_not_reduced",
     "write_into_tensor",
 ]
 

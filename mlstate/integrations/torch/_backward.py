@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import TYPE_CHECKING, Any
+
+from ...errors import CollectiveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
 
     import torch
 
@@ -13,6 +18,12 @@ if TYPE_CHECKING:
 def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of a module by name; those that are shared have one name."""
     return dict(module.named_parameters())
+
+
+def tied_to(module: Any, name: str) -> str | None:
+    """Return the name that `parameters_of` has for a parameter that is shared under `name`."""
+    parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
+    return next((n for n, p in module.named_parameters() if p is parameter), None)
 
 
 def watch(parameter: torch.nn.Parameter, ready: Callable[[Any], None]) -> Any:
@@ -29,6 +40,62 @@ def call_at_end(function: Callable[[], None]) -> None:
     import torch
 
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+class _Pass:
+    """A backward pass that is under way; torch lets it go when that ends, or fails."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def end(self) -> None:
+        self._ended()
+
+
+def begin_pass(ended: Callable[[], None], rank: int) -> weakref.ref[Any]:
+    """Call `ended` when the backward pass that is under way ends, unless an error cuts it short.
+
+    Returns a reference that lives as long as the pass does.
+    """
+    if _is_inside_another():
+        error = CollectiveError(
+            f"backward pass on rank {rank}: its first gradient came from a pass inside another "
+            "one, whose end is not that of all gradients; for activation checkpointing pass "
+            "use_reentrant=False"
+        )
+        error.name, error.rank = "backward pass", rank
+        raise error
+    now = _Pass(ended)
+    call_at_end(now.end)
+    return weakref.ref(now)
+
+
+def _is_inside_another() -> bool:
+    """Whether a function of one backward pass started the pass that is under way."""
+    from torch.autograd.function import BackwardCFunction
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def why_not_reduced(tensor: torch.Tensor) -> str:
+    """Say what a parameter or gradient is that cannot be reduced as it is, or nothing."""
+    import torch
+
+    if hasattr(tensor, "placements"):
+        return (
+            "a DTensor, which torch shards itself; for FSDP2 there is "
+            "mlstate.integrations.torch.reduce_scatter_with"
+        )
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout}, not dense"
+    if tensor.device.type == "meta":
+        return "on the meta device, without elements"
+    return ""
 
 
 def reduce_on_device(
