@@ -55,16 +55,22 @@ def _address(name: str) -> str:
     return os.path.join(tempfile.gettempdir(), f"{label}.sock")
 
 
-def _stranger(peer: socket.socket) -> bool:
-    """Whether the process at the other end is another user's."""
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end, 0 where it cannot be told, and its user."""
     import socket
     import struct
 
     if not LINUX:
-        return False  # the socket's file has mode 0600
+        return 0, os.getuid()  # the socket's file has mode 0600
     form = struct.Struct("3i")
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
-    return bool(form.unpack(data)[1] != os.getuid())
+    process, user, _ = form.unpack(data)
+    return process, user
+
+
+def _stranger(peer: socket.socket) -> bool:
+    """Whether the process at the other end is another user's."""
+    return _credentials(peer)[1] != os.getuid()
 
 
 def _listen(address: str) -> socket.socket | None:
@@ -283,6 +289,13 @@ class _Host:
             raise self.refuse(
                 f"two processes of job {self._name!r} say that they are rank {rank}; give each "
                 "a rank of its own, and each job a name of its own"
+            )
+        processes = {_credentials(known)[0]: r for r, known in self.ranks.items()}
+        twin = {**processes, os.getpid(): 0}.get(_credentials(peer)[0])
+        if twin is not None:  # a process holds the locks of all its ranks, or of none
+            raise self.refuse(
+                f"ranks {twin} and {rank} are one process; LocalGroup.threads makes a group of "
+                "threads"
             )
         self._silent.remove(peer)
         self.ranks[rank] = peer

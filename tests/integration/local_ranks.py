@@ -1,0 +1,240 @@
+"""What each rank does in test_local_processes.py: functions that LocalGroup.run can send.
+
+`python local_ranks.py` joins the group that a launcher describes; `python local_ranks.py wait
+FOLDER` runs ranks that wait until somebody presses Ctrl-C.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from group_model import inputs, raises, reduced, same_bits
+
+from mlstate import CollectiveError
+from mlstate.collectives import LocalGroup
+
+LONG = 60.0  # seconds that nobody waits for
+LARGE = 3_000_001  # float32: more than the memory that ranks share
+
+
+# ---- what goes well ----
+
+
+def every_operation(group, scale=1):
+    """One call of each, against NumPy."""
+    world, rank = group.world_size, group.rank
+    everyones = [array * np.float32(scale) for array in inputs(world, 10_000 * world, "float32")]
+    mine, total = everyones[rank], reduced(everyones, "sum")
+    same_bits(group.all_reduce(mine), total)
+    found = group.reduce_scatter(mine)
+    same_bits(found, total[rank * 10_000 : (rank + 1) * 10_000])
+    same_bits(group.all_gather(found), total)
+    rows = np.arange(2 * world) + 100 * rank
+    expected = [100 * r + 2 * rank + i for r in range(world) for i in (0, 1)]
+    assert group.all_to_all(rows).tolist() == expected
+    copy = everyones[world - 1].copy() if rank == world - 1 else np.zeros_like(mine)
+    same_bits(group.broadcast(copy, root=world - 1), everyones[world - 1])
+    texts = [b"%d" % r * 1000 * r for r in range(world)]
+    assert group.gather_bytes(texts[rank]) == texts
+    assert group.all_reduce(mine, async_op=True).wait(LONG).tobytes() == total.tobytes()
+    group.barrier()
+    return rank, os.getpid()
+
+
+def arrays_larger_than_the_memory_that_is_shared(group):
+    everyones = inputs(group.world_size, LARGE, "float32")
+    total = reduced(everyones, "sum")
+    mine = everyones[group.rank]
+    same_bits(group.all_reduce(mine), total)
+    counts = [LARGE] + [0] * (group.world_size - 1)
+    found = group.reduce_scatter(mine, counts=counts)
+    same_bits(found, total if group.rank == 0 else total[:0])
+    gathered = group.all_gather(mine)
+    same_bits(gathered, np.concatenate(everyones))
+    texts = [array.tobytes() for array in everyones]
+    assert group.gather_bytes(texts[group.rank]) == texts
+    return found
+
+
+def runs_of_their_own(group):
+    """Each rank starts a group of its own, and goes on."""
+    inner = LocalGroup.run(every_operation, 2, start_method="fork", timeout=LONG)
+    assert [rank for rank, _ in inner] == [0, 1]
+    assert os.getpid() not in [process for _, process in inner]
+    return every_operation(group)[0]
+
+
+def forked_children_are_no_members(group):
+    """A child is refused and its end changes nothing; the same with an exit of Python's own."""
+    for leave in (os._exit, sys.exit):
+        group.barrier()
+        process = os.fork()
+        if process == 0:
+            try:
+                raises(CollectiveError, "was forked from the one that joined", group.barrier)
+                raises(CollectiveError, "was forked", group.all_reduce, np.zeros(2), async_op=True)
+                group.abort()
+                group.close()
+            except BaseException as error:
+                print(error, file=sys.stderr)
+                os._exit(1)
+            if leave is os._exit:
+                os._exit(0)
+            os.execv("/bin/true", ["true"]) if Path("/bin/true").exists() else os._exit(0)
+        assert os.waitpid(process, 0)[1] == 0
+        every_operation(group)
+
+
+# ---- what does not ----
+
+
+class OddError(Exception):
+    """Cannot be unpickled: it takes two arguments and keeps one."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def fail(group, who, what):
+    """One rank fails, the others wait for it."""
+    if group.rank != who:
+        group.barrier(timeout=LONG)
+        return None
+    if what == "odd":
+        raise OddError("of the user", 2)
+    if what == "exit":
+        sys.exit(3)
+    if what == "end":
+        os._exit(3)
+    if what == "result":
+        return threading.Lock()
+    raise KeyError("of the user")
+
+
+def note(folder, group, text):
+    """Leave a text for the test, whole or not at all."""
+    path = Path(folder) / f"rank{group.rank}"
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
+
+
+def survive(group, folder, call):
+    """Tell what a call raised after how long, and that the group is of no use any more."""
+    began = time.monotonic()
+    try:
+        call()
+    except CollectiveError as error:
+        took = time.monotonic() - began
+        again = raises(CollectiveError, "of no use any more", group.gather_bytes, b"")
+        text = f"{took:.3f}\n{error}\n{again}\n{group!r}"
+        note(folder, group, text)
+        return text
+    note(folder, group, "0\nnothing was raised")
+    return None
+
+
+OPERATIONS = {
+    "reduce_scatter": lambda group: group.reduce_scatter(np.ones(12 << 18), timeout=LONG),
+    "all_gather": lambda group: group.all_gather(np.ones(12 << 18), timeout=LONG),
+    "all_reduce": lambda group: group.all_reduce(np.ones(12 << 18), timeout=LONG),
+    "all_to_all": lambda group: group.all_to_all(np.ones(12 << 18), timeout=LONG),
+    "broadcast": lambda group: group.broadcast(np.ones(12 << 18), root=1, timeout=LONG),
+    "barrier": lambda group: group.barrier(timeout=LONG),
+    "gather_bytes": lambda group: group.gather_bytes(bytes(12 << 20), timeout=LONG),
+}
+
+
+def be_killed_in(group, folder, name, who=1):
+    """One rank is killed while it takes part in an operation, over and over."""
+    pids = [int(text) for text in group.gather_bytes(b"%d" % os.getpid())]
+    if group.rank == who:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        note(folder, group, str(pids[who]))
+
+    def call():
+        while True:
+            OPERATIONS[name](group)
+
+    return survive(group, folder, call)
+
+
+def be_killed_while_waiting(group, folder):
+    """The last rank kills one that waits for it, and only then calls."""
+    pids = [int(text) for text in group.gather_bytes(b"%d" % os.getpid())]
+    last = group.world_size - 1
+    if group.rank == last:
+        os.kill(pids[1], signal.SIGKILL)
+    return survive(group, folder, lambda: group.all_reduce(np.ones(9), timeout=LONG))
+
+
+def be_stopped(group, folder):
+    """One rank is stopped (SIGSTOP), and the others do not wait for ever."""
+    pids = [int(text) for text in group.gather_bytes(b"%d" % os.getpid())]
+    if group.rank == 1:
+        group.all_reduce(np.ones(9), timeout=LONG)
+        return
+    if group.rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+    while Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+
+    def call():
+        for _ in range(3):  # the rank may have taken part in the first before it stopped
+            group.all_reduce(np.ones(9), timeout=2.0)
+
+    survive(group, folder, call)
+    if group.rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
+
+
+def be_interrupted(group, folder):
+    """One rank is interrupted (Ctrl-C) while it waits for the last one."""
+    pids = [int(text) for text in group.gather_bytes(b"%d" % os.getpid())]
+
+    def call():
+        group.all_gather(np.ones(1), timeout=LONG)
+
+    if group.rank == group.world_size - 1:
+        time.sleep(0.1)  # until it waits, most probably; earlier or later makes no difference
+        os.kill(pids[0], signal.SIGINT)
+        end = time.monotonic() + LONG
+        while "interrupted" not in repr(group) and time.monotonic() < end:
+            time.sleep(0.01)
+    if group.rank:
+        survive(group, folder, call)
+        return
+    try:
+        call()
+    except KeyboardInterrupt:
+        note(folder, group, f"0\nKeyboardInterrupt\n{group!r}")
+
+
+def wait_for_ever(group, folder):
+    if group.rank == 0:
+        group.gather_bytes(b"")
+        note(folder, group, "here")
+        threading.Event().wait(LONG)
+    group.gather_bytes(b"")
+    group.barrier(timeout=LONG)
+
+
+def main():
+    if sys.argv[1:2] == ["wait"]:
+        try:
+            LocalGroup.run(wait_for_ever, 3, sys.argv[2], start_method=sys.argv[3])
+        except KeyboardInterrupt:
+            sys.exit(130)
+        sys.exit("nobody pressed a key")
+    with LocalGroup.from_env(timeout=LONG) as group:
+        every_operation(group)
+        # one write, so that lines of several ranks do not mix
+        os.write(1, b"%d of %d ok\n" % (group.rank, group.world_size))
+
+
+if __name__ == "__main__":
+    main()
