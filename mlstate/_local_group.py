@@ -9,26 +9,12 @@ import numpy as np
 
 from . import _core
 from ._arrays import is_torch
-from ._collective_args import (
-    check_array,
-    check_bytes,
-    check_counts,
-    check_op,
-    check_root,
-    check_rows,
-    check_timeout,
-    counts_of,
-    dtype_name,
-    failed,
-    result_of,
-)
+from ._collective_args import check_plain, check_timeout, dtype_name, failed
+from ._engine import Call, Engine, shares
 from .errors import CollectiveError, CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
-
-    from .collectives import ReduceOp
 
 DEFAULT_SECONDS = 300.0
 
@@ -60,14 +46,9 @@ def _is_packed(array: Any) -> bool:
     return bool(flags.c_contiguous and flags.aligned and array.dtype.isnative)
 
 
-def _packed(operation: str, array: Any) -> Any:
+def _packed(array: Any) -> Any:
     """Return the array, or a copy that the core can use."""
     if is_torch(array):
-        from .integrations.torch._state import why_not_plain
-
-        reason = why_not_plain(array)
-        if reason:
-            raise TypeError(f"{operation}: the tensor is {reason}")
         return array.cpu().contiguous()
     if _is_packed(array):
         return array
@@ -95,46 +76,38 @@ def _bytes_of(array: Any) -> Any:
     return array.reshape(-1).view(np.uint8)
 
 
-def _numbers_of(operation: str, array: Any) -> Any:
-    """View a packed array as elements that the core can compute with."""
+def _check_numbers(operation: str, array: Any) -> None:
+    """Refuse elements that the core cannot compute with."""
     name = dtype_name(array)
-    if name == "complex128":  # sums of complex numbers are those of their parts
-        if is_torch(array):
-            import torch
-
-            return torch.view_as_real(array)
-        return array.reshape(-1).view(np.float64)
-    if name in ("longdouble", "clongdouble") or (not is_torch(array) and array.itemsize > 8):
-        error = CompatibilityError(
-            f"{operation}: there is no arithmetic for dtype {name}; convert the array first"
-        )
-        error.name, error.got = operation, name
-        raise error
-    return array
+    wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
+    if wide or name in ("longdouble", "clongdouble"):
+        raise _no_arithmetic(operation, name)
 
 
-def _put(packed: Any, place: Any) -> None:
-    """Copy a result to where it belongs; nothing to do where it is there."""
-    if packed is place:
-        return
-    if is_torch(place):
-        place.copy_(packed)
-    else:
-        place[...] = packed
+def _no_arithmetic(operation: str, dtype: str) -> CompatibilityError:
+    error = CompatibilityError(
+        f"{operation}: there is no arithmetic for dtype {dtype}; convert the array first"
+    )
+    error.name, error.got = operation, dtype
+    return error
 
 
-def _kind_of(array: Any) -> str:
-    """Say what rows are made of."""
-    kind = dtype_name(array) if is_torch(array) else str(array.dtype)
-    return f"{kind} {tuple(array.shape[1:])}"
+def _numbers_of(array: Any) -> Any:
+    """View a packed array as flat numbers: sums of complex ones are those of their parts."""
+    flat = array.reshape(-1)
+    if dtype_name(array) != "complex128":
+        return flat
+    if is_torch(array):
+        import torch
+
+        return torch.view_as_real(flat).reshape(-1)
+    return flat.view(np.float64)
 
 
-def _row_bytes(array: Any) -> int:
-    """Return the bytes along all dimensions but the first."""
-    size = int(array.element_size() if is_torch(array) else array.itemsize)
-    for length in array.shape[1:]:
-        size *= int(length)
-    return size
+def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, list[int], Any]:
+    """Return what the core reduces into `out`: flat numbers, and how many are each rank's."""
+    numbers = _numbers_of(array)
+    return numbers, shares(len(numbers), rows), _numbers_of(out)
 
 
 def _operator(kind: str, world_size: int) -> tuple[str, float]:
@@ -142,7 +115,7 @@ def _operator(kind: str, world_size: int) -> tuple[str, float]:
     return ("sum", float(world_size)) if kind == "mean" else (kind, 1.0)
 
 
-class LocalGroup:
+class LocalGroup(Engine):
     """A group of processes of one host, or of threads, over shared memory.
 
     Make one by `threads`, `run`, `from_env` or `join`; the class itself is not to be called.
@@ -388,30 +361,9 @@ class LocalGroup:
 
     # ---- what it is ----
 
-    def __enter__(self) -> LocalGroup:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         ended = "closed" if self._closed else self._link.ended()
         return f"LocalGroup(rank {self._rank} of {self._world_size}{', ' if ended else ''}{ended})"
-
-    @property
-    def rank(self) -> int:
-        """Number of this process or thread, from 0."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes or threads."""
-        return self._world_size
 
     # ---- one operation after the other ----
 
@@ -426,68 +378,13 @@ class LocalGroup:
         if self._closed:
             raise failed(operation, self._rank, "this group was closed; make a new one")
 
-    def _submit(
-        self, operation: str, timeout: float | None, async_op: bool, task: Callable[[float], Any]
-    ) -> Any:
-        """Run an operation after those that were called before it."""
-        self._check_open(operation)
-        seconds = self._timeout if timeout is None else timeout
-
-        def perform() -> Any:
-            self._check_open(operation)
-            try:
-                return task(seconds)
-            except CollectiveError as error:
-                error.rank = self._rank
-                raise
-
-        return self._turns.run(operation, perform, async_op=async_op)
-
-    # ---- operations ----
-
-    def reduce_scatter(
-        self,
-        array: Any,
-        *,
-        op: ReduceOp | str = "sum",
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce arrays of one shape, and return the rows that belong to this rank.
-
-        See `mlstate.collectives.ProcessGroup` for `op`, `out`, `counts`, `timeout` and
-        `async_op`, here and below.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import LocalGroup
-        >>> (group,) = LocalGroup.threads(1)
-        >>> group.reduce_scatter(np.arange(3))
-        array([0, 1, 2])
-        """
-        name = "reduce_scatter"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        kind = check_op(name, op, plain)
-        rows = check_rows(name, plain)
-        listed = check_counts(name, "counts", counts, rows, self._world_size)
-        place = result_of(name, out, (listed[self._rank], *plain.shape[1:]), plain)
-        source = _numbers_of(name, _packed(name, plain))
-        width = int(np.prod(source.shape)) // rows if rows else 0
-        sizes = [n * width for n in listed]
-        call = f"{kind} of {_kind_of(plain)} in rows {listed}"
-
-        def task(limit: float) -> Any:
-            target = place if _is_packed(place) else _empty_like(place)
-            segment = (source, sizes, _numbers_of(name, target))
-            self._link.reduce_scatter([segment], *_operator(kind, self._world_size), limit, call)
-            _put(target, place)
-            return place if out is None else out
-
-        return self._submit(name, seconds, async_op, task)
+    def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Perform an operation; its link is what ends the arguments of all of the core's."""
+        try:
+            return perform((self._timeout if call.seconds is None else call.seconds, call.text))
+        except CollectiveError as error:
+            error.rank = self._rank
+            raise
 
     def _reduce_segments(
         self,
@@ -503,223 +400,68 @@ class LocalGroup:
         infinite or NaN for each `out`.
         """
         name = "reduce_scatter"
+        for array, _, _ in segments:
+            _check_numbers(name, array)
+        listed = [_segment(*segment) for segment in segments]
         kind, ranks = _operator(op, self._world_size)
-        listed = [
-            (_numbers_of(name, array), list(counts), _numbers_of(name, out))
-            for array, counts, out in segments
-        ]
 
-        def task(limit: float) -> list[tuple[float, int]]:
-            call = f"{op} of {len(listed)} arrays"
-            return self._link.reduce_scatter(listed, kind, ranks * divisor, limit, call)
+        def perform(link: tuple[float, str]) -> list[tuple[float, int]]:
+            return self._link.reduce_scatter(listed, kind, ranks * divisor, *link)
 
-        found: list[tuple[float, int]] = self._submit(name, check_timeout(timeout), False, task)
+        call = Call(name, check_timeout(timeout), False, f"{op} of {len(listed)} arrays")
+        found: list[tuple[float, int]] = self._submit(call, perform)
         return found
 
-    def all_gather(
-        self,
-        array: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the rows of all ranks in the order of ranks; this rank's are `array`.
+    # ---- memory ----
 
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import LocalGroup
-        >>> (group,) = LocalGroup.threads(1)
-        >>> group.all_gather(np.array(["a", "b"]))
-        array(['a', 'b'], dtype='<U1')
-        """
-        name = "all_gather"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        rows = check_rows(name, plain)
-        if counts is None:
-            listed = [rows] * self._world_size
+    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+        check_plain(operation, array)
+        if reduced:
+            _check_numbers(operation, array)
+        return _packed(array)
+
+    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
+        check_plain(operation, place)
+        return place if _is_packed(place) else _empty_like(place)
+
+    def _put(self, target: Any, place: Any) -> None:
+        if target is place:
+            return
+        if is_torch(place):
+            place.copy_(target)
         else:
-            listed = counts_of(name, "counts", counts, self._world_size)
-            if listed[self._rank] != rows:
-                raise _wrong_rows(name, rows, listed[self._rank], self._rank)
-        place = result_of(name, out, (sum(listed), *plain.shape[1:]), plain)
-        source = _bytes_of(_packed(name, plain))
-        width = _row_bytes(plain)
-        sizes = [n * width for n in listed]
-        call = f"{_kind_of(plain)} in rows {listed}"
+            place[...] = target
 
-        def task(limit: float) -> Any:
-            target = place if _is_packed(place) else _empty_like(place)
-            self._link.all_gather(source, _bytes_of(target), sizes, limit, call)
-            _put(target, place)
-            return place if out is None else out
+    # ---- how bytes travel ----
 
-        return self._submit(name, seconds, async_op, task)
+    def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
+        segment = _segment(source, rows, target)
+        self._link.reduce_scatter([segment], *_operator(op, self._world_size), *link)
 
-    def all_reduce(
-        self,
-        array: Any,
-        *,
-        op: ReduceOp | str = "sum",
-        out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce arrays of one shape, and return the same result on every rank.
+    def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
+        numbers = _numbers_of(source), _numbers_of(target)
+        self._link.all_reduce(*numbers, *_operator(op, self._world_size), *link)
 
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import LocalGroup
-        >>> (group,) = LocalGroup.threads(1)
-        >>> group.all_reduce(np.ones(2), op="mean")
-        array([1., 1.])
-        """
-        name = "all_reduce"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        kind = check_op(name, op, plain)
-        place = result_of(name, out, tuple(plain.shape), plain)
-        source = _numbers_of(name, _packed(name, plain))
-        call = f"{kind} of {tuple(plain.shape)} {_kind_of(plain)}"
+    def _spread(self, link: Any, source: Any, rows: list[int], target: Any) -> None:
+        into = _bytes_of(target)
+        self._link.all_gather(_bytes_of(source), into, shares(into.size, rows), *link)
 
-        def task(limit: float) -> Any:
-            target = place if _is_packed(place) else _empty_like(place)
-            operator = _operator(kind, self._world_size)
-            self._link.all_reduce(source, _numbers_of(name, target), *operator, limit, call)
-            _put(target, place)
-            return place if out is None else out
+    def _trade(
+        self, link: Any, source: Any, sent: list[int], target: Any, wanted: list[int]
+    ) -> None:
+        mine, into = _bytes_of(source), _bytes_of(target)
+        here = mine.copy() if np.may_share_memory(mine, into) else mine
+        sizes = shares(mine.size, sent), shares(into.size, wanted)
+        self._link.all_to_all(here, sizes[0], into, sizes[1], *link)
 
-        return self._submit(name, seconds, async_op, task)
+    def _broadcast(self, link: Any, memory: Any, root: int) -> None:
+        self._link.broadcast(_bytes_of(memory), root, *link)
 
-    def all_to_all(
-        self,
-        array: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        out_counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Send each rank its rows, ``counts[rank]`` of them; return those that others sent.
+    def _barrier(self, link: Any) -> None:
+        self._link.barrier(*link)
 
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import LocalGroup
-        >>> (group,) = LocalGroup.threads(1)
-        >>> group.all_to_all(np.arange(2), counts=[2], out_counts=[2])
-        array([0, 1])
-        """
-        name = "all_to_all"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        rows = check_rows(name, plain)
-        if (counts is None) != (out_counts is None):
-            raise ValueError(f"{name}: give both counts and out_counts, or neither")
-        sent = check_counts(name, "counts", counts, rows, self._world_size)
-        wanted = sent
-        if out_counts is not None:
-            wanted = counts_of(name, "out_counts", out_counts, self._world_size)
-        place = result_of(name, out, (sum(wanted), *plain.shape[1:]), plain)
-        source = _bytes_of(_packed(name, plain))
-        width = _row_bytes(plain)
-        sizes = [n * width for n in sent], [n * width for n in wanted]
-        call = _kind_of(plain)
-
-        def task(limit: float) -> Any:
-            target = place if _is_packed(place) else _empty_like(place)
-            into = _bytes_of(target)
-            here = source.copy() if np.may_share_memory(source, into) else source
-            self._link.all_to_all(here, sizes[0], into, sizes[1], limit, call)
-            _put(target, place)
-            return place if out is None else out
-
-        return self._submit(name, seconds, async_op, task)
-
-    def broadcast(
-        self,
-        array: Any,
-        *,
-        root: int = 0,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Copy the array of rank `root` into that of every other rank, and return it.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate.collectives import LocalGroup
-        >>> (group,) = LocalGroup.threads(1)
-        >>> group.broadcast(np.arange(2))
-        array([0, 1])
-        """
-        name = "broadcast"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        start = check_root(name, root, self._world_size)
-        sends = start == self._rank
-        if not sends and not is_torch(array):
-            writable = isinstance(array, np.ndarray) and array.flags.writeable
-            if not writable:
-                raise ValueError(f"{name}: the array of rank {self._rank} is read-only")
-        source = _packed(name, plain)
-        call = f"{tuple(plain.shape)} {_kind_of(plain)} from {start}"
-
-        def task(limit: float) -> Any:
-            self._link.broadcast(_bytes_of(source), start, limit, call)
-            if not sends:
-                _put(source, plain)
-            return array
-
-        return self._submit(name, seconds, async_op, task)
-
-    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Wait until every rank is here.
-
-        Examples
-        --------
-        >>> from mlstate.collectives import LocalGroup
-        >>> (group,) = LocalGroup.threads(1)
-        >>> group.barrier()
-        """
-
-        def task(limit: float) -> None:
-            self._link.barrier(limit, "")
-
-        return self._submit("barrier", check_timeout(timeout), async_op, task)
-
-    def gather_bytes(
-        self,
-        data: bytes,
-        *,
-        root: int | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the bytes of all ranks, of any lengths, as a list in the order of ranks.
-
-        Examples
-        --------
-        >>> from mlstate.collectives import LocalGroup
-        >>> (group,) = LocalGroup.threads(1)
-        >>> group.gather_bytes(b"ok", root=0)
-        [b'ok']
-        """
-        name = "gather_bytes"
-        seconds = check_timeout(timeout)
-        text = check_bytes(name, data)
-        end = -1 if root is None else check_root(name, root, self._world_size)
-
-        def task(limit: float) -> Any:
-            return self._link.gather_bytes(text, end, limit, f"to {root}")
-
-        return self._submit(name, seconds, async_op, task)
+    def _gather(self, link: Any, data: bytes, root: int | None) -> list[bytes] | None:
+        return self._link.gather_bytes(data, -1 if root is None else root, *link)
 
     # ---- the end ----
 
@@ -753,14 +495,6 @@ class LocalGroup:
             self._turns.join()
         self._closed = True
         self._link.close()
-
-
-def _wrong_rows(operation: str, rows: int, expected: int, rank: int) -> CompatibilityError:
-    error = CompatibilityError(
-        f"{operation}: the first dimension is {rows}, expected {expected}, the count of rank {rank}"
-    )
-    error.name, error.got, error.expected, error.rank = operation, str(rows), str(expected), rank
-    return error
 
 
 # ---- launchers ----
