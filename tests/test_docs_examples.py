@@ -3,10 +3,12 @@
 A page's blocks share one namespace and one temporary working directory:
 
 - ``python`` blocks run; with ``no-run`` behind it they are only compiled, with
-  ``needs=NAME`` they are skipped where that module is missing.
+  ``needs=NAME`` they are skipped where that module is missing, with ``file=NAME`` they are
+  kept as that file for a later block to run.
 - ``pycon`` blocks are doctests: what they print is compared.
-- ``console`` blocks: lines that start with ``$ mlstate`` run, and what they print is
-  compared. Other commands are not run.
+- ``console`` blocks: lines that start with ``$ mlstate``, ``$ python FILE`` or ``$ torchrun``
+  run, and what they print is compared, in scripts with ``...`` as in doctests. Other commands
+  are not run. ``needs=NAME`` is for these too.
 
 The directory has the demo's packages where a checkout has them, so that a reader can do
 the same from the repository's root.
@@ -14,8 +16,11 @@ the same from the repository's root.
 
 import doctest
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,15 +51,23 @@ def blocks_of(page):
     ]
 
 
+def values(block, key):
+    """What stands behind a block's ``key=``."""
+    return [word[len(key) + 1 :] for word in block.words if word.startswith(key + "=")]
+
+
+def is_missing(block):
+    """Whether a module that the block needs is not installed."""
+    return any(not importlib.util.find_spec(name) for name in values(block, "needs"))
+
+
 def run_python(block, where, namespace):
     padded = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
     code = compile(padded, where, "exec", dont_inherit=True)
-    missing = [
-        word.removeprefix("needs=")
-        for word in block.words
-        if word.startswith("needs=") and not importlib.util.find_spec(word[len("needs=") :])
-    ]
-    if "no-run" not in block.words and not missing:
+    for name in values(block, "file"):
+        Path(name).write_text(block.text, encoding="utf-8")
+        return
+    if "no-run" not in block.words and not is_missing(block):
         exec(code, namespace)
 
 
@@ -68,10 +81,32 @@ def run_doctest(block, where, namespace):
     assert not runner.failures, "".join(report)
 
 
+def run_script(words):
+    """What a script prints that is run as the page says, in a process of its own."""
+    start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
+    package = str(Path(mlstate.__file__).parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.run(
+        [sys.executable, *start, *words[1:]],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
 def run_commands(block, where, capsys):
     for command in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         line, _, expected = command.partition("\n")
         words = shlex.split(line)
+        sanitized = words[0] == "torchrun" and "MLSTATE_UNDER_SANITIZER" in os.environ
+        if words[0] in ("python", "torchrun") and not is_missing(block) and not sanitized:
+            printed = run_script(words)
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            same = doctest.OutputChecker().check_output(expected, printed, flags)
+            assert same, f"{where}:{block.line}: {line} prints\n{printed}"
         if words[0] != "mlstate":
             continue
         capsys.readouterr()
@@ -103,7 +138,14 @@ def test_page_runs(page, tmp_path, monkeypatch, capsys):
 
 
 def test_a_wrong_page_fails(tmp_path, capsys):
-    """The test above can fail: wrong code, wrong output, wrong command."""
+    """The test above can fail: wrong code, wrong output, wrong command, wrong script."""
+    script = tmp_path / "script.py"
+    script.write_text("print(1 + 1)\n", encoding="utf-8")
+    good = Block("console", [], f"$ python {script}\n2\n", 1)
+    run_commands(good, "page", capsys)
+    for text in (good.text.replace("2", "3"), good.text.replace("script", "no_such_script")):
+        with pytest.raises(AssertionError):
+            run_commands(good._replace(text=text), "page", capsys)
     wrong = {
         "python": "assert 1 == 2\n",
         "pycon": ">>> 1 + 1\n3\n",
