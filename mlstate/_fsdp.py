@@ -116,7 +116,8 @@ class FSDP:
             "allow_unused": self.allow_unused,
             "compression": compression,
         }
-        self._reducer = Reducer(process_group, check_timeout(timeout), settings)
+        self._timeout = check_timeout(timeout)
+        self._reducer = Reducer(process_group, self._timeout, settings)
         self._turns = Turns("mlstate-fsdp", process_group.rank)
         self._run = threading.Lock()  # held from the first bucket of a run to its end
         if record:
@@ -136,6 +137,21 @@ class FSDP:
     def process_group(self) -> Any:
         """The ranks."""
         return self._group
+
+    @property
+    def op(self) -> str:
+        """How gradients become one: sum, mean, min or max."""
+        return self._op
+
+    @property
+    def divisor(self) -> float:
+        """What sums are divided by."""
+        return self._terms.divisor
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for each operation; None for the group's own."""
+        return self._timeout
 
     @property
     def rank(self) -> int:

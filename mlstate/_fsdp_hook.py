@@ -721,7 +721,7 @@ class FSDPBackwardHook:
             Each compares the sum of its part with what the ranks had for it, every element
             with a sign that a hash of its place gives. Sums and means only.
         atol : float, default 1e-5
-            How much an element may differ; of sums with signs, how much each element may add.
+            How much an element may differ. Pass more where gradients are compressed.
 
         Returns
         -------
@@ -731,8 +731,9 @@ class FSDPBackwardHook:
         Raises
         ------
         ValueError
-            Both or neither of the dicts of gradients were passed, but for units or gradients
-            that are empty: these are well, as the specification has it.
+            Both dicts of gradients were passed, `atol` is negative or NaN, or there is nothing
+            to compare minima and maxima by. Neither dict, or one that is empty, is well, as
+            the specification has it.
 
         Examples
         --------
@@ -749,6 +750,8 @@ class FSDPBackwardHook:
         parameter  rank  element  expected  actual
         w          0     1        2.0       1.0
         """
+        if not atol >= 0:
+            raise ValueError(f"atol must be 0 or more, got {atol}")
         if unreduced is not None and full_gradients is not None:
             raise ValueError("pass full_gradients or unreduced, not both")
         if sharding_units:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import accumulate, pairwise
-from math import inf, isfinite
+from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 20  # elements that are compared at a time
 _SHOWN = 20
-# What a sum of that dtype may be off by, relative to its elements.
-_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22, "float64": 2.0**-50}
+# What rounding may change an element by, relative to it.
+_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
 class Mismatch(NamedTuple):
@@ -37,15 +37,15 @@ class Mismatch(NamedTuple):
         Whose part.
     element : int or None
         Its place in the part, from 0; None where the part is absent, or only its sum is known.
-    expected, actual : float or str
+    expected, actual : number or str
         What should be there, and what is.
     """
 
     parameter: str
     rank: int
     element: int | None
-    expected: float | str
-    actual: float | str
+    expected: complex | str
+    actual: complex | str
 
 
 class GradientReport:
@@ -100,12 +100,30 @@ class GradientReport:
         return table_html(self._title(), *self._rows())
 
 
-def _flat_doubles(array: Any) -> Iterator[Any]:
-    """Give the elements as float64, block by block."""
+def _blocks(array: Any) -> Iterator[Any]:
+    """Give the elements, block by block: floats as float64, integers as they are."""
     flat = packed(array).reshape(-1)
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK]
-        yield block.cpu().double().numpy() if is_torch(block) else block.astype(np.float64)
+        if is_torch(block):
+            near = block.cpu()
+            yield (near.double() if near.dtype.is_floating_point else near).numpy()
+        elif block.dtype.kind in "biuc":
+            yield block
+        else:
+            yield block.astype(np.float64)
+
+
+def _differ(expected: Any, actual: Any, atol: float) -> Any:
+    """Say which elements differ by more than `atol`; NaN always does."""
+    different = ~(expected == actual)  # infinities that are equal differ by NaN
+    wide = np.complex128 if "c" in (expected.dtype.kind, actual.dtype.kind) else np.float64
+    there = different.nonzero()[0]
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(expected[there].astype(wide) - actual[there].astype(wide))
+    exact = expected.dtype.kind in "biu" and atol < 1  # float64 has no 2**53 + 1
+    different[there] = True if exact else ~(apart <= atol)
+    return different
 
 
 def _part(unit: FSDPShardingUnit, full: Any) -> Any:
@@ -122,12 +140,11 @@ def _first_difference(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatc
     if tuple(local.shape) != tuple(part.shape):
         return Mismatch(name, rank, None, str(tuple(part.shape)), str(tuple(local.shape)))
     at = 0
-    for expected, actual in zip(_flat_doubles(part), _flat_doubles(local), strict=True):
-        # equal infinities differ by NaN; NaN is never well
-        wrong = ~((np.abs(expected - actual) <= atol) | (expected == actual))
+    for expected, actual in zip(_blocks(part), _blocks(local), strict=True):
+        wrong = _differ(expected, actual, atol)
         if wrong.any():
             i = int(wrong.argmax())
-            return Mismatch(name, rank, at + i, float(expected[i]), float(actual[i]))
+            return Mismatch(name, rank, at + i, expected[i].item(), actual[i].item())
         at += len(expected)
     return None
 
@@ -144,60 +161,79 @@ def compare(
 # ---- without any full gradient that is reduced ----
 
 
-def _sketches(unit: FSDPShardingUnit, full: Any) -> list[tuple[float, float]]:
-    """Sketch each rank's part of this rank's own gradient."""
-    flat = packed(full).reshape(-1)
-    flat = flat.cpu() if is_torch(flat) else flat
-    ends = accumulate(unit.counts, initial=0)
-    return [_core.sketch(flat[start:end], start, 0) for start, end in pairwise(ends)]
+def _sketch(array: Any, start: int) -> tuple[float, float]:
+    """Return the sum of packed elements with signs by their places, and their norm."""
+    near = array.cpu() if is_torch(array) else array
+    ((squares, _),) = _core.tally(["gradient"], [near])
+    return _core.sketch(near, start, 0)[0], sqrt(squares)
 
 
 def _told(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
-    """Say what a rank knows of one parameter."""
-    start = sum(unit.counts[: unit.shard_index])
-    local = unit.local_gradient
-    if local is not None:
-        flat = packed(local).reshape(-1)
-        local = _core.sketch(flat.cpu() if is_torch(flat) else flat, start, 0)
-    parts = None
-    if full is not None and tuple(full.shape) == unit.shape:
-        parts = _sketches(unit, full)
-    return {"local": local, "parts": parts}
+    """Say what a rank knows of one parameter: of its part, and of what it had for each."""
+    starts = list(accumulate(unit.counts, initial=0))
+    local, wrong = unit.local_gradient, ""
+    told: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
+    if local is None:
+        wrong = "no local gradient"
+    elif full is None:
+        wrong = "no full gradient"
+    elif tuple(local.shape) != unit.local_shape:
+        wrong = f"a local gradient of {tuple(local.shape)}"
+    elif tuple(full.shape) != unit.shape:
+        wrong = f"a full gradient of {tuple(full.shape)}"
+    else:
+        try:
+            flat = packed(full).reshape(-1)
+            told["parts"] = [_sketch(flat[a:b], a) for a, b in pairwise(starts)]
+            told["local"] = _sketch(packed(local).reshape(-1), starts[unit.shard_index])
+        except Exception as error:  # the other ranks wait for this
+            wrong = f"{type(error).__name__}: {error}"
+    return told | {"wrong": wrong}
+
+
+def _slack(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
+    """Return what a sum with signs may be off by where all is well.
+
+    Errors of elements have signs of their own: together they grow as the root of their
+    number does, and are within a few times that.
+    """
+    wide = 2.0**-24 if dtype in _ROUNDING else 2.0**-53
+    rounding = _ROUNDING.get(dtype, 0.0) + world * wide
+    return 10 * rounding * norms + atol * min(count, 6 * sqrt(count))
 
 
 def compare_sums(
     fsdp: FSDP, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
 ) -> GradientReport:
     """Compare sums of the parts with sums of what all ranks had for them."""
-    names = sorted(units)
-    text = json.dumps({name: _told(units[name], gradients.get(name)) for name in names})
-    told = [json.loads(t) for t in fsdp.process_group.gather_bytes(text.encode())]
-    mismatches = []
-    for name in names:
-        for rank in range(fsdp.world_size):
-            found = _wrong_sum(fsdp, units[name], [of.get(name) for of in told], rank, atol)
-            if found is not None:
-                mismatches.append(found)
-                break
-    return GradientReport(mismatches, len(names), atol)
+    if fsdp.op not in ("sum", "mean"):
+        raise ValueError(f"unreduced= goes with sums and means, not with op={fsdp.op!r}")
+    text = json.dumps({name: _told(units[name], gradients.get(name)) for name in units})
+    ranks = fsdp.process_group.gather_bytes(text.encode(), timeout=fsdp.timeout)
+    told = [json.loads(t) for t in ranks]
+    names = sorted({name for of in told for name in of})
+    divisor = fsdp.divisor
+    found = (_wrong_sum(name, [of.get(name) for of in told], divisor, atol) for name in names)
+    return GradientReport([m for m in found if m is not None], len(names), atol)
 
 
-def _wrong_sum(
-    fsdp: FSDP, unit: FSDPShardingUnit, told: list[Any], rank: int, atol: float
-) -> Mismatch | None:
-    """Compare one rank's part with what all had for it."""
-    name = unit.parameter_name
-    for of, known in enumerate(told):
-        if known is None or known["parts"] is None:
-            return Mismatch(name, of, None, f"a full gradient of {unit.shape}", "none")
-    if told[rank]["local"] is None:
-        return Mismatch(name, rank, None, "a gradient", "none")
-    divisor = fsdp.terms(unit).divisor
-    expected = sum(known["parts"][rank][0] for known in told) / divisor
-    magnitude = sum(known["parts"][rank][1] for known in told) / abs(divisor)
-    actual, size = told[rank]["local"]
-    slack = _EPSILON.get(unit.dtype, 0.0) * (magnitude + size) + atol * unit.counts[rank]
-    difference = abs(expected - actual)
-    if isfinite(difference) and difference <= min(slack, inf):
-        return None
-    return Mismatch(name, rank, None, f"sum {expected:g}", f"sum {actual:g}")
+def _wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Mismatch | None:
+    """Compare the parts of one parameter with what all ranks had for them."""
+    for rank, known in enumerate(told):
+        if known is None:
+            return Mismatch(name, rank, None, "a sharding unit", "none")
+        if known["fact"] != told[0]["fact"]:
+            return Mismatch(name, rank, None, told[0]["fact"], known["fact"])
+    for rank, known in enumerate(told):
+        if known["wrong"]:
+            return Mismatch(name, rank, None, "gradients that can be compared", known["wrong"])
+    for rank, known in enumerate(told):
+        parts = [of["parts"][rank] for of in told]
+        expected = sum(signed for signed, _ in parts) / divisor
+        actual, norm = known["local"]
+        norms = norm + sum(of for _, of in parts) / abs(divisor)
+        difference = abs(expected - actual)
+        slack = _slack(len(told), known["dtype"], known["counts"][rank], norms, atol)
+        if not (isfinite(difference) and difference <= slack):
+            return Mismatch(name, rank, None, f"sum {expected:g}", f"sum {actual:g}")
+    return None

@@ -1,0 +1,332 @@
+"""Whether scattered gradients are well: what is found, where, and how it is told."""
+
+import numpy as np
+import pytest
+from gradient_model import (
+    FLOATS,
+    INTEGERS,
+    gradient_of,
+    gradients_of,
+    part_of,
+    reduced,
+    run,
+    units_of,
+)
+
+from mlstate.collectives import SingleGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, GradientReport, Mismatch
+
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES = {"a": (5, 3), "b": (7,), "c": (), "d": (20, 2), "e": (0, 4)}
+
+
+def hook_of_one():
+    return FSDPBackwardHook(FSDP(SingleGroup()))
+
+
+def verified(actual, expected, **keywords):
+    """The report on one parameter of one rank."""
+    unit = FSDPShardingUnit("w", np.shape(expected), np.asarray(expected).dtype, 0)
+    unit.local_gradient = actual
+    return hook_of_one().verify_gradients({"w": unit}, {"w": np.asarray(expected)}, **keywords)
+
+
+# ---- with full gradients ----
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_what_was_scattered_is_well_and_an_element_that_was_changed_is_found(world, dtype, layout):
+    def work(group):
+        units = units_of(group.rank, SHAPES, dtype, layout)
+        gradients = [gradients_of(rank, SHAPES, dtype) for rank in range(world)]
+        full = {name: reduced([g[name] for g in gradients]) for name in SHAPES}
+        hook = FSDPBackwardHook(FSDP(group, nonfinite="allow"))  # of float16
+        hook.scatter_multiple(units, gradients[group.rank])
+        full = {name: np.nan_to_num(whole) for name, whole in full.items()}
+        for unit in units.values():
+            np.nan_to_num(unit.local_gradient, copy=False)
+        report = hook.verify_gradients(units, full)
+        assert report, report
+        assert (report.compared, report.mismatches) == (5, [])
+        local = units["d"].local_gradient.reshape(-1)
+        local[-1] = local[-1] / 2 + 3
+        (found,) = hook.verify_gradients(units, full).mismatches
+        part = part_of(full["d"], layout, group.rank, world).reshape(-1)
+        assert found[:3] == ("d", group.rank, len(local) - 1)
+        assert (found.expected, found.actual) == (part[-1], local[-1])
+
+    run(work, world)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "element"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], None),
+        ([1.0, 2.0 + 0.9e-5], [1.0, 2.0], None),
+        ([1.0, 2.0 + 1.1e-5], [1.0, 2.0], 1),
+        ([1.0, 2.0 - 1.1e-5], [1.0, 2.0], 1),
+        ([np.inf, -np.inf], [np.inf, -np.inf], None),
+        ([1.0, np.inf], [1.0, -np.inf], 1),
+        ([1.0, 1e308], [1.0, np.inf], 1),
+        ([np.nan, 1.0], [np.nan, 1.0], 0),
+        ([np.nan, 1.0], [1.0, 1.0], 0),
+        ([1.0, 1.0], [1.0, np.nan], 1),
+    ],
+)
+def test_elements_are_compared_to_1e_5_and_nan_never_passes(actual, expected, element):
+    report = verified(np.array(actual), np.array(expected))
+    assert bool(report) == (element is None)
+    assert [m.element for m in report.mismatches] == ([] if element is None else [element])
+
+
+def test_the_tolerance_is_the_callers():
+    assert verified(np.array([1.5]), np.array([1.0]), atol=0.5)
+    assert not verified(np.array([1.5]), np.array([1.0]), atol=0.49)
+    assert verified(np.array([1.0]), np.array([1.0]), atol=0)
+    assert not verified(np.array([np.nextafter(1, 2)]), np.array([1.0]), atol=0)
+    assert verified(np.array([1.0]), np.array([9.0]), atol=float("inf"))
+    assert not verified(np.array([1.0]), np.array([np.nan]), atol=float("inf"))
+    for wrong in (-1e-9, float("nan")):
+        with pytest.raises(ValueError, match="atol must be 0 or more"):
+            verified(np.array([1.0]), np.array([1.0]), atol=wrong)
+
+
+def test_integers_beyond_the_precision_of_doubles_are_told_apart():
+    assert not verified(np.array([2**53 + 1]), np.array([2**53]))
+    assert verified(np.array([2**53 + 1]), np.array([2**53]), atol=1)
+    assert not verified(np.array([0], np.uint8), np.array([255], np.uint8), atol=1)
+
+
+def test_imaginary_parts_are_compared_too():
+    report = verified(np.array([1 + 2j, 1], np.complex64), np.array([1 + 3j, 1], np.complex64))
+    assert report.mismatches == [Mismatch("w", 0, 0, 1 + 3j, 1 + 2j)]
+
+
+def test_a_part_that_is_missing_or_of_another_shape_is_not_well():
+    assert verified(None, np.ones(3)).mismatches == [Mismatch("w", 0, None, "a gradient", "none")]
+    assert verified(np.ones(2), np.ones(3)).mismatches == [Mismatch("w", 0, None, "(3,)", "(2,)")]
+    unit = FSDPShardingUnit("w", (3,), "float64", 0)
+    unit.local_gradient = np.ones(3)
+    report = hook_of_one().verify_gradients({"w": unit}, {"w": np.ones(4)})
+    assert report.mismatches == [Mismatch("w", 0, None, "(3,)", "full gradient of (4,)")]
+
+
+def test_the_place_is_found_behind_the_first_million_elements():
+    expected = np.zeros(1_500_000, np.float32)
+    actual = expected.copy()
+    actual[1_234_567] = 1
+    (found,) = verified(actual, expected).mismatches
+    assert found == Mismatch("w", 0, 1_234_567, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_nothing_to_compare_is_well(nothing):
+    unit = FSDPShardingUnit("w", (3,), "float64", 0)
+    hook = hook_of_one()
+    assert hook.verify_gradients(nothing, {"w": np.ones(3)})
+    assert hook.verify_gradients({"w": unit}, nothing)
+    report = hook.verify_gradients({"w": unit}, {"v": np.ones(3), "w": None})
+    assert report
+    assert report.compared == 0
+
+
+def test_what_cannot_be_compared_is_refused():
+    unit = FSDPShardingUnit("w", (3,), "float64", 0)
+    hook = hook_of_one()
+    with pytest.raises(ValueError, match="full_gradients or unreduced, not both"):
+        hook.verify_gradients({"w": unit}, {"w": np.ones(3)}, unreduced={"w": np.ones(3)})
+    with pytest.raises(TypeError, match=r"full_gradients must be a dict .* got list"):
+        hook.verify_gradients({"w": unit}, [np.ones(3)])
+    with pytest.raises(TypeError, match=r"unreduced must be a dict .* got list"):
+        hook.verify_gradients({"w": unit}, unreduced=[np.ones(3)])
+    with pytest.raises(ValueError, match="sums and means, not with op='max'"):
+        FSDPBackwardHook(FSDP(SingleGroup(), op="max")).verify_gradients(
+            {"w": unit}, unreduced={"w": np.ones(3)}
+        )
+
+
+# ---- without full gradients ----
+
+LARGE = {"v": (300, 70), "w": (300, 70), "x": (9,), "y": ()}
+
+
+def small_gradients(rank, shapes, dtype):
+    """As training has them: of one size, and small."""
+    rng = np.random.default_rng([rank, 5])
+    plain = gradient_of(0, (1,), dtype)
+    return {n: (rng.standard_normal(s) * 1e-3).astype(plain.dtype) for n, s in shapes.items()}
+
+
+def after(work_on, *, world=2, dtype="float32", **keywords):
+    """The reports of all ranks after `work_on(units, gradients, rank)` of scattered ones."""
+
+    def work(group):
+        units = units_of(group.rank, LARGE, dtype)
+        gradients = small_gradients(group.rank, LARGE, dtype)
+        hook = FSDPBackwardHook(FSDP(group, **keywords))
+        hook.scatter_multiple(units, gradients)
+        units, gradients = work_on(units, gradients, group.rank) or (units, gradients)
+        return hook.verify_gradients(units, unreduced=gradients)
+
+    reports = run(work, world)
+    assert len({repr(report) for report in reports}) == 1, "all ranks come to the same conclusion"
+    return reports[0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "keywords", [{}, {"op": "mean"}, {"gradient_divide_factor": -3.0}, {"reduce_dtype": "float32"}]
+)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_sums_with_signs_of_what_was_scattered_are_well(world, keywords, dtype):
+    report = after(lambda *_: None, world=world, dtype=dtype, **keywords)
+    assert report, report
+    assert report.compared == 4
+
+
+def test_sums_of_integers_are_compared_as_well():
+    def work(group):
+        unit = FSDPShardingUnit("w", (1000,), "int64", group.rank)
+        gradient = np.arange(1000) * (group.rank + 1) ** 9
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.scatter_gradient(unit, gradient)
+        assert hook.verify_gradients({"w": unit}, unreduced={"w": gradient})
+        unit.local_gradient[7] += 1 - group.rank
+        return hook.verify_gradients({"w": unit}, unreduced={"w": gradient})
+
+    for report in run(work):
+        assert [m.rank for m in report.mismatches] == [0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_swapped_pair_of_parameters_is_found(dtype):
+    def swap(units, gradients, rank):
+        if rank == 1:
+            v, w = units["v"], units["w"]
+            v.local_gradient, w.local_gradient = w.local_gradient, v.local_gradient
+
+    report = after(swap, dtype=dtype)
+    assert [(m.parameter, m.rank, m.element) for m in report.mismatches] == [
+        ("v", 1, None),
+        ("w", 1, None),
+    ]
+    assert "sum " in str(report.mismatches[0].expected)
+
+
+@pytest.mark.parametrize("fault", ["halves", "sign", "zero", "doubled", "shifted", "nan"])
+def test_parts_that_were_changed_are_found(fault):
+    def change(units, gradients, rank):
+        local = units["w"].local_gradient
+        if rank == 0 and fault == "halves":
+            local[:] = np.roll(local, len(local) // 2)
+        elif rank == 0:
+            local[:] = {
+                "sign": -local,
+                "zero": 0 * local,
+                "doubled": 2 * local,
+                "shifted": np.roll(local, 1),
+                "nan": np.where(np.arange(len(local)) == 5, np.nan, local),
+            }[fault]
+
+    (found,) = after(change).mismatches
+    assert found[:3] == ("w", 0, None)
+
+
+def test_one_element_of_many_is_found_where_it_stands_out():
+    def change(units, gradients, rank):
+        if rank == 1:
+            units["w"].local_gradient[123] += 0.05  # the others are about 0.001
+
+    (found,) = after(change).mismatches
+    assert found[:2] == ("w", 1)
+
+
+def without_unit(units, gradients, rank):
+    return {n: u for n, u in units.items() if rank == 0 or n != "x"}, gradients
+
+
+def without_local(units, gradients, rank):
+    if rank:
+        units["x"].local_gradient = None
+
+
+def without_full(units, gradients, rank):
+    return units, {n: g for n, g in gradients.items() if rank == 0 or n != "x"}
+
+
+def with_another_part(units, gradients, rank):
+    if rank:
+        units["x"].local_gradient = np.ones(3, np.float32)
+
+
+def with_another_full(units, gradients, rank):
+    return units, {**gradients, **({"x": np.ones(8, np.float32)} if rank else {})}
+
+
+def with_another_layout(units, gradients, rank):
+    if rank:
+        units["x"] = FSDPShardingUnit("x", (9,), "float32", 1, layout="rows")
+
+
+def with_what_has_no_sum(units, gradients, rank):
+    if rank:
+        units["x"].local_gradient = np.ones(4, bool)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (without_unit, ("a sharding unit", "none")),
+        (without_local, ("gradients that can be compared", "no local gradient")),
+        (without_full, ("gradients that can be compared", "no full gradient")),
+        (with_another_part, ("gradients that can be compared", "a local gradient of (3,)")),
+        (with_another_full, ("gradients that can be compared", "a full gradient of (8,)")),
+        (with_another_layout, ("'x' float32 (9,) flat", "'x' float32 (9,) rows")),
+        (with_what_has_no_sum, ("gradients that can be compared", "CompatibilityError")),
+    ],
+)
+def test_ranks_that_cannot_compare_a_parameter_say_so_and_compare_the_others(fault, said):
+    (found,) = after(fault).mismatches
+    assert found[:3] == ("x", 1, None)
+    assert found.expected == said[0]
+    assert found.actual.startswith(said[1])
+
+
+# ---- reports ----
+
+
+def test_reports_are_true_where_all_is_well():
+    assert GradientReport([], 3, 1e-5)
+    assert repr(GradientReport([], 3, 1e-5)) == "3 gradients are well, to 1e-05"
+    assert not GradientReport([Mismatch("w", 0, 1, 2.0, 3.0)], 3, 1e-5)
+
+
+def test_reports_are_tables_of_what_is_wrong():
+    wrong = [Mismatch("w", 0, 12345, 2.0, float("nan")), Mismatch("v", 3, None, "x", "none")]
+    assert str(GradientReport(wrong, 9, 0.5)).split("\n") == [
+        "2 of 9 gradients differ by more than 0.5",
+        "parameter  rank  element  expected  actual",
+        "w          0     12,345   2.0       nan",
+        "v          3              x         none",
+    ]
+
+
+def test_reports_are_short_and_safe_whatever_is_in_them():
+    hostile = "<script>alert('x')</script>\n\x1b[31m" + "n" * 10_000
+    wrong = [Mismatch(f"{hostile}{i}", 0, 0, 1.0, 2.0) for i in range(500)]
+    report = GradientReport(wrong, 500, 1e-5)
+    text, html = str(report), report._repr_html_()
+    assert len(text.split("\n")) == 23
+    assert "… 480 more" in text
+    assert max(map(len, text.split("\n"))) < 200
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "… 450 more" in html
+    assert len(html) < 60_000
+    assert "\x1b" not in text + html
+    well = GradientReport([], 3, 1e-5)._repr_html_()
+    assert "3 gradients are well" in well
+    assert "<table" not in well
