@@ -35,7 +35,8 @@ def library(folder):
 def environment(engine):
     """The variables for a process that imports the same mlstate, and this MPI's mpi4py."""
     folder = home(engine)
-    paths = [Path(mlstate.__file__).parents[1], packages(folder), os.environ.get("PYTHONPATH")]
+    given = os.environ.get("PYTHONPATH")
+    paths = [Path(mlstate.__file__).parents[1], packages(folder), ROOT / "tests", given]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("OMPI_")},
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),

@@ -2,7 +2,7 @@
 
 `python mpi_ranks.py SCENARIO...` runs the scenarios and prints one line of JSON from each
 rank and for each scenario: its name, the rank, and "ok" or what went wrong. What every group
-must do is in group_ranks.py, what an MPI job alone does is here.
+must do is in group_ranks.py and hook_ranks.py, what an MPI job alone does is here.
 """
 
 import json
@@ -38,6 +38,12 @@ SHARED = [
     "async_operations_keep_their_order",
     "several_threads_use_one_group",
     "checkpoints_are_saved_and_loaded_by_all",
+]
+# What buckets of gradients do, on any engine: see hook_ranks.py.
+HOOKS = [
+    "scattered_gradients_are_sums_in_the_order_of_ranks",
+    "hooks_of_a_model_scatter_sums_in_the_order_of_ranks",
+    "a_wrong_gradient_is_named_on_every_rank",
 ]
 OWN = {}
 
@@ -196,7 +202,7 @@ def a_closed_group_says_so(group):
     group.barrier()  # the communicator that was given lives on
 
 
-WORKING = [*SHARED, *OWN]
+WORKING = [*SHARED, *HOOKS, *OWN]
 
 
 # ---- failures: each with a group of its own, which it breaks ----
@@ -228,6 +234,13 @@ def a_rank_that_does_not_come_is_named(group):
     if group.rank == last:  # comes too late
         twice = (group.all_reduce(np.zeros(9)) for _ in range(2))  # the first one was sent
         raises(CollectiveError, "gave up in all_reduce", list, twice)
+
+
+@scenario
+def a_backward_pass_without_a_rank_names_it(group):
+    from hook_ranks import the_backward_pass_of_one_rank_is_missing
+
+    the_backward_pass_of_one_rank_is_missing(group, await_the_end)
 
 
 @scenario
@@ -384,8 +397,10 @@ def function_of(name):
     """The function of a scenario; only shared ones need torch to be loaded."""
     if name in OWN:
         return OWN[name]
-    from group_ranks import SCENARIOS
-
+    if name in HOOKS:
+        from hook_ranks import SCENARIOS
+    else:
+        from group_ranks import SCENARIOS
     return SCENARIOS[name]
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("ml_dtypes", reason="ranks compare bfloat16 in NumPy")
 
 LIMIT = 400  # seconds; jobs take a few, and many times that where others use the cores
 RANKS = Path(__file__).with_name("mpi_ranks.py")
+LISTS = ("SHARED", "HOOKS")
 
 
 def scenarios():
@@ -23,8 +24,8 @@ def scenarios():
     tree = ast.parse(RANKS.read_text(encoding="utf-8"))
     shared, own = [], []
     for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SHARED":
-            shared = ast.literal_eval(node.value)
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in LISTS:
+            shared += ast.literal_eval(node.value)
         if isinstance(node, ast.FunctionDef) and node.decorator_list:
             own.append(node.name)
     first = own.index("a_rank_that_does_not_come_is_named")

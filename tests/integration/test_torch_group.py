@@ -24,7 +24,7 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 pytest.importorskip("ml_dtypes", reason="ranks compare bfloat16 in NumPy")
 
 RANKS = Path(__file__).with_name("group_ranks.py")
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 240
 
 
 def scenarios():

@@ -1,0 +1,191 @@
+"""Gradients over a group that connects processes: each rank calls these functions with its own.
+
+What must come out is made in NumPy. Processes of MPI run them (mpi_ranks.py), and those of two
+hosts (tests/hosts/ranks.py).
+"""
+
+import numpy as np
+from gradient_model import check_parts, gradients_of, reduced, units_of
+from group_model import raises
+
+from mlstate import CollectiveError
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, sharding_units
+
+SCENARIOS = {}
+# Nothing, less than there are ranks, rows that do not come out even, more than one message.
+SHAPES = {"empty": (0, 4), "scale": (), "bias": (2,), "rows": (7, 5), "large": (700, 301)}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+# ---- what goes well ----
+
+
+@scenario
+def scattered_gradients_are_sums_in_the_order_of_ranks(group):
+    ways = [{}, {"op": "mean"}, {"reduce_dtype": "float32"}, {"bucket_bytes": 0},
+            {"bucket_bytes": 4000, "op": "max"}]  # fmt: skip
+    for dtype in DTYPES:
+        for layout in ("flat", "rows"):
+            for way in ways:
+                units = units_of(group.rank, SHAPES, dtype, layout)
+                gradients = gradients_of(group.rank, SHAPES, dtype)
+                FSDPBackwardHook(FSDP(group, **way)).scatter_multiple(units, gradients)
+                model = {name: how for name, how in way.items() if name != "bucket_bytes"}
+                check_parts(units, group.world_size, SHAPES, dtype, layout, **model)
+
+
+def model_of(dtype):
+    """A small model, the same on every rank."""
+    import torch
+    from torch import nn
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(9, 31), nn.LayerNorm(31), nn.Tanh(), nn.Linear(31, 5))
+    return model.to(dtype)
+
+
+def backward(model, rank):
+    """A backward pass with the rows of a rank."""
+    import torch
+
+    rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
+    model(rows.to(next(model.parameters()).dtype)).square().sum().backward()
+
+
+def numpy_of(tensor):
+    """A tensor in NumPy, bfloat16 too."""
+    import torch
+
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    from ml_dtypes import bfloat16
+
+    return tensor.contiguous().view(torch.int16).numpy().view(bfloat16)
+
+
+@scenario
+def hooks_of_a_model_scatter_sums_in_the_order_of_ranks(group):
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16):
+        each = []
+        for rank in range(group.world_size):
+            model = model_of(dtype)
+            backward(model, rank)
+            each.append({name: numpy_of(p.grad) for name, p in model.named_parameters()})
+        sums = {name: reduced([found[name] for found in each]) for name in each[0]}
+        for bucket_bytes in (0, 300, 25 << 20):
+            model = model_of(dtype)
+            units = sharding_units(model, group, layout="flat")
+            with FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes)) as hook:
+                hook.register_hooks(model, units)
+                for _ in range(2):  # memory is used again
+                    backward(model, group.rank)
+                    for name, unit in units.items():
+                        expected = unit.layout.take(sums[name], group.rank)
+                        assert unit.local_gradient.dtype == dtype, name
+                        assert numpy_of(unit.local_gradient).tobytes() == expected.tobytes(), name
+            assert all(p.grad is None for p in model.parameters())
+
+
+# ---- what one rank does wrong is said on all ----
+
+
+def is_missing(units, gradients, rank):
+    gradients["rows"] = None
+
+
+def is_not_passed(units, gradients, rank):
+    del gradients["rows"]
+
+
+def is_unknown(units, gradients, rank):
+    del units["rows"], gradients["rows"]
+
+
+def has_another_dtype(units, gradients, rank):
+    gradients["rows"] = gradients["rows"].astype(np.float64)
+
+
+def has_another_shape(units, gradients, rank):
+    gradients["rows"] = gradients["rows"][:-1]
+
+
+def has_another_unit(units, gradients, rank):
+    units["rows"] = FSDPShardingUnit("rows", (8, 5), "float32", rank)
+    gradients["rows"] = np.ones((8, 5), np.float32)
+
+
+def has_a_nan(units, gradients, rank):
+    gradients["rows"][3, 2] = np.nan
+
+
+FAULTS = {
+    is_missing: "rank {bad}: no gradient",
+    is_not_passed: "rank {bad}: no gradient was passed",
+    is_unknown: "missing on rank {bad}",
+    has_another_dtype: "rank {bad}: the gradient has dtype float64, expected float32",
+    has_another_shape: "rank {bad}: the gradient has shape (6, 5), expected (7, 5)",
+    has_another_unit: "rank {bad}: 'rows' float32 (8, 5) flat",
+    has_a_nan: "NaN or infinite elements (rank {bad}: 1)",
+}
+
+
+def scatter_with(group, fault, bad, **settings):
+    """Scatter with a fault on one rank; all ranks must say so, and have all other parts."""
+    units = units_of(group.rank, SHAPES)
+    gradients = gradients_of(group.rank, SHAPES)
+    expected = dict(units)
+    if group.rank == bad:
+        fault(units, gradients, group.rank)
+    hook = FSDPBackwardHook(FSDP(group, **settings))
+    error = raises(
+        CollectiveError, FAULTS[fault].format(bad=bad), hook.scatter_multiple, units, gradients
+    )
+    assert "'rows'" in str(error), str(error)
+    assert "a gradient was not reduced, all others were" in str(error), str(error)
+    # of two ranks that differ, neither is the odd one
+    undecided = fault is has_another_unit and group.world_size == 2
+    who = None if undecided else bad
+    assert (error.name, error.rank) == ("rows", who), (error.name, error.rank)
+    assert expected.pop("rows").local_gradient is None
+    others = {name: shape for name, shape in SHAPES.items() if name != "rows"}
+    every = [gradients_of(rank, SHAPES) for rank in range(group.world_size)]
+    for name in others:
+        whole = reduced([found[name] for found in every])
+        unit = expected[name]
+        part = unit.layout.take(whole.reshape(unit.shape), group.rank)
+        assert unit.local_gradient.tobytes() == part.tobytes(), name
+
+
+@scenario
+def a_wrong_gradient_is_named_on_every_rank(group):
+    for fault in FAULTS:
+        for bad in (0, group.world_size - 1):
+            for bucket_bytes in (0, 25 << 20):
+                scatter_with(group, fault, bad, bucket_bytes=bucket_bytes)
+    units = units_of(group.rank, SHAPES)  # the group goes on
+    FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients_of(group.rank, SHAPES))
+    check_parts(units, group.world_size, SHAPES)
+
+
+def the_backward_pass_of_one_rank_is_missing(group, wait):
+    """The others are told whom they waited for; `wait` lets ranks meet by other means."""
+    last = group.world_size - 1
+    model = model_of(None)
+    units = sharding_units(model, group, layout="flat")
+    with FSDPBackwardHook(FSDP(group, timeout=1.0)) as hook:
+        hook.register_hooks(model, units)
+        if group.rank != last:
+            error = raises(CollectiveError, "", backward, model, group.rank)
+            text = str(error)
+            assert f"nothing more came from rank {last}" in text or "gave up in" in text, text
+            assert all(unit.local_gradient is None for unit in units.values())
+            raises(CollectiveError, "broken by", group.barrier)
+        wait(group)
