@@ -34,7 +34,7 @@ from ._gradients import scale, squares_in_order, tallies
 from .errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "FSDP",
@@ -123,7 +123,8 @@ def clip_grad_norm(
     ValueError
         `max_norm` is negative or NaN.
     CollectiveError
-        On every rank: the norm is not finite; nothing was changed.
+        On every rank: the norm is not finite, or a rank passed another `max_norm`; nothing was
+        changed.
 
     Notes
     -----
@@ -152,10 +153,11 @@ def clip_grad_norm(
     }
     found = tallies(gradients)
     mine = squares_in_order(found.values())
-    told = group.gather_bytes(repr(mine).encode(), timeout=timeout)
-    norm = sqrt(squares_in_order((float(text), 0) for text in told))
+    texts = group.gather_bytes(f"clip {limit!r} {mine!r}".encode(), timeout=timeout)
+    told = _squares_told(group.rank, limit, texts)
+    norm = sqrt(squares_in_order((squares, 0) for squares in told))
     if not isfinite(norm):
-        bad = [rank for rank, text in enumerate(told) if not isfinite(float(text))]
+        bad = [rank for rank, squares in enumerate(told) if not isfinite(squares)]
         here = [name for name, (_, count) in found.items() if count]
         where = f"; on this rank: {', '.join(here[:5])}" if here else ""
         error = CollectiveError(
@@ -168,3 +170,22 @@ def clip_grad_norm(
     if factor < 1:
         scale(gradients, factor)
     return norm
+
+
+def _squares_told(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
+    """Return the sum of squares of each rank, if all do the same here."""
+    found = []
+    for other, text in enumerate(texts):
+        what, _, rest = text.partition(b" ")
+        theirs, _, squares = rest.partition(b" ")
+        if what == b"clip" and float(theirs) == limit:
+            found.append(float(squares))
+            continue
+        does = f"has max_norm={theirs.decode()}" if what == b"clip" else "does something else here"
+        error = CollectiveError(
+            f"clip_grad_norm on rank {rank}: max_norm is {limit!r}, and rank {other} {does}; "
+            "nothing was changed"
+        )
+        error.name, error.rank = "clip_grad_norm", other
+        raise error
+    return found

@@ -133,6 +133,7 @@ def run_local(function, world_size=2):
             results[rank] = function(groups[rank])
         except BaseException as error:
             results[rank] = error
+            groups[rank].abort()  # the others need not wait
 
     threads = [
         threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world_size)

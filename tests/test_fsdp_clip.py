@@ -1,0 +1,172 @@
+"""Clipping by the norm of all gradients of all ranks."""
+
+import numpy as np
+import pytest
+from gradient_model import FLOATS, gradient_of, gradients_of, run, units_of
+
+from mlstate import CollectiveError, CompatibilityError
+from mlstate.collectives import SingleGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, clip_grad_norm
+
+pytestmark = pytest.mark.timeout(60)
+
+SHAPES = {"a": (50, 3), "b": (7,), "c": (), "d": (20, 2), "e": (0, 4)}
+
+
+def scattered(group, dtype="float32", layout="flat"):
+    units = units_of(group.rank, SHAPES, dtype, layout)
+    FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients_of(group.rank, SHAPES, dtype))
+    return units
+
+
+def unit_of(gradient, rank=0, world=1):
+    unit = FSDPShardingUnit("w", (len(gradient) * world,), gradient.dtype, rank, world_size=world)
+    unit.local_gradient = gradient
+    return {"w": unit}
+
+
+def wide(units):
+    return {name: unit.local_gradient.astype(np.float64) for name, unit in units.items()}
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_the_norm_is_that_of_all_parts_and_so_is_the_factor(world, dtype, layout):
+    def work(group):
+        units = scattered(group, dtype, layout)
+        before = wide(units)
+        norm = clip_grad_norm(units, 2.5, group)
+        return norm, before, wide(units)
+
+    results = run(work, world)
+    norms = {norm.hex() for norm, _, _ in results}
+    assert len(norms) == 1, "all ranks have the same bits"
+    squares = sum((part**2).sum() for _, before, _ in results for part in before.values())
+    norm = float.fromhex(norms.pop())
+    assert norm == pytest.approx(np.sqrt(squares), rel=1e-12)
+    assert norm > 2.5
+    precision = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 3e-7, "float64": 1e-15}[dtype]
+    for _, before, after in results:
+        for name, part in before.items():
+            expected = part * (2.5 / (norm + 1e-6))
+            tiny = 6e-8 if dtype == "float16" else 0  # below it there are no numbers
+            np.testing.assert_allclose(after[name], expected, rtol=precision, atol=tiny)
+
+
+def test_gradients_within_the_limit_keep_their_bits():
+    def work(group):
+        units = scattered(group)
+        before = {name: unit.local_gradient.tobytes() for name, unit in units.items()}
+        norm = clip_grad_norm(units, float("inf"), group)
+        assert clip_grad_norm(units, norm + 1, group) == norm
+        assert before == {name: unit.local_gradient.tobytes() for name, unit in units.items()}
+        same = {name: unit.local_gradient for name, unit in units.items()}
+        clip_grad_norm(units, norm / 2, group)
+        assert all(unit.local_gradient is same[name] for name, unit in units.items()), "in place"
+        return clip_grad_norm(units, 1e9, group) / norm
+
+    for share in run(work):
+        assert share == pytest.approx(0.5, rel=1e-5)
+
+
+def test_clipped_gradients_are_those_of_torch():
+    torch = pytest.importorskip("torch", reason="has clip_grad_norm_")
+    values = gradient_of(3, (500,), "float32")
+    parameter = torch.nn.Parameter(torch.zeros(500))
+    parameter.grad = torch.tensor(values)
+    units = unit_of(values.copy())
+    norm = clip_grad_norm(units, 0.75, SingleGroup())
+    assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_([parameter], 0.75)), rel=1e-6)
+    np.testing.assert_allclose(units["w"].local_gradient, parameter.grad.numpy(), rtol=3e-7)
+
+
+def test_a_limit_of_zero_leaves_zeros():
+    units = unit_of(np.array([3.0, -4.0]))
+    assert clip_grad_norm(units, 0, SingleGroup()) == 5.0
+    assert not units["w"].local_gradient.any()
+    assert clip_grad_norm(units, 0, SingleGroup()) == 0.0
+
+
+@pytest.mark.parametrize("limit", [-1, -1e-300, float("nan"), -float("inf")])
+def test_a_limit_that_is_none_is_refused(limit):
+    units = unit_of(np.array([3.0, 4.0]))
+    with pytest.raises(ValueError, match="max_norm must be 0 or more"):
+        clip_grad_norm(units, limit, SingleGroup())
+    assert units["w"].local_gradient.tolist() == [3.0, 4.0]
+
+
+def test_units_without_gradients_count_as_zero():
+    units = unit_of(np.array([3.0, 4.0]))
+    units["v"] = FSDPShardingUnit("v", (9,), "float64", 0, world_size=1)
+    assert clip_grad_norm(units, 10, SingleGroup()) == 5.0
+    assert units["v"].local_gradient is None
+    assert clip_grad_norm({}, 1.0, SingleGroup()) == 0.0
+
+
+def test_a_rank_that_keeps_nothing_takes_part():
+    def work(group):
+        units = unit_of(np.array([3.0, 4.0])) if group.rank == 1 else {}
+        norm = clip_grad_norm(units, 1.0, group)
+        return norm, [float(x) for unit in units.values() for x in unit.local_gradient]
+
+    (first, nothing), (second, clipped) = run(work)
+    assert first == second == 5.0
+    assert nothing == []
+    assert clipped == pytest.approx([0.6, 0.8], rel=1e-6)
+
+
+@pytest.mark.parametrize("spoiled", [np.nan, np.inf, -np.inf])
+def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks_and_changes_nothing(spoiled):
+    def work(group):
+        gradient = np.array([3.0, spoiled if group.rank == 1 else 4.0])
+        units = unit_of(gradient.copy(), group.rank, 3)
+        with pytest.raises(CollectiveError, match="gradients of rank 1 are not finite") as caught:
+            clip_grad_norm(units, 1.0, group)
+        assert (caught.value.name, caught.value.rank) == ("clip_grad_norm", 1)
+        assert ("on this rank: w" in str(caught.value)) == (group.rank == 1)
+        assert units["w"].local_gradient.tobytes() == gradient.tobytes()
+
+    run(work, 3)
+
+
+def test_gradients_that_cannot_be_scaled_are_named():
+    units = unit_of(np.array([3, 4]))
+    with pytest.raises(CompatibilityError, match="'w': int64 cannot be scaled"):
+        clip_grad_norm(units, 1.0, SingleGroup())
+    assert clip_grad_norm(units, 6.0, SingleGroup()) == 5.0
+
+
+def test_another_limit_on_one_rank_is_an_error_on_all():
+    def work(group):
+        units = unit_of(np.array([3.0, 4.0]), group.rank, 2)
+        limit = 1.5 if group.rank else 1.0
+        other = "rank 0 has max_norm=1.0" if group.rank else "rank 1 has max_norm=1.5"
+        with pytest.raises(CollectiveError, match=other):
+            clip_grad_norm(units, limit, group)
+        return units["w"].local_gradient.tolist()
+
+    assert run(work) == [[3.0, 4.0]] * 2
+
+
+def test_a_rank_that_does_something_else_is_named():
+    def work(group):
+        units = unit_of(np.array([3.0, 4.0]), group.rank, 2)
+        if group.rank == 1:
+            unit = units_of(1, {"v": (4,)})["v"]
+            with pytest.raises(CollectiveError, match="rank 0 gathers bytes of its own"):
+                FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, np.ones(4, np.float32))
+        else:
+            with pytest.raises(CollectiveError, match="rank 1 does something else") as caught:
+                clip_grad_norm(units, 1.0, group)
+            assert caught.value.rank == 1
+        return units["w"].local_gradient.tolist()
+
+    assert run(work) == [[3.0, 4.0]] * 2
+
+
+def test_a_closed_group_is_an_error():
+    group = SingleGroup()
+    group.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        clip_grad_norm(unit_of(np.array([3.0, 4.0])), 1.0, group)

@@ -1,0 +1,225 @@
+"""Gradients that travel in fewer bytes: what arrives, and that nothing is lost in the long run."""
+
+import numpy as np
+import pytest
+from gradient_model import (
+    ENGINES,
+    assert_same,
+    bfloat16,
+    check_parts,
+    gradient_of,
+    gradients_of,
+    part_of,
+    run,
+    units_of,
+)
+
+from mlstate import CollectiveError
+from mlstate.collectives import SingleGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+
+pytestmark = pytest.mark.timeout(60)
+
+WIRES = ["float16", "int8", *(["bfloat16"] if bfloat16 else [])]
+BLOCK = 256
+
+
+def through_the_wire(part, wire):
+    """What arrives of one rank's part, in NumPy."""
+    if wire == "int8":
+        found = np.empty_like(part)
+        for start in range(0, len(part), BLOCK):
+            block = part[start : start + BLOCK]
+            largest = np.abs(block).max()
+            if largest < 1e-36:
+                found[start : start + BLOCK] = 0
+                continue
+            codes = np.rint(block * (np.float32(127) / largest)).astype(np.int8)
+            found[start : start + BLOCK] = codes.astype(np.float32) * (largest / np.float32(127))
+        return found
+    with np.errstate(over="ignore"):
+        if wire == "float16":
+            return np.clip(part, -65504, 65504).astype(np.float16).astype(np.float32)
+        limit = np.float32(3.3895313892515355e38)
+        return np.clip(part, -limit, limit).astype(bfloat16).astype(np.float32)
+
+
+class Compressed:
+    """A model of the ranks: each has what it lost of each element, and adds it the next time."""
+
+    def __init__(self, world, length, wire):
+        self.lost = np.zeros((world, length), np.float32)
+        self.wire = wire
+
+    def step(self, gradients, divisor=1.0):
+        world = len(gradients)
+        total = None
+        for rank, gradient in enumerate(gradients):
+            meant = gradient.reshape(-1) + self.lost[rank]
+            parts = [part_of(meant, "flat", r, world) for r in range(world)]
+            arrives = np.concatenate([through_the_wire(part, self.wire) for part in parts])
+            self.lost[rank] = meant - arrives
+            total = arrives if total is None else total + arrives
+        return total if divisor == 1 else total / np.float32(divisor)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("length", [1, 255, 1030])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("wire", WIRES)
+def test_sums_and_residuals_have_the_bits_of_the_model(wire, world, length, engine):
+    """Over several steps, with a mean."""
+
+    def work(group):
+        model = Compressed(world, length, wire)
+        unit = FSDPShardingUnit("w", (length,), "float32", group.rank)
+        hook = FSDPBackwardHook(FSDP(group, op="mean", compression=wire))
+        for step in range(4):
+            each = [gradient_of([step, rank], (length,), "float32") for rank in range(world)]
+            hook.scatter_gradient(unit, each[group.rank])
+            whole = model.step(each, world)
+            assert_same(unit.local_gradient, part_of(whole, "flat", group.rank, world), str(step))
+            assert_same(unit.residual(), model.lost[group.rank], str(step))
+
+    run(work, world, engine)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 25 << 20])
+@pytest.mark.parametrize("wire", WIRES)
+def test_error_feedback_makes_good_what_is_lost(wire, bucket_bytes):
+    """After any number of steps the sums are off by what one step loses, not by all of it."""
+    world, steps, length = 2, 60, 600
+
+    def work(group):
+        rng = np.random.default_rng(group.rank)
+        small = (rng.standard_normal(length) * 1e-4 + 3e-4).astype(np.float32)
+        small[::256] = 1.0  # next to which the others are nothing to 8 bits
+        small[1::256] = 1 + 0.4 * {"float16": 2.0**-10}.get(wire, 2.0**-7)  # nor its end to 16
+        off = {}
+        for feedback in (True, False):
+            unit = FSDPShardingUnit("w", (length,), "float32", group.rank, world_size=world)
+            hook = FSDPBackwardHook(FSDP(group, compression=wire, bucket_bytes=bucket_bytes))
+            total = np.zeros(unit.counts[group.rank])
+            errors = []
+            for step in range(1, steps + 1):
+                hook.scatter_gradient(unit, small)
+                if not feedback:
+                    unit.residual().fill(0)
+                total += unit.local_gradient
+                whole = np.sum(group.all_gather(small.astype(np.float64).reshape(1, -1)), axis=0)
+                expected = step * part_of(whole, "flat", group.rank, world)
+                errors.append(np.abs(total - expected).max())
+            off[feedback] = errors
+        return off
+
+    # what one step may lose of an element that is about 1, on each rank
+    one_step = world * {"float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 127}[wire]
+    for off in run(work, world):
+        assert max(off[True]) <= one_step
+        assert off[True][-1] <= one_step
+        assert off[False][-1] > 5 * max(off[True])
+        assert off[False][-1] == pytest.approx(steps * off[False][0], rel=1e-2), "it all adds up"
+
+
+@pytest.mark.parametrize(("wire", "share"), [("float16", 0.51), ("bfloat16", 0.51), ("int8", 0.27)])
+def test_fewer_bytes_travel(wire, share):
+    def work(group):
+        sent = []
+        plain = group.all_to_all
+
+        def counted(array, **keywords):
+            sent.append(array.nbytes)
+            return plain(array, **keywords)
+
+        group.all_to_all = counted
+        for compression in (None, wire):
+            unit = FSDPShardingUnit("w", (100_000,), "float32", group.rank)
+            FSDPBackwardHook(FSDP(group, compression=compression)).scatter_gradient(
+                unit, np.ones(100_000, np.float32)
+            )
+            assert unit.local_gradient.tolist() == [2.0] * 50_000
+        return sent
+
+    for whole, less in run(work):
+        assert whole >= 200_000
+        assert less < share * whole
+
+
+def test_what_is_no_float32_travels_as_it_is():
+    shapes = {"a": (30,), "b": (9, 2), "c": (5,), "d": (300,)}
+    dtypes = {"a": "float64", "b": "float16", "c": "int32", "d": "float32"}
+
+    def work(group):
+        units = units_of(group.rank, shapes, dtypes)
+        gradients = gradients_of(group.rank, shapes, dtypes)
+        FSDPBackwardHook(FSDP(group, compression="int8")).scatter_multiple(units, gradients)
+        others = {name: unit for name, unit in units.items() if name != "d"}
+        check_parts(others, 2, shapes, dtypes)
+        assert not any(unit.residual().any() for unit in others.values())
+        assert units["d"].residual().any()
+
+    run(work)
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_minima_and_maxima_are_refused(op):
+    with pytest.raises(ValueError, match=f"compression goes with sums and means, .*op='{op}'"):
+        FSDP(SingleGroup(), op=op, compression="int8")
+
+
+@pytest.mark.parametrize("wrong", ["float32", "int4", 8, True, ""])
+def test_what_is_no_compression_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"compression must be 'float16', .* or None, got"):
+        FSDP(SingleGroup(), compression=wrong)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("spoiled", [np.nan, np.inf])
+def test_what_is_not_finite_is_named_and_leaves_no_trace(wire, spoiled):
+    def work(group):
+        units = units_of(group.rank, {"v": (300,), "w": (300,)})
+        gradients = gradients_of(group.rank, {"v": (300,), "w": (300,)})
+        bad = {name: gradient.copy() for name, gradient in gradients.items()}
+        if group.rank == 1:
+            bad["w"][7] = spoiled
+        hook = FSDPBackwardHook(FSDP(group, compression=wire))
+        with pytest.raises(CollectiveError, match=r"'w': NaN or infinite elements \(rank 1: 1\)"):
+            hook.scatter_multiple(units, bad)
+        assert units["w"].local_gradient is None
+        assert np.isfinite(units["v"].local_gradient).all()
+        for unit in units.values():
+            assert np.isfinite(unit.residual()).all()
+        hook.scatter_multiple(units, gradients)
+        assert all(np.isfinite(unit.local_gradient).all() for unit in units.values())
+
+    run(work)
+
+
+def test_a_gradient_too_large_for_16_bits_arrives_in_the_steps_that_follow():
+    def work(group):
+        unit = FSDPShardingUnit("w", (4,), "float32", group.rank)
+        hook = FSDPBackwardHook(FSDP(group, compression="float16"))
+        found = []
+        for value in (150_000, 0, 0, 0):
+            hook.scatter_gradient(unit, np.full(4, value, np.float32))
+            found.append(float(unit.local_gradient[0]))
+        assert found == [2 * 65504, 2 * 65504, 2 * (150_000 - 2 * 65504), 0.0]
+
+    run(work)
+
+
+def test_residuals_that_were_saved_resume_to_the_same_bits():
+    def work(group):
+        hook = FSDPBackwardHook(FSDP(group, compression="int8"))
+        unit = FSDPShardingUnit("w", (700,), "float32", group.rank)
+        for step in range(3):
+            hook.scatter_gradient(unit, gradient_of([step, group.rank], (700,), "float32"))
+        resumed = FSDPShardingUnit("w", (700,), "float32", group.rank)
+        resumed.residual()[:] = unit.residual()
+        last = gradient_of([9, group.rank], (700,), "float32")
+        assert_same(hook.scatter_gradient(resumed, last), hook.scatter_gradient(unit, last))
+        fresh = FSDPShardingUnit("w", (700,), "float32", group.rank)
+        hook.scatter_gradient(fresh, last)
+        assert fresh.local_gradient.tobytes() != unit.local_gradient.tobytes()
+
+    run(work)

@@ -1,0 +1,138 @@
+"""`ReduceScatterOperation`: one gradient at a time."""
+
+import numpy as np
+import pytest
+from gradient_model import (
+    ENGINES,
+    FLOATS,
+    INTEGERS,
+    assert_same,
+    gradient_of,
+    part_of,
+    reduced,
+    run,
+)
+
+from mlstate import CollectiveError, CompatibilityError
+from mlstate.collectives import ReduceOp, SingleGroup
+from mlstate.fsdp import ReduceScatterOperation
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("op", list(ReduceOp))
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+def test_each_rank_gets_its_part_of_the_reduced_gradient(dtype, op, layout, engine):
+    if op == "mean" and dtype in INTEGERS:
+        pytest.skip("integers have no mean")
+
+    def work(group):
+        each = [gradient_of([7, rank], (5, 3), dtype) for rank in range(3)]
+        operation = ReduceScatterOperation(group, (5, 3), dtype, group.rank, op, layout=layout)
+        for gradients in (each, each[::-1]):
+            part = operation.reduce_scatter(gradients[group.rank])
+            assert_same(part, part_of(reduced(gradients, op), layout, group.rank, 3))
+
+    run(work, 3, engine)
+
+
+def test_sums_are_what_is_made_without_an_op():
+    def work(group):
+        operation = ReduceScatterOperation(group, [4], np.float64, group.rank)
+        return operation.reduce_scatter(np.arange(4.0)).tolist()
+
+    assert run(work) == [[0.0, 2.0], [4.0, 6.0]]
+
+
+def test_each_result_is_a_new_array():
+    operation = ReduceScatterOperation(SingleGroup(), (3,), "float32", 0)
+    first = operation.reduce_scatter(np.ones(3, np.float32))
+    second = operation.reduce_scatter(np.zeros(3, np.float32))
+    assert not np.shares_memory(first, second)
+    assert first.tolist() == [1.0] * 3
+
+
+def test_a_torch_tensor_gives_a_torch_tensor():
+    torch = pytest.importorskip("torch", reason="the gradient is torch's")
+    operation = ReduceScatterOperation(SingleGroup(), (2, 2), torch.bfloat16, 0, layout="rows")
+    full = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    part = operation.reduce_scatter(full.T)
+    assert part.dtype == torch.bfloat16
+    assert part.tolist() == [[1.0, 1.0]] * 2
+    assert not part.requires_grad
+    assert part.data_ptr() != full.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((object(), (2,), "f4", 0), TypeError, "ProcessGroup"),
+        ((None, (2,), "f4", 0), TypeError, "ProcessGroup"),
+        ((SingleGroup(), (2,), "f4", 1), ValueError, "shard_index 1 is out of range"),
+        ((SingleGroup(), (2,), "f4", -1), ValueError, "shard_index must be 0 or more"),
+        ((SingleGroup(), (2,), "f4", 0.0), TypeError, "float"),
+        ((SingleGroup(), (-2,), "f4", 0), ValueError, "negative dimension"),
+        ((SingleGroup(), (2,), None, 0), TypeError, "dtype must be"),
+        ((SingleGroup(), (2,), "f4", 0, "prod"), ValueError, "'prod' is not a valid ReduceOp"),
+    ],
+)
+def test_operations_that_make_no_sense_are_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        ReduceScatterOperation(*arguments)
+
+
+def test_rows_of_a_scalar_are_refused():
+    with pytest.raises(CompatibilityError, match="no rows"):
+        ReduceScatterOperation(SingleGroup(), (), "f4", 0, layout="rows")
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (None, "no gradient"),
+        (np.ones(5, np.float32), r"has shape \(5,\), expected \(4,\)"),
+        (np.ones((2, 2), np.float32), r"has shape \(2, 2\), expected \(4,\)"),
+        (np.ones(4, np.float64), "has dtype float64, expected float32"),
+        ([1.0] * 4, "is a list, not an array or tensor"),
+        (np.array([1, np.nan, 1, 1], np.float32), r"NaN or infinite elements \(rank 1: 1\)"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_is_an_error_on_all_ranks(bad, text):
+    def work(group):
+        operation = ReduceScatterOperation(group, (4,), "float32", group.rank)
+        good = np.ones(4, np.float32)
+        with pytest.raises(CollectiveError, match=text) as caught:
+            operation.reduce_scatter(bad if group.rank else good)
+        assert str(caught.value).startswith(f"reduce_scatter on rank {group.rank}: a gradient was")
+        assert (caught.value.name, caught.value.rank) == ("gradient", 1)
+        return operation.reduce_scatter(good).tolist()  # as if nothing had been
+
+    assert run(work) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (((4,), "float32", 1, "max"), "other settings of FSDP .*op=max"),
+        (((8,), "float32", 1), r"do not reduce the same .*\(8,\)"),
+        (((4,), "float64", 1), "do not reduce the same .*float64"),
+    ],
+)
+def test_operations_that_differ_between_ranks_are_an_error_on_all(arguments, text):
+    def work(group):
+        mine = arguments if group.rank else ((4,), "float32", 0)
+        operation = ReduceScatterOperation(group, *mine)
+        with pytest.raises(CollectiveError, match=text):
+            operation.reduce_scatter(np.ones(mine[0], mine[1]))
+
+    run(work)
+
+
+def test_a_closed_group_is_an_error():
+    group = SingleGroup()
+    operation = ReduceScatterOperation(group, (4,), "float32", 0)
+    group.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        operation.reduce_scatter(np.ones(4, np.float32))
