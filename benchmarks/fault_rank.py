@@ -1,0 +1,351 @@
+"""What one rank of `fault_table.py` does: a fault, again and again, and what it saw each time.
+
+``python fault_rank.py ENGINE FAULT RUNS FOLDER`` with ``RANK`` and ``WORLD_SIZE`` (threads and
+MPI need neither). Rank r writes a line of JSON for each run into FOLDER/rank-r.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlstate import CollectiveError
+from mlstate.collectives import LocalGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+
+WORLD = 3
+ODD = 1  # the rank where something is wrong
+SECONDS = 3.0  # that an operation may take
+SHAPES = {"a": (4, 3), "b": (4, 3), "c": (9,), "d": (5, 3)}  # raw peers want multiples of 3
+LEFT_OUT = "left out"  # what the odd rank says of a run that it takes no part in
+LATER = 1_000_000  # number of the run that shows whether the group can be used, less the run's
+KILLED_BYTES = 24 << 20  # of the gradient whose reduction a rank does not survive
+
+Gradients = dict[str, Any]
+
+
+# ---- gradients, and what must become of them ----
+
+
+def gradients_of(rank: int, run: int) -> Gradients:
+    """Small whole numbers, which add up exactly, other ones for each rank, run and parameter."""
+    generator = np.random.default_rng([rank, run])
+    return {
+        name: generator.integers(1, 100, shape).astype(np.float32) for name, shape in SHAPES.items()
+    }
+
+
+def expected_parts(rank: int, run: int) -> Gradients:
+    """This rank's parts of the sums."""
+    parts = {}
+    for name, shape in SHAPES.items():
+        total = sum(gradients_of(r, run)[name] for r in range(WORLD)).reshape(-1)
+        share = -(-int(np.prod(shape)) // WORLD)
+        parts[name] = total[rank * share : (rank + 1) * share]
+    return parts
+
+
+def judge(parts: Gradients, rank: int, run: int) -> dict[str, str]:
+    """Say of each parameter whether its part is right, wrong, NaN or absent."""
+    found = {}
+    for name, expected in expected_parts(rank, run).items():
+        part = parts.get(name)
+        if part is None:
+            found[name] = "absent"
+        elif part.tobytes() == expected.tobytes():
+            found[name] = "right"
+        else:
+            found[name] = "NaN" if np.isnan(part).any() else "wrong"
+    return found
+
+
+# ---- the faults: what the odd rank passes ----
+
+
+def swapped(gradients: Gradients) -> Gradients:
+    """Return the dict with its first two in the other order."""
+    first, second, *rest = gradients
+    return {name: gradients[name] for name in (second, first, *rest)}
+
+
+def exchanged(gradients: Gradients) -> Gradients:
+    """Return the dict with each of the first two under the other's name."""
+    return {**gradients, "a": gradients["b"], "b": gradients["a"]}
+
+
+def spoilt(gradients: Gradients, fault: str) -> Gradients:
+    """Return the dict as the odd rank passes it."""
+    if fault in ("order", "order of calls"):
+        return swapped(gradients)
+    if fault == "contents":
+        return exchanged(gradients)
+    changed = dict(gradients)
+    if fault in ("missing gradient", "missing call"):
+        del changed["b"]
+    elif fault == "dtype":
+        changed["b"] = changed["b"].astype(np.float64)
+    elif fault == "shape":
+        changed["b"] = np.ones((5, 3), np.float32)
+    elif fault == "NaN":
+        changed["b"][0, 0] = np.nan
+    return changed
+
+
+def kill_soon() -> None:
+    """Be killed a moment from now: in the middle of what comes."""
+    threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+# ---- mlstate ----
+
+
+class Ours:
+    """Gradients through mlstate, on a group of any engine."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank = int(group.rank)
+        self.hook = FSDPBackwardHook(FSDP(group, timeout=SECONDS))
+
+    def units(self, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, FSDPShardingUnit]:
+        return {n: FSDPShardingUnit(n, s, "float32", self.rank) for n, s in shapes.items()}
+
+    def reduce(self, gradients: Gradients, fault: str = "") -> Gradients:
+        """Reduce as the fault asks, and return the parts, also where an error is raised."""
+        units = self.units()
+        self.parts = units
+        if fault in ("order of calls", "missing call"):
+            error: CollectiveError | None = None
+            for name, gradient in gradients.items():
+                try:
+                    self.hook.scatter_gradient(units[name], gradient)
+                except CollectiveError as caught:  # the others are called all the same
+                    error = error or caught
+            if error is not None:
+                raise error
+        else:
+            self.hook.scatter_multiple(units, gradients)
+        return self.kept()
+
+    def kept(self) -> Gradients:
+        """What is stored in the units."""
+        return {name: unit.local_gradient for name, unit in self.parts.items()}
+
+    def be_killed(self) -> None:
+        """Reduce until there is an error; the odd rank is killed meanwhile."""
+        shapes = {"a": (KILLED_BYTES // 4,)}
+        gradients = {"a": np.ones(shapes["a"], np.float32)}
+        while True:
+            self.hook.scatter_multiple(self.units(shapes), gradients)
+
+    def sees(self, run: int, passed: Gradients) -> str:
+        """Ask `verify_gradients`, with the gradients under their right names."""
+        right = gradients_of(self.rank, run)
+        report = self.hook.verify_gradients(self.parts, unreduced=right)
+        return " ".join(found.parameter for found in report.mismatches)
+
+
+# ---- peers ----
+
+
+class RawGloo:
+    """Each gradient by torch.distributed's own reduce-scatter, as they come."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def reduce(self, gradients: Gradients, fault: str = "") -> Gradients:
+        import torch
+        import torch.distributed as dist
+
+        parts: Gradients = {}
+        self.parts = parts
+        for name, gradient in gradients.items():
+            flat = torch.from_numpy(np.ascontiguousarray(gradient).reshape(-1))
+            out = flat.new_empty(flat.numel() // WORLD)
+            dist.reduce_scatter_tensor(out, flat)
+            parts[name] = out.numpy()
+        return parts
+
+    def kept(self) -> Gradients:
+        return getattr(self, "parts", {})
+
+    def be_killed(self) -> None:
+        while True:
+            self.reduce({"a": np.ones(KILLED_BYTES // 4 // WORLD * WORLD, np.float32)})
+
+
+class RawMPI(RawGloo):
+    """Each gradient by MPI's own reduce-scatter, as they come."""
+
+    def reduce(self, gradients: Gradients, fault: str = "") -> Gradients:
+        from mpi4py import MPI
+
+        parts: Gradients = {}
+        self.parts = parts
+        for name, gradient in gradients.items():
+            flat = np.ascontiguousarray(gradient).reshape(-1)
+            out = np.empty(flat.size // WORLD, flat.dtype)
+            MPI.COMM_WORLD.Reduce_scatter_block(flat, out)
+            parts[name] = out
+        return parts
+
+
+# ---- one run ----
+
+
+def error_class(error: BaseException) -> str:
+    """Say what an error names: the odd rank, a parameter, both, neither."""
+    text = str(error)
+    own = text.partition(": ")[2] or text  # without "on rank ..." of the one that speaks
+    rank = f"rank {ODD}" in own
+    parameter = any(f"'{name}'" in own for name in SHAPES)
+    named = [what for what, is_named in (("rank", rank), ("parameter", parameter)) if is_named]
+    return f"error names {' and '.join(named)}" if named else "error names nobody"
+
+
+def wait_for_others(folder: Path, run: int) -> None:
+    """Wait until all other ranks know what came of a run; for ever, where they hang."""
+    mark = f'{{"run": {run}, '
+    paths = [folder / f"rank-{rank}" for rank in range(WORLD) if rank != ODD]
+    while not all(path.exists() and mark in path.read_text(encoding="utf-8") for path in paths):
+        time.sleep(0.05)
+
+
+def one_run(
+    peer: Any, fault: str, run: int, folder: Path, say: Callable[[dict[str, Any]], None]
+) -> bool:
+    """Do the fault once and say what came of it; whether another run makes sense."""
+    odd = peer.rank == ODD
+    told: dict[str, Any] = {"run": run, "rank": peer.rank, "said": "", "seen": None}
+    if odd and fault in ("skipped step", "no call"):
+        if fault == "no call":
+            wait_for_others(folder, run)
+        say({**told, "outcome": LEFT_OUT, "parts": {}, "usable": usable(peer, run + LATER)})
+        return False
+    if fault == "killed rank":
+        if odd:
+            say({**told, "outcome": LEFT_OUT, "parts": {}, "usable": False})
+            kill_soon()
+        try:
+            peer.be_killed()
+        except BaseException as error:
+            told |= {"outcome": error_class(error), "said": str(error)[:400], "parts": {}}
+        say({**told, "usable": usable(peer, run)})
+        return False
+    gradients = gradients_of(peer.rank, run)
+    passed = spoilt(gradients, fault) if odd else gradients
+    try:
+        parts = peer.reduce(passed, fault)
+        told["outcome"] = "no error"
+    except BaseException as error:
+        told |= {"outcome": error_class(error), "said": str(error)[:400]}
+        parts = peer.kept()
+    told["parts"] = judge(parts, peer.rank, run)
+    # what is so far is kept, in case that the rest does not return
+    say({**told, "usable": None})
+    if fault == "contents" and hasattr(peer, "sees") and told["outcome"] == "no error":
+        told["seen"] = peer.sees(run, passed)
+    told["usable"] = usable(peer, run + LATER)
+    say(told)
+    return bool(told["usable"])
+
+
+def usable(peer: Any, run: int) -> bool:
+    """Whether the group reduces right once more."""
+    try:
+        parts = peer.reduce(gradients_of(peer.rank, run))
+    except BaseException:
+        return False
+    return set(judge(parts, peer.rank, run).values()) == {"right"}
+
+
+def all_runs(peer: Any, fault: str, runs: range, folder: Path) -> None:
+    """Do runs as long as the group can be used."""
+    with (folder / f"rank-{peer.rank}").open("a", encoding="utf-8") as file:
+        (folder / f"here-{peer.rank}").touch()
+
+        def say(told: dict[str, Any]) -> None:
+            file.write(json.dumps(told) + "\n")
+            file.flush()
+
+        for run in runs:
+            if not one_run(peer, fault, run, folder, say):
+                break
+
+
+# ---- engines ----
+
+
+def of_threads(fault: str, runs: range, folder: Path) -> None:
+    """Let threads be the ranks."""
+
+    def work(group: LocalGroup) -> None:
+        with group:
+            all_runs(Ours(group), fault, runs, folder)
+
+    groups = LocalGroup.threads(WORLD)
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def peer_of(engine: str, folder: Path) -> Any:
+    """Join the group of an engine, or a peer's."""
+    if engine == "processes":
+        return Ours(LocalGroup.from_env())
+    if engine in ("gloo", "raw gloo"):
+        warnings.simplefilter("ignore")  # torch warns of its own internals
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        rank = int(os.environ["RANK"])
+        store = dist.FileStore(str(folder / "store"), WORLD)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=SECONDS)
+        )
+        if engine == "raw gloo":
+            return RawGloo(rank)
+        from mlstate.integrations.torch import TorchGroup
+
+        return Ours(TorchGroup())
+    from mpi4py import MPI
+
+    if engine.startswith("raw"):
+        return RawMPI(MPI.COMM_WORLD.rank)
+    from mlstate.integrations.mpi import MPIGroup
+
+    return Ours(MPIGroup(timeout=SECONDS))
+
+
+def main() -> None:
+    """Do what the command line says, and end without waiting for anybody."""
+    engine, fault, first, last, folder = sys.argv[1:]
+    runs, place = range(int(first), int(last)), Path(folder)
+    if engine == "threads":
+        of_threads(fault, runs, place)
+    else:
+        peer = peer_of(engine, place)
+        all_runs(peer, fault, runs, place)
+    sys.stdout.flush()
+    if "mpi" in engine:  # a rank that has ended well waits for the others in MPI_Finalize
+        (place / f"done-{peer.rank}").touch()
+    else:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

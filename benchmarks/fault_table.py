@@ -1,0 +1,322 @@
+"""What becomes of a gradient that is wrong on one rank, for each engine and its raw peer.
+
+``python benchmarks/fault_table.py [--engines ...] [--faults ...] [--runs N] [--json FILE]``
+prints a table in Markdown. Three ranks reduce four gradients; rank 1 does something wrong.
+Each run has a limit: what hangs is killed, and said to hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fault_rank import LEFT_OUT, ODD, SECONDS, WORLD
+
+import mlstate
+
+HERE = Path(__file__).resolve().parent
+ENGINES = {
+    "threads": "LocalGroup, threads",
+    "processes": "LocalGroup, processes",
+    "gloo": "TorchGroup on gloo",
+    "raw gloo": "raw: gloo",
+    "mpi mpich": "MPIGroup on MPICH",
+    "raw mpi mpich": "raw: MPICH",
+    "mpi openmpi": "MPIGroup on Open MPI",
+    "raw mpi openmpi": "raw: Open MPI",
+}
+FAULTS = {
+    "order": "`a`, `b` passed in the other order",
+    "order of calls": "`b` called before `a`, one by one",
+    "contents": "contents of `a` and `b` exchanged",
+    "missing gradient": "no gradient of `b`",
+    "missing call": "`b` not called, one by one",
+    "skipped step": "a step left out, then the next",
+    "no call": "no call at all",
+    "dtype": "`b` is float64",
+    "shape": "`b` is (5, 3), not (4, 3)",
+    "NaN": "NaN in `b`",
+    "killed rank": "killed (SIGKILL) meanwhile",
+}
+START_SECONDS = 90.0  # until all ranks have met
+LIMIT = 12.0  # seconds without news, after which ranks hang
+
+Told = dict[int, dict[str, Any]]  # by rank
+
+
+# ---- jobs ----
+
+
+def mpi_jobs() -> Any:
+    """The tests' module that knows where each MPI is."""
+    path = HERE.parent / "tests" / "integration" / "mpi_jobs.py"
+    spec = importlib.util.spec_from_file_location("mpi_jobs", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(str(path))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def reason_against(engine: str) -> str:
+    """Say why an engine cannot take part; empty where it can."""
+    if "gloo" in engine and importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if "mpi" in engine and mpi_jobs().home(engine.split()[-1]) is None:
+        return f"{engine.split()[-1]} is not installed (see tools/mpi.sh)"
+    return ""
+
+
+def started(engine: str, arguments: list[str], job: str, log: Any) -> list[Any]:
+    """Start the processes of a job, each the first of a session."""
+    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "MLSTATE_JOB": job,
+        "WORLD_SIZE": str(WORLD),
+    }
+    command = [sys.executable, *arguments]
+    if engine == "threads":
+        commands = [(command, environment)]
+    elif "mpi" in engine:
+        known = mpi_jobs()
+        name = engine.split()[-1]
+        commands = [(known.command(name, WORLD, *arguments), known.environment(name))]
+    else:
+        commands = [(command, {**environment, "RANK": str(rank)}) for rank in range(WORLD)]
+    return [
+        subprocess.Popen(
+            one,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        for one, variables in commands
+    ]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """What all ranks have written so far; a line that is not whole yet is left out."""
+    lines = []
+    for rank in range(WORLD):
+        path = folder / f"rank-{rank}"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines += [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+    return lines
+
+
+def wait_for(processes: list[Any], folder: Path, engine: str) -> bool:
+    """Wait until a job is over; False where it hangs."""
+    size, since = -1, time.monotonic()
+    while any(process.poll() is None for process in processes):
+        here = len(list(folder.glob("here-*")))
+        news = len(read(folder)) + here
+        if news != size:
+            size, since = news, time.monotonic()
+        if time.monotonic() - since > (LIMIT if here == WORLD else START_SECONDS):
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def end(processes: list[Any]) -> None:
+    """Leave no process of a job."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()  # mpiexec ends its ranks
+    deadline = time.monotonic() + 5
+    for process in processes:
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[Told]:
+    """Start ranks, and return what they told of each run, as far as they came."""
+    folder.mkdir()
+    arguments = [str(HERE / "fault_rank.py"), engine, fault, str(first), str(last), str(folder)]
+    with (folder / "log").open("wb") as log:
+        processes = started(engine, arguments, f"faults {os.getpid()} {folder.name}", log)
+        try:
+            done = wait_for(processes, folder, engine)
+            codes = [process.poll() for process in processes]
+        finally:
+            end(processes)
+    runs: dict[int, Told] = {}
+    for line in read(folder):
+        runs.setdefault(line["run"], {})[line["rank"]] = line  # the last of a run counts
+    told = [runs[run] for run in sorted(runs)] or [{}]
+    for rank in range(WORLD):  # those that came to no end in the last run
+        line = told[-1].setdefault(rank, {"parts": {}, "said": "", "outcome": ""})
+        if line.get("usable") is None:
+            line["usable"] = False
+            if not line["outcome"]:
+                line["outcome"] = ended(done, codes[rank % len(codes)], "mpi" in engine)
+                line["said"] = (folder / "log").read_text(errors="replace")[-400:]
+    return told
+
+
+def ended(done: bool, code: int | None, mpi: bool) -> str:
+    """Say how a rank ended that told nothing of a run."""
+    if not done:
+        return "hangs"
+    if mpi:
+        return "the job is aborted"
+    return f"is aborted ({signal.Signals(-code).name})" if code and code < 0 else "ends"
+
+
+# ---- the table ----
+
+
+def verdict(told: Told) -> str:
+    """Say in short what one run was for the ranks, but for one that is killed."""
+    said: Counter[str] = Counter()
+    for line in told.values():
+        outcome = line["outcome"]
+        if outcome == "no error":
+            found = set(line["parts"].values())
+            wrong = [name for name, what in line["parts"].items() if what == "wrong"]
+            if wrong:
+                outcome = f"silently wrong sums of {', '.join(wrong)}"
+            elif "NaN" in found:
+                outcome = "NaN passes"
+            elif found == {"right"}:
+                outcome = "all sums right"
+            else:
+                outcome = "no error, sums are missing"
+        if outcome != LEFT_OUT:
+            said[outcome] += 1
+    if len(said) == 1:
+        return next(iter(said))
+    return "; ".join(f"{what} ({count} of {sum(said.values())})" for what, count in said.items())
+
+
+# Parameters that a fault is about; "b" where nothing is said here.
+FAULTY = {
+    "order": "ab",
+    "order of calls": "ab",
+    "contents": "ab",
+    "skipped step": "abcd",
+    "no call": "abcd",
+    "killed rank": "abcd",
+}
+
+
+def makes_sense(engine: str, fault: str) -> bool:
+    """Whether an engine can have a fault: raw peers take no dicts, threads are not killed."""
+    if engine.startswith("raw"):
+        return fault not in ("order", "missing gradient")
+    return not (engine == "threads" and fault == "killed rank")
+
+
+def others_right(told: Told, fault: str) -> bool | None:
+    """Whether all gradients that nothing is wrong with are right; None where there are none."""
+    names = [name for name in "abcd" if name not in FAULTY.get(fault, "b")]
+    if not names:
+        return None
+    return all(line["parts"].get(name) == "right" for line in told.values() for name in names)
+
+
+def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str, Any]:
+    """Do runs of a fault, with as many jobs as they need, but for `most`."""
+    told: list[Told] = []
+    jobs = 0
+    while len(told) < runs and jobs < most:
+        jobs += 1
+        place = folder / f"{engine}-{fault}-{jobs}".replace(" ", "-")
+        told += job(engine, fault, len(told), runs, place)
+    right = [others_right(one, fault) for one in told]
+    survivors = [[line for line in one.values() if line["outcome"] != LEFT_OUT] for one in told]
+    seen = Counter(line.get("seen") for one in told for line in one.values())
+    texts = [line["said"] for one in told for line in one.values() if line.get("said")]
+    return {
+        "engine": engine,
+        "fault": fault,
+        "runs": len(told),
+        "jobs": jobs,
+        "outcomes": dict(Counter(verdict(one) for one in told)),
+        "others": None if right[0] is None else sum(map(bool, right)),
+        "usable": sum(all(line["usable"] for line in lines) for lines in survivors),
+        "verified": {str(names): count for names, count in seen.items() if names is not None},
+        "said": texts[-1] if texts else "",
+    }
+
+
+def markdown(rows: Iterable[dict[str, Any]]) -> str:
+    """Write the table."""
+    lines = [
+        f"| on rank {ODD} | engine | what the ranks see | in | others right | usable after |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in rows:
+        runs = one["runs"]
+        for number, (what, count) in enumerate(
+            sorted(one["outcomes"].items(), key=lambda item: -item[1])
+        ):
+            others = "" if one["others"] is None else f"{one['others']} of {runs}"
+            rest = [others or "none", f"{one['usable']} of {runs}"] if not number else ["", ""]
+            if one["verified"] and not number:
+                names = ", ".join(f"`{name}`" for name in max(one["verified"]).split())
+                what += f"; `verify_gradients` names {names}" if names else ""
+            cells = [FAULTS[one["fault"]], ENGINES[one["engine"]], what, f"{count} of {runs}"]
+            lines.append(f"| {' | '.join([*cells, *rest])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table for what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--jobs", type=int, default=5, help="at most, where each run needs one of its own"
+    )
+    parser.add_argument("--json", type=Path, help="write all that is known here, too")
+    options = parser.parse_args()
+    rows, left_out = [], []
+    with tempfile.TemporaryDirectory(prefix="mlstate-faults-") as name:
+        for engine in options.engines:
+            reason = reason_against(engine)
+            if reason:
+                left_out.append(f"{ENGINES[engine]} is left out: {reason}")
+                continue
+            for fault in options.faults:
+                if not makes_sense(engine, fault):
+                    continue
+                found = row(engine, fault, options.runs, options.jobs, Path(name))
+                print(f"{engine}, {fault}: {found['outcomes']}", file=sys.stderr, flush=True)
+                rows.append(found)
+                if options.json:
+                    options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    order = list(FAULTS)
+    print(markdown(sorted(rows, key=lambda one: order.index(one["fault"]))))
+    today = datetime.date.today()
+    print(f"\n{today}, {platform.machine()}, {os.cpu_count()} processors, {WORLD} ranks, "
+          f"timeout {SECONDS:g} s.")  # fmt: skip
+    for text in left_out:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
