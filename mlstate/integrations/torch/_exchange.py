@@ -45,14 +45,31 @@ class Link:
         Seconds from now, None for the group's own.
     """
 
-    __slots__ = ("_deadline", "_group", "device", "rank", "world_size")
+    __slots__ = ("_deadline", "_group", "began", "device", "rank", "world_size")
 
     def __init__(self, group: Any, device: torch.device, timeout: float | None) -> None:
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
+        self.began = False  # something is under way, or was
         self.device = device
         self.rank: int = group.rank()
         self.world_size: int = group.size()
+
+    def at(self, flat: torch.Tensor) -> Link:
+        """Let the operation's own memory lie where a tensor does."""
+        self.device = flat.device
+        return self
+
+    def take(self, steps: Steps) -> Any:
+        """Take all steps of an operation, and return its result."""
+        try:
+            while True:
+                work = next(steps)
+                self.began = True
+                remaining = self.remaining()
+                work.wait() if remaining is None else work.wait(remaining)
+        except StopIteration as done:
+            return done.value
 
     def remaining(self) -> timedelta | None:
         """Return the time that is left, never 0, which torch takes for forever."""
@@ -96,23 +113,23 @@ class Link:
             if len(sends[target]):
                 yield self._group.send([sends[target]], target, _TAG)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
         """Overwrite the tensor with that of `root`."""
         from torch.distributed.distributed_c10d import BroadcastOptions
 
         options = self._timed(BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
-        return self._group.broadcast([tensor], options)
+        yield self._group.broadcast([tensor], options)
 
-    def barrier(self) -> Any:
+    def barrier(self) -> Steps:
         """Wait for every rank."""
         from torch.distributed.distributed_c10d import BarrierOptions
 
         options = self._timed(BarrierOptions())
         if self.device.type != "cpu":
             options.device_ids = [self.device.index or 0]
-        return self._group.barrier(options)
+        yield self._group.barrier(options)
 
     def memory(self, count: int) -> torch.Tensor:
         """Return new memory that can travel."""
