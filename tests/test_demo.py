@@ -6,7 +6,7 @@ import pytest
 import mlstate
 import mlstate.plot
 from mlstate.cli import main
-from mlstate.demo import checkpoints, story
+from mlstate.demo import checkpoints, gradients, story
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +94,13 @@ def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monk
 
 
 def test_a_change_that_must_not_be_fails_the_command(capsys, monkeypatch):
-    for good in ((False, True, True), (True, False, True), (True, True, False)):
+    for bad in (None, 0, 1, 2, 3):
+        good = [number != bad for number in range(4)]
         kept = story.Kept("", good[2])
-        report = story.Report("", good[0], "", [], None, good[1], kept)
+        reduced = story.Reduced((1.0, 0.0), good[3], [], [])
+        report = story.Report("", good[0], "", [], None, good[1], kept, reduced)
         monkeypatch.setattr(story, "run", lambda picture, report=report: report)
-        assert main(["demo", "--picture", ""]) == 1
+        assert main(["demo", "--picture", ""]) == (bad is not None)
 
 
 def test_a_renamed_checkpoint_is_loaded_and_a_damaged_one_is_not(told):
@@ -114,14 +116,14 @@ def test_a_renamed_checkpoint_is_loaded_and_a_damaged_one_is_not(told):
 
 def test_a_flipped_bit_is_found_and_an_older_step_takes_over(told):
     report, printed = told
-    part = printed[printed.index("\n11. ") :]
+    part = printed[printed.index("\n11. ") : printed.index("\n13. ")]
     assert "step 1000: 439,424 of 439,424 bytes written, 26 of 26 shards" in part
     assert "step 2000: 8,192 of 439,424 bytes written, 1 of 26 shards" in part
     assert report.kept.found == "layers.3.out.weight: altered, within bytes 4,096 to 12,288"
     assert report.kept.found in part
     assert report.kept.repaired
     assert "back at step 1000, every bit is as it was" in part
-    assert part.endswith("layers.3.out.weight (64, 64) -> (16, 64)")
+    assert part.rstrip().endswith("layers.3.out.weight (64, 64) -> (16, 64)")
 
 
 def test_damage_that_is_not_repaired_would_be_noticed(monkeypatch):
@@ -134,3 +136,48 @@ def test_damage_that_is_not_repaired_would_be_noticed(monkeypatch):
     weights = mlstate.ModelStateDict({"layers.3.out.weight": np.ones((64, 64), np.float16)})
     assert not checkpoints.show_checkpoints(weights, lines.append).repaired
     assert any("NOT as it was" in line for line in lines)
+
+
+def test_two_ranks_learn_and_have_the_same_bits(told):
+    report, printed = told
+    before, after = report.reduced.losses
+    assert after < 0.75 * before
+    assert report.reduced.identical
+    part = printed[printed.index("\n13. ") : printed.index("\n14. ")]
+    assert (
+        f"loss {before:.2f} -> {after:.2f} in 50 steps; weights of the ranks: bit-identical" in part
+    )
+    assert "rank 1 keeps 22,784 bytes of 4 gradients" in part
+    assert "sums in buckets of 25 MiB, 16 KiB, one gradient: bit-identical" in part
+
+
+def test_both_ranks_are_told_of_bad_gradients_and_keep_the_others(told):
+    report, printed = told
+    part = printed[printed.index("\n14. ") :]
+    assert len(report.reduced.told) == 2
+    for rank, text in enumerate(report.reduced.told):
+        first, shape, nan = text.splitlines()
+        assert f"on rank {rank}: 2 gradients were not reduced, all others were:" in first
+        assert shape == "  'out.bias': rank 1: the gradient has shape (95,), expected (96,)"
+        assert nan == "  'hidden.weight': NaN or infinite elements (rank 1: 1)"
+        assert all(line in part for line in (first, shape, nan))
+    assert sorted(report.reduced.kept) == ["hidden.bias", "out.weight"]
+    assert part.endswith("reduced on both ranks: hidden.bias, out.weight")
+
+
+@pytest.mark.parametrize("where", ["_reduce", "_train"])
+def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, where):
+    real = getattr(gradients, where)
+
+    def other(group, network, *size):
+        found = real(group, network, *size)
+        parts = found if where == "_reduce" else found[1]
+        if group.rank == 1 and size != (0,):
+            parts["out.bias"][-1] += 1
+        return found
+
+    monkeypatch.setattr(gradients, where, other)
+    lines = []
+    reduced = story.run(None, say=lines.append).reduced
+    assert not reduced.identical
+    assert sum("DIFFERENT" in line for line in lines) == 1

@@ -3,7 +3,8 @@
 A small character model, trained on Python's own library, runs in NumPy. Its cache travels
 between the states of two real Core ML packages as it would on a Mac: prefill with a context
 of 512, compact to 256, generate until that is full, expand to 512, go on. Then its weights
-are loaded from a checkpoint with other names, and kept in one that survives a flipped bit.
+are loaded from a checkpoint with other names, and kept in one that survives a flipped bit. At
+last two ranks reduce gradients, some of which are bad.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..kv import (
     transition_kv_state,
 )
 from .checkpoints import Kept, show_checkpoints
+from .gradients import Reduced, show_gradients
 from .model import CharModel
 from .weights import show_weights
 
@@ -67,6 +69,8 @@ class Report(NamedTuple):
         Whether a checkpoint that was refused left every weight as it was.
     kept : Kept
         What was found of a damaged checkpoint, and whether an older one took its place.
+    reduced : Reduced
+        What two ranks made of their gradients, and were told of the bad ones.
     """
 
     text: str
@@ -76,6 +80,7 @@ class Report(NamedTuple):
     picture: Path | None
     untouched: bool
     kept: Kept
+    reduced: Reduced
 
 
 class _Story:
@@ -249,7 +254,7 @@ def run(
     Report
         Text, whether every transition left the logits bit-identical, the refusal, the
         stages, the picture's path (None where matplotlib is missing), and how the
-        checkpoints fared.
+        checkpoints and the gradients fared.
 
     Examples
     --------
@@ -268,5 +273,7 @@ def run(
         _memory_table(say)
         loaded = show_weights(data / "model.safetensors", say)
         kept = show_checkpoints(loaded.state, say)
+        reduced = show_gradients(story.model, loaded.state["embed.weight"], say)
     drawn = _draw(story.stages, None if picture is None else Path(picture), say)
-    return Report(text, story.identical, refused, story.stages, drawn, loaded.untouched, kept)
+    untouched = loaded.untouched
+    return Report(text, story.identical, refused, story.stages, drawn, untouched, kept, reduced)

@@ -1,0 +1,225 @@
+"""The demo's fourth part: gradients of two ranks.
+
+Two threads train a small network on the demo's own source code, each on half of it. Then one
+of them has a gradient that is not a number, and one of another shape.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..collectives import LocalGroup
+from ..errors import CollectiveError
+from ..fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .model import CharModel, Floats
+
+__all__ = ["Reduced", "show_gradients"]
+
+# So small that BLAS computes in one thread: more would be in the way of two ranks.
+RANKS, STEPS, BATCH, RATE, SEED = 2, 50, 32, 1.0, 0
+BEFORE, HIDDEN = 4, 32  # characters that the network sees, and the width of its one layer
+BUCKETS = {"25 MiB": 25 << 20, "16 KiB": 16 << 10, "one gradient": 0}
+SECONDS = 60.0
+
+
+class Reduced(NamedTuple):
+    """What became of the gradients.
+
+    Attributes
+    ----------
+    losses : tuple of float
+        Before the first step and after the last.
+    identical : bool
+        Whether sums were the same bits however gradients were divided into buckets, and the
+        ranks had the same weights in the end.
+    told : list of str
+        What each rank was told of the two bad gradients.
+    kept : list of str
+        The parameters whose gradients were reduced all the same.
+    """
+
+    losses: tuple[float, float]
+    identical: bool
+    told: list[str]
+    kept: list[str]
+
+
+# ---- a network ----
+
+
+class _Network:
+    """Guesses a character from those before it, by the demo model's embedding of each."""
+
+    def __init__(self, model: CharModel, embedding: Floats) -> None:
+        text = (resources.files("mlstate.demo") / "model.py").read_text(encoding="utf-8")
+        known = "".join(c for c in text if c in model.vocabulary)
+        self.tokens = np.array(model.encode(known))
+        self.embedding = embedding.astype(np.float32)
+        characters, width = embedding.shape
+        generator = np.random.default_rng(SEED)
+
+        def drawn(rows: int, columns: int) -> Floats:
+            wide = generator.standard_normal((rows, columns), np.float32)
+            return wide / np.float32(rows**0.5)
+
+        self.weights: dict[str, Floats] = {
+            "hidden.weight": drawn(BEFORE * width, HIDDEN),
+            "hidden.bias": np.zeros(HIDDEN, np.float32),
+            "out.weight": drawn(HIDDEN, characters),
+            "out.bias": np.zeros(characters, np.float32),
+        }
+
+    def samples(self, group: Any, step: int) -> tuple[Floats, Any]:
+        """Return what precedes some characters of this rank's part of the text, and these."""
+        share = (len(self.tokens) - BEFORE) // group.world_size
+        generator = np.random.default_rng([SEED, step, group.rank])
+        places = group.rank * share + generator.integers(0, share, BATCH)
+        before = self.tokens[places[:, None] + np.arange(BEFORE)]
+        return self.embedding[before].reshape(BATCH, -1), self.tokens[places + BEFORE]
+
+    def backward(
+        self, weights: dict[str, Floats], samples: tuple[Floats, Any]
+    ) -> tuple[float, Iterator[tuple[str, Floats]]]:
+        """Return the loss, and the gradients as they are made: the last layer's first."""
+        x, wanted = samples
+        hidden = np.tanh(x @ weights["hidden.weight"] + weights["hidden.bias"])
+        scores = hidden @ weights["out.weight"] + weights["out.bias"]
+        chances = np.exp(scores - scores.max(1, keepdims=True))
+        chances /= chances.sum(1, keepdims=True)
+        rows = np.arange(len(wanted))
+        loss = float(-np.log(chances[rows, wanted]).mean())
+
+        def gradients() -> Iterator[tuple[str, Floats]]:
+            error = chances.copy()
+            error[rows, wanted] -= 1
+            error /= len(wanted)
+            yield "out.bias", error.sum(0)
+            yield "out.weight", hidden.T @ error
+            inner = error @ weights["out.weight"].T * (1 - hidden**2)
+            yield "hidden.bias", inner.sum(0)
+            yield "hidden.weight", x.T @ inner
+
+        return loss, gradients()
+
+
+def _units(group: Any, weights: dict[str, Floats]) -> dict[str, FSDPShardingUnit]:
+    return {
+        name: FSDPShardingUnit(
+            name, array.shape, array.dtype, group.rank, world_size=group.world_size
+        )
+        for name, array in weights.items()
+    }
+
+
+# ---- what each rank does ----
+
+
+def _train(group: Any, network: _Network) -> tuple[list[float], dict[str, Floats]]:
+    """Take some steps: gradients are reduced as they come, each rank updates its part."""
+    weights = dict(network.weights)
+    units = _units(group, weights)
+    hook = FSDPBackwardHook(FSDP(group, op="mean"))
+    hook.use_units(units)
+    losses = []
+    for step in range(STEPS):
+        loss, gradients = network.backward(weights, network.samples(group, step))
+        for name, gradient in gradients:
+            hook.add_gradient(name, gradient)
+        hook.finish()
+        for name, unit in units.items():
+            part = unit.layout.take(weights[name], group.rank) - RATE * unit.local_gradient
+            weights[name] = group.all_gather(part, counts=unit.counts).reshape(unit.shape)
+        losses.append(loss)
+    return losses, weights
+
+
+def _reduce(group: Any, network: _Network, bucket_bytes: int) -> dict[str, Any]:
+    """Reduce the gradients of the first step; return the parts of this rank."""
+    units = _units(group, network.weights)
+    _, gradients = network.backward(network.weights, network.samples(group, 0))
+    fsdp = FSDP(group, bucket_bytes=bucket_bytes)
+    FSDPBackwardHook(fsdp).scatter_multiple(units, dict(gradients))
+    return {name: unit.local_gradient for name, unit in units.items()}
+
+
+def _spoil(group: Any, network: _Network) -> tuple[str, list[str]]:
+    """Reduce gradients of which two are bad on rank 1; return the error, and what was kept."""
+    units = _units(group, network.weights)
+    gradients = dict(network.backward(network.weights, network.samples(group, 0))[1])
+    if group.rank == 1:
+        gradients["hidden.weight"][0, 0] = np.nan
+        gradients["out.bias"] = gradients["out.bias"][:-1]
+    told = ""
+    try:
+        FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
+    except CollectiveError as error:
+        told = str(error)
+    return told, [name for name, unit in units.items() if unit.local_gradient is not None]
+
+
+# ---- the story ----
+
+
+def show_gradients(model: CharModel, embedding: Floats, say: Callable[[str], None]) -> Reduced:
+    """Tell the story of gradients that are reduced, and of two that are not.
+
+    Parameters
+    ----------
+    model : CharModel
+        The demo's, for its characters.
+    embedding : ndarray, shape (characters, width)
+        Of its characters.
+    say : callable
+        Gets each line.
+
+    Returns
+    -------
+    Reduced
+        Losses, whether all bits were the same, and what the ranks were told.
+    """
+    network = _Network(model, embedding)
+    groups = LocalGroup.threads(RANKS, timeout=SECONDS)
+
+    def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+        with ThreadPoolExecutor(RANKS) as pool:
+            return list(pool.map(lambda group: function(group, network, *args), groups))
+
+    say(f"\n13. {RANKS} ranks train a small network on this demo's source code")
+    (losses, first), (others, second) = on_ranks(_train)
+    identical = all(first[name].tobytes() == second[name].tobytes() for name in first)
+    ends = (losses[0] + others[0]) / 2, (losses[-1] + others[-1]) / 2
+    verdict = "bit-identical" if identical else "DIFFERENT"
+    say(f"   loss {ends[0]:.2f} -> {ends[1]:.2f} in {STEPS} steps; weights of the ranks: {verdict}")
+    sums = {label: on_ranks(_reduce, size) for label, size in BUCKETS.items()}
+    parts = sums["25 MiB"]
+    for rank, part in enumerate(parts):
+        size = sum(array.nbytes for array in part.values())
+        say(f"   rank {rank} keeps {size:,} bytes of {len(part)} gradients")
+    same = all(
+        other[rank][name].tobytes() == part[name].tobytes()
+        for other in sums.values()
+        for rank, part in enumerate(parts)
+        for name in part
+    )
+    verdict = "bit-identical" if same else "DIFFERENT"
+    say(f"   sums in buckets of {', '.join(BUCKETS)}: {verdict}")
+
+    say("\n14. Rank 1 has a NaN in one gradient, and another shape in a second one")
+    outcomes = on_ranks(_spoil)
+    told = [text for text, _ in outcomes]
+    for text in told:
+        for line in text.splitlines():
+            say(f"   {line}")
+    kept: list[str] = outcomes[0][1]
+    say(f"   reduced on both ranks: {', '.join(kept)}")
+    for group in groups:
+        group.close()
+    return Reduced(ends, identical and same, told, kept)
