@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+from ._text import shorten
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
@@ -125,6 +127,19 @@ def _stack(
     axes.tick_params(left=False)
 
 
+def _legend(figure: Figure, axes: Any, columns: int) -> None:
+    """Say below a figure what its colours are, in names that may be anything."""
+    bars = axes.containers
+    if not bars:
+        return
+    legend = figure.legend(
+        bars, [""] * len(bars), loc="outside lower center", ncols=columns, frameon=False
+    )
+    for text, each in zip(legend.get_texts(), bars, strict=True):
+        text.set_parse_math(False)
+        text.set_text(shorten(each.get_label(), 38))  # matplotlib leaves out what begins with _
+
+
 def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     """Draw where a checkpoint's bytes are: by layer, and by the rank that stored them.
 
@@ -178,10 +193,13 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     right.set_title("Stored by each rank", loc="left")
     for axes in (left, right):
         axes.set_xlabel(label)
-    handles, names = left.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=6, frameon=False)
+    _legend(figure, left, 6)
     return figure
+
+
+def _ticks(rows: int) -> list[int]:
+    """Return which of so many rows have labels: not more than can be read."""
+    return list(range(0, rows, max(1, -(-rows // _BARS))))
 
 
 def plot_backward(report: BackwardReport) -> Figure:
@@ -220,7 +238,10 @@ def plot_backward(report: BackwardReport) -> Figure:
     waited = report.waited
     rows = len(report.buckets)
     several = len(waited) > 1
-    heights = [1.2 + 0.24 * max(rows, 3), 0.8 + 0.25 * len(waited)]
+    heights = [
+        1.2 + 0.24 * min(max(rows, 3), 2 * _BARS),
+        0.8 + 0.25 * min(len(waited), 2 * _BARS),
+    ]
     figure = _figure(10, heights[0] + (heights[1] if several else 0) + 0.3)
     if several:
         upper, lower = figure.subplots(2, 1, height_ratios=heights)
@@ -239,8 +260,7 @@ def plot_backward(report: BackwardReport) -> Figure:
         upper.barh(range(rows), lengths, height, starts, color=color, label=label)
     handles, names = upper.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper right", ncols=3, frameon=False)
-    step = max(1, -(-rows // _BARS))
-    ticks = list(range(0, rows, step))
+    ticks = _ticks(rows)
     labels = [
         f"{n}: {len(b.names)} of {b.bytes / 1e6:.3g} MB" for n, b in enumerate(report.buckets)
     ]
@@ -254,7 +274,8 @@ def plot_backward(report: BackwardReport) -> Figure:
     if several:
         late = report.straggler
         lower.barh(range(len(waited)), [t * 1e3 for t in waited], color=_STATES[1], height=0.6)
-        lower.set_yticks(range(len(waited)), [f"rank {rank}" for rank in range(len(waited))])
+        shown = _ticks(len(waited))
+        lower.set_yticks(shown, [f"rank {rank}" for rank in shown])
         lower.invert_yaxis()
         lower.set_xlabel("ms waited for the others")
         title = "Nobody was waited for" if late is None else f"Rank {late[0]} was waited for"
@@ -282,7 +303,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
     ImportError
         If matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        A unit does not know its world size.
+        A unit does not know its world size, or has another one than the others.
 
     Examples
     --------
@@ -297,6 +318,12 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
     units = sorted(sharding_units.values(), key=lambda unit: -unit.full_bytes)
     columns = [unit.parameter_name for unit in units[: len(_STATES) - 1]]
     others = f"{len(units) - len(columns)} others"
+    for unit in units:
+        if len(unit.counts) != len(units[0].counts):
+            raise ValueError(
+                f"{unit.parameter_name} divides by {len(unit.counts)} ranks, others by "
+                f"{len(units[0].counts)}"
+            )
     world = len(units[0].counts) if units else 0
     ranks = [Group(f"rank {rank}") for rank in range(world)]
     for unit in units:
@@ -314,7 +341,5 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
     _stack(axes, kept, columns, 1024.0**power, max(len(kept), 3))
     axes.set_title("Gradients kept by each rank", loc="left")
     axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
-    handles, names = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    _legend(figure, axes, 4)
     return figure
