@@ -6,23 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..._arrays import is_torch
-from ..._collective_args import (
-    _misfit,
-    check_array,
-    check_bytes,
-    check_counts,
-    check_op,
-    check_root,
-    check_rows,
-    check_timeout,
-    counts_of,
-    dtype_name,
-    failed,
-    result_of,
-)
+from ..._collective_args import check_timeout, failed
+from ..._engine import Call, Engine, shares
 from ..._turns import Turns
-from ...collectives import ReduceOp, Work
+from ..._work import Work
 from ...errors import CollectiveError
 from ._exchange import (
     Channel,
@@ -35,21 +22,18 @@ from ._exchange import (
     trade,
     wait_for,
 )
-from ._memory import bytes_of, check_plain, flat_of, put, target_for
+from ._memory import bytes_of, flat_of, put, target_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
+    from collections.abc import Callable
 
     from ._exchange import Link
-
-    Start = Callable[[Link], Any]
 
 # What torch.distributed allows an operation, too.
 _DEFAULT_SECONDS = 1800.0
 
 
-class MPIGroup:
+class MPIGroup(Engine):
     """The processes of an MPI communicator, as mlstate uses them.
 
     Parameters
@@ -147,36 +131,7 @@ class MPIGroup:
         own.Set_errhandler(MPI.ERRORS_RETURN)
         return own
 
-    def __enter__(self) -> MPIGroup:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        ended = f", {self._ended}" if self._ended else ""
-        return f"MPIGroup(rank {self._rank} of {self._world_size}{ended})"
-
-    @property
-    def rank(self) -> int:
-        """Number of this process in the communicator, from 0."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes in the communicator."""
-        return self._world_size
-
     # ---- one operation after the other ----
-
-    def _check_open(self, operation: str) -> None:
-        if self._ended:
-            raise failed(operation, self._rank, f"this group was {self._ended}; make a new one")
 
     def _check_thread(self, operation: str, rank: int) -> None:
         """Refuse a thread that must not call MPI."""
@@ -190,228 +145,71 @@ class MPIGroup:
                 "mpi4py ask for more (mpi4py.rc.thread_level = 'multiple' before MPI is imported)",
             )
 
-    def _perform(self, operation: str, call: str, timeout: float | None, start: Start) -> Any:
-        """Do an operation, and return its result; the turn is held."""
-        self._check_open(operation)
-        self._check_thread(operation, self._rank)
-        link = self._channel.link(operation, call, timeout or self._timeout)
-        self._inside = True
-        try:
-            return start(link)
-        except BaseException:
-            if link.began:  # ranks are not at one place any more
-                self._ended = self._ended or f"broken by {operation}, which failed"
-                self._channel.give_up(operation)
-            raise
-        finally:
-            self._inside = False
-
-    def _submit(
-        self, operation: str, timeout: float | None, async_op: bool, call: str, start: Start
-    ) -> Any:
-        """Run an operation after those that were called before it.
-
-        `call` says what every rank must call alike.
-        """
+    def _run(self, call: Call, task: Callable[[], Any]) -> Any:
+        """Do at once what MPI does not allow another thread to do."""
         from mpi4py import MPI
 
-        self._check_open(operation)
-
-        def task() -> Any:
-            return self._perform(operation, call, timeout, start)
-
-        if not async_op or self._level >= MPI.THREAD_MULTIPLE:
-            return self._turns.run(operation, task, async_op=async_op)
-        work = Work(operation, self._rank)
+        if not call.async_op or self._level >= MPI.THREAD_MULTIPLE:
+            return super()._run(call, task)
+        work = Work(call.name, self._rank)
         try:
-            work.set_result(self._turns.run(operation, task))
+            work.set_result(self._turns.run(call.name, task))
         except Exception as error:
             work.set_error(error)
         return work
 
-    # ---- operations ----
+    def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        self._check_thread(call.name, self._rank)
+        link = self._channel.link(call.name, call.text, call.seconds or self._timeout)
+        self._inside = True
+        try:
+            return perform(link)
+        except BaseException:
+            if link.began:  # ranks are not at one place any more
+                self._ended = self._ended or f"broken by {call.name}, which failed"
+                self._channel.give_up(call.name)
+            raise
+        finally:
+            self._inside = False
 
-    def reduce_scatter(
-        self,
-        array: Any,
-        *,
-        op: ReduceOp | str = ReduceOp.SUM,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce arrays of one shape, and return the rows that belong to this rank.
+    # ---- memory ----
 
-        See `mlstate.collectives.ProcessGroup` for `op`, `out`, `counts`, `timeout` and
-        `async_op`, here and below.
-        """
-        name = "reduce_scatter"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        kind = check_op(name, op, plain)
-        rows = check_rows(name, plain)
-        listed = check_counts(name, "counts", counts, rows, self._world_size)
-        place = result_of(name, out, (listed[self._rank], *plain.shape[1:]), plain)
-        flat = flat_of(name, plain, native=True)
-        width = len(flat) // rows if rows else 0
+    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+        return flat_of(operation, array, native=reduced)
 
-        def start(link: Link) -> Any:
-            target = target_for(name, place, native=True)
-            reduce_rows(link, flat, [n * width for n in listed], kind, target)
-            put(target, place)
-            return place if out is None else out
+    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
+        return target_for(operation, place, native=reduced)
 
-        call = f"{kind} of {_kind_of(plain)} in rows {listed}"
-        return self._submit(name, seconds, async_op, call, start)
+    def _put(self, target: Any, place: Any) -> None:
+        put(target, place)
 
-    def all_gather(
-        self,
-        array: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the rows of all ranks in the order of ranks; this rank's are `array`."""
-        name = "all_gather"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        rows = check_rows(name, plain)
-        listed = [rows] * self._world_size
-        if counts is not None:
-            listed = counts_of(name, "counts", counts, self._world_size)
-            _check_own_rows(name, rows, listed, self._rank)
-        place = result_of(name, out, (sum(listed), *plain.shape[1:]), plain)
-        flat = bytes_of(flat_of(name, plain))
-        width = _row_bytes(plain)
+    # ---- how bytes travel ----
 
-        def start(link: Link) -> Any:
-            target = target_for(name, place)
-            spread(link, flat, bytes_of(target), [n * width for n in listed])
-            put(target, place)
-            return place if out is None else out
+    def _reduce_rows(self, link: Link, source: Any, rows: list[int], op: str, target: Any) -> None:
+        reduce_rows(link, source, shares(len(source), rows), op, target)
 
-        call = f"{_kind_of(plain)} in rows {listed}"
-        return self._submit(name, seconds, async_op, call, start)
+    def _reduce_all(self, link: Link, source: Any, op: str, target: Any) -> None:
+        reduce_all(link, source, op, target)
 
-    def all_reduce(
-        self,
-        array: Any,
-        *,
-        op: ReduceOp | str = ReduceOp.SUM,
-        out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce arrays of one shape, and return the same result on every rank."""
-        name = "all_reduce"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        kind = check_op(name, op, plain)
-        place = result_of(name, out, tuple(plain.shape), plain)
-        flat = flat_of(name, plain, native=True)
+    def _spread(self, link: Link, source: Any, rows: list[int], target: Any) -> None:
+        into = bytes_of(target)
+        spread(link, bytes_of(source), into, shares(len(into), rows))
 
-        def start(link: Link) -> Any:
-            target = target_for(name, place, native=True)
-            reduce_all(link, flat, kind, target)
-            put(target, place)
-            return place if out is None else out
+    def _trade(
+        self, link: Link, source: Any, sent: list[int], target: Any, wanted: list[int]
+    ) -> None:
+        mine, into = bytes_of(source), bytes_of(target)
+        here = mine.copy() if np.shares_memory(mine, into) else mine
+        trade(link, here, shares(len(here), sent), into, shares(len(into), wanted))
 
-        call = f"{kind} of {tuple(plain.shape)} {_kind_of(plain)}"
-        return self._submit(name, seconds, async_op, call, start)
+    def _broadcast(self, link: Link, memory: Any, root: int) -> None:
+        hand_out(link, bytes_of(memory), root)
 
-    def all_to_all(
-        self,
-        array: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        out_counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Send each rank its rows, ``counts[rank]`` of them; return those that others sent."""
-        name = "all_to_all"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        rows = check_rows(name, plain)
-        if (counts is None) != (out_counts is None):
-            raise ValueError(f"{name}: give both counts and out_counts, or neither")
-        sent = check_counts(name, "counts", counts, rows, self._world_size)
-        wanted = sent
-        if out_counts is not None:
-            wanted = counts_of(name, "out_counts", out_counts, self._world_size)
-        place = result_of(name, out, (sum(wanted), *plain.shape[1:]), plain)
-        flat = bytes_of(flat_of(name, plain))
-        width = _row_bytes(plain)
+    def _barrier(self, link: Link) -> None:
+        meet(link)
 
-        def start(link: Link) -> Any:
-            target = target_for(name, place)
-            received = bytes_of(target)
-            source = flat.copy() if np.shares_memory(flat, received) else flat
-            trade(link, source, [n * width for n in sent], received, [n * width for n in wanted])
-            put(target, place)
-            return place if out is None else out
-
-        return self._submit(name, seconds, async_op, _kind_of(plain), start)
-
-    def broadcast(
-        self,
-        array: Any,
-        *,
-        root: int = 0,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Copy the array of rank `root` into that of every other rank, and return it."""
-        name = "broadcast"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        source = check_root(name, root, self._world_size)
-        sends = source == self._rank
-        if not sends and not is_torch(array):
-            writable = isinstance(array, np.ndarray) and array.flags.writeable
-            if not writable:
-                raise ValueError(f"{name}: the array of rank {self._rank} is read-only")
-        check_plain(name, plain)
-
-        def start(link: Link) -> Any:
-            flat = flat_of(name, plain) if sends else target_for(name, plain)
-            hand_out(link, bytes_of(flat), source)
-            if not sends:
-                put(flat, plain)
-            return array
-
-        call = f"{tuple(plain.shape)} {_kind_of(plain)} from {source}"
-        return self._submit(name, seconds, async_op, call, start)
-
-    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Wait until every rank is here."""
-        return self._submit("barrier", check_timeout(timeout), async_op, "", meet)
-
-    def gather_bytes(
-        self,
-        data: bytes,
-        *,
-        root: int | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the bytes of all ranks, of any lengths, as a list in the order of ranks.
-
-        Up to 248 bytes from each rank take one exchange, more take two.
-        """
-        name = "gather_bytes"
-        seconds = check_timeout(timeout)
-        text = check_bytes(name, data)
-        end = None if root is None else check_root(name, root, self._world_size)
-
-        def start(link: Link) -> Any:
-            return gather_texts(link, text, end)
-
-        return self._submit(name, seconds, async_op, f"to {end}", start)
+    def _gather(self, link: Link, data: bytes, root: int | None) -> list[bytes] | None:
+        return gather_texts(link, data, root)
 
     # ---- the end ----
 
@@ -444,32 +242,3 @@ class MPIGroup:
         if not self._ended and not MPI.Is_finalized():
             self._comm.Free()
         self._ended = self._ended or "closed"
-
-
-def _kind_of(array: Any) -> str:
-    """Say what rows are made of."""
-    kind = dtype_name(array) if is_torch(array) else str(array.dtype)
-    return f"{kind} {tuple(array.shape[1:])}"
-
-
-def _row_bytes(array: Any) -> int:
-    """Return the bytes along all dimensions but the first."""
-    size = int(array.element_size() if is_torch(array) else array.itemsize)
-    for length in array.shape[1:]:
-        size *= int(length)
-    return size
-
-
-def _check_own_rows(operation: str, rows: int, counts: Sequence[int], rank: int) -> None:
-    """Refuse an array that is not as long as this rank's count."""
-    if rows == counts[rank]:
-        return
-    error = _misfit(
-        operation,
-        "the first dimension is",
-        rows,
-        f"{counts[rank]}, the count of rank {rank}",
-        "pass counts= alike on every rank",
-    )
-    error.rank = rank
-    raise error

@@ -12,19 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._arrays import is_torch
+from ..._collective_args import check_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-def check_plain(operation: str, array: Any) -> None:
-    """Refuse a tensor that is more than its memory."""
-    if is_torch(array):
-        from ..torch._state import why_not_plain
-
-        reason = why_not_plain(array)
-        if reason:
-            raise TypeError(f"{operation}: the tensor is {reason}")
 
 
 def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
@@ -41,9 +32,10 @@ def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
 
 def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
     """Return flat memory for a result: that of `place`, or new memory where that is not flat."""
+    check_plain(operation, place)
     if is_torch(place):
         if place.device.type == "cpu" and place.is_contiguous():
-            return flat_of(operation, place)
+            return place.reshape(-1)
         return place.new_empty(place.numel(), device="cpu")
     flags = place.flags
     if flags.c_contiguous and flags.aligned and (place.dtype.isnative or not native):
