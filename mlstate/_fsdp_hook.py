@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -245,14 +245,10 @@ class FSDPBackwardHook:
         """Forget a backward pass that an error ended before all gradients were there."""
         if self._pass is None or self._pass() is not None:
             return
-        for work in self._works:
-            with suppress(Exception):  # the other ranks may have gone on, or not
-                work.wait()
-        for unit in self._units.values():
-            unit.local_gradient = None
         if self._running:
-            self._fsdp.end()
-        self._forget()
+            self._give_up()
+        else:
+            self._forget()
 
     def _spec_hook(self, unit: FSDPShardingUnit) -> Callable[[Any], Any]:
         def scatter(gradient: Any) -> Any:
