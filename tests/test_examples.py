@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,34 @@ def test_checkpoints_shows_what_it_says(tmp_path):
     assert "3 {'layers.1.weight': (64, 256), 'out.weight': (0, 256)}" in printed
     if importlib.util.find_spec("matplotlib"):
         assert outputs(cells, "image/png")
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_gradients_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "gradients.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    report, verified = outputs(cells, "text/html")
+    assert "1.01 MiB of gradients in 5 buckets" in report and "<table>" in report
+    assert "1 of 12 gradients differs" in verified and "layers.3.weight" in verified
+    printed = "".join(outputs(cells, "stdout"))
+    steps = re.findall(r"step (\d+): accuracy (\S+), norm", printed)
+    assert [step for step, _ in steps] == ["20", "40", "60"]
+    assert float(steps[-1][1]) > 0.9
+    assert "bytes, the same for each size of buckets" in printed
+    told = "scatter_multiple on rank 0: a gradient was not reduced, all others were: "
+    assert f"{told}'layers.2.weight': NaN or infinite elements (rank 1: 1)" in printed
+    assert f"{told}'layers.1.bias': rank 1: no gradient was passed" in printed
+    assert f"{told}'out.weight': rank 1: the gradient has shape (256, 1), expected" in printed
+    assert printed.count("(11 of 12 are reduced)") == 3
+    assert "'layers.1.bias': missing on rank 1 (rank 1 reduces 'layers.0.bias')" in printed
+    if importlib.util.find_spec("torch"):
+        assert "1 {'0.weight': (32, 2), '0.bias': (32,), '2.weight': (0, 64)" in printed
+    if importlib.util.find_spec("matplotlib"):
+        assert len(outputs(cells, "image/png")) == 2
 
 
 @pytest.mark.slow
