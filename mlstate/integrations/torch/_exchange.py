@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Generator, Sequence
     from typing import TypeAlias
 
     import torch
@@ -45,12 +45,13 @@ class Link:
         Seconds from now, None for the group's own.
     """
 
-    __slots__ = ("_deadline", "_group", "began", "device", "rank", "world_size")
+    __slots__ = ("_deadline", "_group", "began", "device", "peer", "rank", "world_size")
 
     def __init__(self, group: Any, device: torch.device, timeout: float | None) -> None:
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
         self.began = False  # something is under way, or was
+        self.peer: int | None = None  # the rank that is waited for, where it is one
         self.device = device
         self.rank: int = group.rank()
         self.world_size: int = group.size()
@@ -89,29 +90,46 @@ class Link:
         Sends may be one tensor many times. What this rank has for itself is left alone.
         """
         if self.device.type == "cpu":
-            works = list(self._messages(sends, receives))
-        else:
-            from torch.distributed.distributed_c10d import AllToAllOptions
+            for peer, work in self._messages(sends, receives):
+                self.peer = peer
+                yield work
+            self.peer = None
+            return
+        from torch.distributed.distributed_c10d import AllToAllOptions
 
-            nothing = self.memory(0)
-            mine = [[*parts] for parts in (receives, sends)]
-            for parts in mine:
-                parts[self.rank] = nothing
-            works = [self._group.alltoall(*mine, self._timed(AllToAllOptions()))]
-        yield from works
+        nothing = self.memory(0)
+        mine = [[*parts] for parts in (receives, sends)]
+        for parts in mine:
+            parts[self.rank] = nothing
+        yield self._group.alltoall(*mine, self._timed(AllToAllOptions()))
 
     def _messages(
         self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
-    ) -> Iterator[Any]:
-        """Begin with the next rank, so that not all write to one at first."""
-        for step in range(1, self.world_size):
-            source = (self.rank - step) % self.world_size
-            if len(receives[source]):
-                yield self._group.recv([receives[source]], source, _TAG)
-        for step in range(1, self.world_size):
-            target = (self.rank + step) % self.world_size
-            if len(sends[target]):
-                yield self._group.send([sends[target]], target, _TAG)
+    ) -> list[tuple[int, Any]]:
+        """Start all messages; begin with the next rank, so that not all write to one at first.
+
+        A rank that is gone does not keep the others from getting theirs: they would wait for
+        this one, and blame it.
+        """
+        steps = range(1, self.world_size)
+        calls = [
+            (self._group.recv, receives, (self.rank - step) % self.world_size) for step in steps
+        ]
+        calls += [(self._group.send, sends, (self.rank + step) % self.world_size) for step in steps]
+        works: list[tuple[int, Any]] = []
+        failure: RuntimeError | None = None
+        for call, parts, peer in calls:
+            if not len(parts[peer]):
+                continue
+            try:
+                works.append((peer, call([parts[peer]], peer, _TAG)))
+            except RuntimeError as error:
+                self.began = True
+                if failure is None:
+                    failure, self.peer = error, peer
+        if failure is not None:
+            raise failure
+        return works
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
         """Overwrite the tensor with that of `root`."""

@@ -166,24 +166,25 @@ class TorchGroup(Engine):
                 self._ended = ended or f"broken by {call.name}, which failed"
             if not isinstance(error, RuntimeError):  # which all is that torch raises
                 raise
-            raise self._explained(call.name, call.seconds, ended, error) from error
+            raise self._explained(call, link.peer, ended, error) from error
 
     def _explained(
-        self, operation: str, timeout: float | None, ended: str, error: RuntimeError
+        self, call: Call, peer: int | None, ended: str, error: RuntimeError
     ) -> CollectiveError:
-        """Make the error of an operation that torch let fail."""
+        """Make the error of an operation that torch let fail while `peer` was waited for."""
         text = " ".join(str(error).split())
+        who = None if peer is None else f"rank {peer}"
         if ended:
             what = f"this group was {ended} meanwhile"
         elif "imed out" in text or "imeout" in text:
-            limit = "the group's timeout" if timeout is None else f"{timeout:g} s"
+            limit = "the group's timeout" if call.seconds is None else f"{call.seconds:g} s"
             what = (
-                f"not done after {limit}: a rank did not call it, is slow, or is gone; pass a "
-                f"larger timeout= or look there ({text[:300]})"
+                f"not done after {limit}: {who or 'a rank'} did not call it, is slow, or is gone; "
+                f"pass a larger timeout= or look there ({text[:300]})"
             )
         else:
-            what = f"another rank is gone, or called something else ({text[:300]})"
-        return failed(operation, self._rank, f"{what}; the group is of no use any more")
+            what = f"{who or 'another rank'} is gone, or called something else ({text[:300]})"
+        return failed(call.name, self._rank, f"{what}; the group is of no use any more")
 
     # ---- memory ----
 
