@@ -314,9 +314,8 @@ def peer_of(engine: str, folder: Path) -> Any:
 
         rank = int(os.environ["RANK"])
         store = dist.FileStore(str(folder / "store"), WORLD)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=SECONDS)
-        )
+        limit = timedelta(seconds=SECONDS if engine.startswith("raw") else 30 * SECONDS)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
         if engine == "raw gloo":
             return RawGloo(rank)
         from mlstate.integrations.torch import TorchGroup

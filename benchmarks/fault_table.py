@@ -55,6 +55,8 @@ FAULTS = {
 START_SECONDS = 90.0  # until all ranks have met
 LIMIT = 12.0  # seconds without news, after which ranks hang
 
+MOST_FAILURES = 3  # of jobs whose ranks do not meet
+
 Told = dict[int, dict[str, Any]]  # by rank
 
 
@@ -152,7 +154,10 @@ def end(processes: list[Any]) -> None:
 
 
 def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[Told]:
-    """Start ranks, and return what they told of each run, as far as they came."""
+    """Start ranks, and return what they told of each run, as far as they came.
+
+    Nothing, where they did not meet: a busy machine is not the fault that is looked for.
+    """
     folder.mkdir()
     arguments = [str(HERE / "fault_rank.py"), engine, fault, str(first), str(last), str(folder)]
     with (folder / "log").open("wb") as log:
@@ -162,6 +167,8 @@ def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[To
             codes = [process.poll() for process in processes]
         finally:
             end(processes)
+    if len(list(folder.glob("here-*"))) < WORLD:
+        return []
     runs: dict[int, Told] = {}
     for line in read(folder):
         runs.setdefault(line["run"], {})[line["rank"]] = line  # the last of a run counts
@@ -240,11 +247,15 @@ def others_right(told: Told, fault: str) -> bool | None:
 def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str, Any]:
     """Do runs of a fault, with as many jobs as they need, but for `most`."""
     told: list[Told] = []
-    jobs = 0
-    while len(told) < runs and jobs < most:
+    jobs = failures = 0
+    while len(told) < runs and jobs - failures < most:
         jobs += 1
         place = folder / f"{engine}-{fault}-{jobs}".replace(" ", "-")
-        told += job(engine, fault, len(told), runs, place)
+        before = len(told)
+        told += job(engine, fault, before, runs, place)
+        failures += len(told) == before
+        if failures > MOST_FAILURES:
+            raise SystemExit(f"{engine}: the ranks do not meet: {(place / 'log').read_text()}")
     right = [others_right(one, fault) for one in told]
     survivors = [[line for line in one.values() if line["outcome"] != LEFT_OUT] for one in told]
     seen = Counter(line.get("seen") for one in told for line in one.values())
@@ -283,6 +294,17 @@ def markdown(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table, and on what machine it was made."""
+    faults, engines = list(FAULTS), list(ENGINES)
+    rows.sort(key=lambda one: (faults.index(one["fault"]), engines.index(one["engine"])))
+    print(markdown(rows))
+    print(
+        f"\n{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, "
+        f"{WORLD} ranks, timeout {SECONDS:g} s."
+    )
+
+
 def main() -> None:
     """Print the table for what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -293,7 +315,13 @@ def main() -> None:
         "--jobs", type=int, default=5, help="at most, where each run needs one of its own"
     )
     parser.add_argument("--json", type=Path, help="write all that is known here, too")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", help="print what --json wrote, and run nothing"
+    )
     options = parser.parse_args()
+    if options.read:
+        show([row for path in options.read for row in json.loads(path.read_text("utf-8"))])
+        return
     rows, left_out = [], []
     with tempfile.TemporaryDirectory(prefix="mlstate-faults-") as name:
         for engine in options.engines:
@@ -309,11 +337,7 @@ def main() -> None:
                 rows.append(found)
                 if options.json:
                     options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    order = list(FAULTS)
-    print(markdown(sorted(rows, key=lambda one: order.index(one["fault"]))))
-    today = datetime.date.today()
-    print(f"\n{today}, {platform.machine()}, {os.cpu_count()} processors, {WORLD} ranks, "
-          f"timeout {SECONDS:g} s.")  # fmt: skip
+    show(rows)
     for text in left_out:
         print(text)
 
