@@ -6,12 +6,11 @@ import threading
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from ._collective_args import check_group, check_timeout
+from ._collective_args import check_group, check_timeout, failed
 from ._fsdp_reduce import Entry, Event, Reducer, Terms
 from ._fsdp_unit import FSDPShardingUnit, dtype_text
 from ._turns import Turns
 from .collectives import ReduceOp
-from .errors import CollectiveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -213,12 +212,12 @@ class FSDP:
     def begin(self) -> None:
         """Start a run of buckets; another one must not be under way."""
         if not self._run.acquire(blocking=False):
-            error = CollectiveError(
-                f"reduce_scatter on rank {self.rank}: another reduction of this FSDP is under "
-                "way; wait for it, or let its backward pass end"
+            raise failed(
+                "reduce_scatter",
+                self.rank,
+                "another reduction of this FSDP is under way; wait for it, or let its backward "
+                "pass end",
             )
-            error.name, error.rank = "reduce_scatter", self.rank
-            raise error
         if self._reducer.events is not None:
             self._reducer.events = []
 

@@ -133,8 +133,10 @@ def check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
         ("dtype", dtype_name(gradient), dtype),
     ):
         if got != expected:
-            error = CompatibilityError(
-                f"{unit.parameter_name}: the new gradient has {what} {got}, expected {expected}"
-            )
-            error.name, error.got, error.expected = unit.parameter_name, got, expected
-            raise error
+            raise _misfit(unit.parameter_name, what, got, expected)
+
+
+def _misfit(name: str, what: str, got: str, expected: str) -> CompatibilityError:
+    error = CompatibilityError(f"{name}: the new gradient has {what} {got}, expected {expected}")
+    error.name, error.got, error.expected = name, got, expected
+    return error

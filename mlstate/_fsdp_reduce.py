@@ -340,12 +340,7 @@ class Reducer:
         for rank, text in enumerate(texts):
             found = Head.unpack(text)
             if found is None:
-                error = CollectiveError(
-                    f"reduce_scatter on rank {self._group.rank}: rank {rank} gathers bytes of "
-                    "its own at this place; all ranks must reduce the same gradients"
-                )
-                error.name, error.rank = "reduce_scatter", rank
-                raise error
+                raise _something_else(self._group.rank, rank)
             heads.append(found)
         return heads
 
@@ -491,6 +486,15 @@ class Reducer:
         if failures:
             raise _failed(operation, self._group.rank, failures)
         return squares
+
+
+def _something_else(rank: int, other: int) -> CollectiveError:
+    error = CollectiveError(
+        f"reduce_scatter on rank {rank}: rank {other} gathers bytes of its own at this place; all "
+        "ranks must reduce the same gradients"
+    )
+    error.name, error.rank = "reduce_scatter", other
+    return error
 
 
 def _at_least(buffer: Any, size: int) -> Any:

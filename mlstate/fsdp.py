@@ -160,12 +160,8 @@ def clip_grad_norm(
         bad = [rank for rank, squares in enumerate(told) if not isfinite(squares)]
         here = [name for name, (_, count) in found.items() if count]
         where = f"; on this rank: {', '.join(here[:5])}" if here else ""
-        error = CollectiveError(
-            f"clip_grad_norm on rank {group.rank}: gradients of rank {', '.join(map(str, bad))} "
-            f"are not finite{where}; nothing was changed"
-        )
-        error.name, error.rank = "clip_grad_norm", bad[0] if bad else None
-        raise error
+        what = f"gradients of rank {', '.join(map(str, bad))} are not finite{where}"
+        raise _not_clipped(group.rank, bad[0] if bad else None, what)
     factor = limit / (norm + 1e-6)
     if factor < 1:
         scale(gradients, factor)
@@ -182,10 +178,11 @@ def _squares_told(rank: int, limit: float, texts: Sequence[bytes]) -> list[float
             found.append(float(squares))
             continue
         does = f"has max_norm={theirs.decode()}" if what == b"clip" else "does something else here"
-        error = CollectiveError(
-            f"clip_grad_norm on rank {rank}: max_norm is {limit!r}, and rank {other} {does}; "
-            "nothing was changed"
-        )
-        error.name, error.rank = "clip_grad_norm", other
-        raise error
+        raise _not_clipped(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
     return found
+
+
+def _not_clipped(rank: int, bad: int | None, what: str) -> CollectiveError:
+    error = CollectiveError(f"clip_grad_norm on rank {rank}: {what}; nothing was changed")
+    error.name, error.rank = "clip_grad_norm", bad
+    return error

@@ -16,12 +16,13 @@ import sys
 from pathlib import Path
 from threading import Thread
 
+import leaks_of_gradients  # noqa: F401 - its cases
 import numpy as np
 import pytest
+from leak_cases import CALLS, CASES, case, each, raises
 
 import mlstate
 from mlstate import (
-    _core,
     checkpoint,
     collectives,
     coreml,
@@ -34,9 +35,19 @@ from mlstate import (
 )
 from mlstate._engine import Engine
 
-MODULES = (mlstate, checkpoint, collectives, coreml, distributed, errors, kv, state, threads)
-CALLS = 300
-FEW = 40  # of those that wait for the disk
+MODULES = (
+    mlstate,
+    checkpoint,
+    collectives,
+    coreml,
+    distributed,
+    errors,
+    fsdp,
+    kv,
+    state,
+    threads,
+)
+FEW = 40  # calls of those that wait for the disk
 PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage"
 
 # Names that nobody calls: a protocol for annotations.
@@ -51,48 +62,11 @@ NOT_CALLED = {
     "Stateful.load_state_dict",
 }
 
-CASES = []
-
 
 def members(thing):
     """Public names of a class, those of its engine too."""
     classes = [thing, *(base for base in thing.__mro__ if base is Engine)]
     return {name: vars(owner)[name] for owner in classes for name in vars(owner) if name[0] != "_"}
-
-
-def case(*names, calls=CALLS):
-    """Register a case that covers the public `names` ("Class.method" for methods)."""
-
-    def register(function):
-        function.calls = calls
-        CASES.append(pytest.param(function, id=function.__name__))
-        function.names = names
-        return function
-
-    return register
-
-
-def raises(error, call, *args, **kwargs):
-    """A call that must end in `error`, which takes its traceback along when it is dropped."""
-
-    def run():
-        try:
-            call(*args, **kwargs)
-        except error:
-            return
-        raise AssertionError(f"{call} raised nothing")
-
-    return run
-
-
-def each(*calls):
-    """All `calls`, one after the other."""
-
-    def run():
-        for call in calls:
-            call()
-
-    return run
 
 
 # ---- kv ----
@@ -745,63 +719,6 @@ def raised_errors(_):
             str(error)
 
     return run, [name, *classes]
-
-
-# ---- gradients ----
-
-
-@case(
-    "GradientAccumulator",
-    "GradientAccumulator.add_gradients",
-    "GradientAccumulator.get_and_clear_gradients",
-    "GradientAccumulator.reset",
-)
-def accumulated(_):
-    batch = {"w": np.ones((5, 7), np.float16), "b": np.full(5, 2.0)}
-    bad = {"b": batch["b"], "w": np.ones(3, np.float16)}
-    accumulator = fsdp.GradientAccumulator(2, dtype="float32")
-
-    def use():
-        for _ in range(3):
-            accumulator.add_gradients(batch)
-        raises(errors.CompatibilityError, accumulator.add_gradients, bad)()
-        assert accumulator.is_complete and accumulator.norm > 0 and not accumulator.nonfinite
-        accumulator.get_and_clear_gradients()
-        accumulator.reset()
-
-    return use, [batch, *batch.values(), accumulator]
-
-
-@case()
-def torch_gradients_accumulated(_):
-    torch = pytest.importorskip("torch", reason="accumulates torch tensors")
-    gradient = torch.ones(9, dtype=torch.bfloat16)
-    accumulator = fsdp.GradientAccumulator()
-
-    def use():
-        accumulator.add_gradients({"w": gradient})
-        accumulator.add_gradients({"w": gradient})
-        return accumulator.get_and_clear_gradients(), accumulator.norm
-
-    return use, [gradient, accumulator]
-
-
-@case()
-def reductions(_):
-    a, b = np.ones(100, np.float32), np.ones(100, np.float32)
-    return each(
-        lambda: _core.reduce([a, b], b, "sum", 2.0),
-        lambda: _core.accumulate(["a"], [a], [b], 0.0, True),
-        lambda: _core.accumulate(["a"], [a], [b], 0.0, False),
-        lambda: _core.scale(["a"], [a], 1.0),
-        lambda: _core.tally(["a", "b"], [a, b]),
-        lambda: _core.clear(["a"], [a]),
-        raises(errors.CompatibilityError, _core.reduce, [a, b[1:]], b, "sum", 1.0),
-        raises(errors.CompatibilityError, _core.accumulate, ["a"], [a], [b[1:]], 1.0, True),
-        raises(errors.CompatibilityError, _core.scale, ["a"], [np.ones(2, int)], 1.0),
-        raises(TypeError, _core.tally, ["a", 3], [a, b]),
-        raises(TypeError, _core.clear, ["a", "b"], [a, object()]),
-    ), [a, b]
 
 
 @case("StateShapeWarning")

@@ -1,0 +1,180 @@
+"""What `test_leaks` calls of gradients: accumulated, scattered, clipped, verified."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from gradient_model import Model
+from leak_cases import case, each, raises
+
+from mlstate import _core, collectives, errors, fsdp
+
+
+@case(
+    "GradientAccumulator",
+    "GradientAccumulator.add_gradients",
+    "GradientAccumulator.get_and_clear_gradients",
+    "GradientAccumulator.reset",
+)
+def accumulated(_):
+    batch = {"w": np.ones((5, 7), np.float16), "b": np.full(5, 2.0)}
+    bad = {"b": batch["b"], "w": np.ones(3, np.float16)}
+    accumulator = fsdp.GradientAccumulator(2, dtype="float32")
+
+    def use():
+        for _ in range(3):
+            accumulator.add_gradients(batch)
+        raises(errors.CompatibilityError, accumulator.add_gradients, bad)()
+        assert accumulator.is_complete and accumulator.norm > 0 and not accumulator.nonfinite
+        accumulator.get_and_clear_gradients()
+        accumulator.reset()
+
+    return use, [batch, *batch.values(), accumulator]
+
+
+@case()
+def torch_gradients_accumulated(_):
+    torch = pytest.importorskip("torch", reason="accumulates torch tensors")
+    gradient = torch.ones(9, dtype=torch.bfloat16)
+    accumulator = fsdp.GradientAccumulator()
+
+    def use():
+        accumulator.add_gradients({"w": gradient})
+        accumulator.add_gradients({"w": gradient})
+        return accumulator.get_and_clear_gradients(), accumulator.norm
+
+    return use, [gradient, accumulator]
+
+
+@case()
+def reductions(_):
+    a, b = np.ones(100, np.float32), np.ones(100, np.float32)
+    return each(
+        lambda: _core.reduce([a, b], b, "sum", 2.0),
+        lambda: _core.accumulate(["a"], [a], [b], 0.0, True),
+        lambda: _core.accumulate(["a"], [a], [b], 0.0, False),
+        lambda: _core.scale(["a"], [a], 1.0),
+        lambda: _core.tally(["a", "b"], [a, b]),
+        lambda: _core.clear(["a"], [a]),
+        raises(errors.CompatibilityError, _core.reduce, [a, b[1:]], b, "sum", 1.0),
+        raises(errors.CompatibilityError, _core.accumulate, ["a"], [a], [b[1:]], 1.0, True),
+        raises(errors.CompatibilityError, _core.scale, ["a"], [np.ones(2, int)], 1.0),
+        raises(TypeError, _core.tally, ["a", 3], [a, b]),
+        raises(TypeError, _core.clear, ["a", "b"], [a, object()]),
+    ), [a, b]
+
+
+# ---- scattered ----
+
+
+def public(name):
+    """The public methods of a class, as `test_leaks` calls them."""
+    return [f"{name}.{member}" for member in vars(getattr(fsdp, name)) if member[0] != "_"]
+
+
+@case("FSDP", *public("FSDP"), "FSDPBackwardHook", *public("FSDPBackwardHook"), calls=60)
+def scattered(_):
+    gradients = {"w": np.ones((5, 3), np.float32), "b": np.ones(7, np.float32)}
+    bad = {"w": gradients["w"], "b": np.full(7, np.nan, np.float32)}
+    group = collectives.SingleGroup()
+
+    def loop(hook, given, **keywords):
+        hook.use_units(units_of(), **keywords)
+        with hook.no_sync():
+            hook.add_gradient("w", given["w"])
+        for name in given:
+            hook.add_gradient(name, given[name])
+        raises(ValueError, hook.add_gradient, "b", given["b"])()
+        hook.finish()
+        hook.close()
+
+    def units_of():
+        return {
+            name: fsdp.FSDPShardingUnit(name, gradient.shape, "float32", 0)
+            for name, gradient in gradients.items()
+        }
+
+    def use():
+        hook = fsdp.FSDPBackwardHook(fsdp.FSDP(group, bucket_bytes=0, record=True))
+        loop(hook, gradients)
+        str(hook.report()), hook.report()._repr_html_()
+        raises(errors.CollectiveError, loop, hook, bad, accumulate=True)()
+        hook.close()
+        units, model = units_of(), Model()
+        with hook:
+            hook.register_hooks(model, units)
+            raises(ValueError, hook.register_hooks, model, units)()
+            model.backward(gradients)
+        hook.scatter_gradient(units["w"], gradients["w"])
+        hook.scatter_multiple(units, gradients)
+        raises(errors.CollectiveError, hook.scatter_multiple, units, bad)()
+        raises(errors.CollectiveError, hook.scatter_multiple, units, {"w": gradients["w"]})()
+        hook.scatter_multiple(units, gradients)
+        local = {name: unit.local_gradient.copy() for name, unit in units.items()}
+        hook.accumulate_gradients(units, local)
+        raises(errors.CompatibilityError, hook.accumulate_gradients, units, gradients)()
+        str(hook.verify_gradients(units, gradients)), hook.verify_gradients(units)
+        hook.verify_gradients(units, unreduced=gradients)
+        hook.clear_gradients(units)
+        compressed = fsdp.FSDPBackwardHook(fsdp.FSDP(group, compression="int8"))
+        compressed.scatter_multiple(units, gradients)
+        hook.use_units(units)
+        hook.add_gradient("b", gradients["b"])
+        hook.close()  # a pass that is given up
+
+    return use, [gradients, *gradients.values(), *bad.values(), group]
+
+
+@case("FSDPBackwardHook.scatter_multiple_async", calls=10)
+def awaited(_):
+    gradient = {"w": np.ones(4)}
+    hook = fsdp.FSDPBackwardHook(fsdp.FSDP(collectives.SingleGroup()))
+    unit = {"w": fsdp.FSDPShardingUnit("w", (4,), "float64", 0)}
+
+    def use():
+        asyncio.run(hook.scatter_multiple_async(unit, gradient))
+        broken = hook.scatter_multiple_async(unit, {"w": None})
+        raises(errors.CollectiveError, asyncio.run, broken)()
+
+    return use, []  # asyncio makes circles
+
+
+@case("FSDPShardingUnit", *public("FSDPShardingUnit"), "ReduceScatterOperation",
+      *public("ReduceScatterOperation"), "clip_grad_norm")  # fmt: skip
+def parts(_):
+    group, gradient = collectives.SingleGroup(), np.ones((3, 2))
+
+    def use():
+        unit = fsdp.FSDPShardingUnit("w", (3, 2), "float64", 0, layout="rows")
+        raises(ValueError, unit.shard)()
+        unit.bind(1), unit.residual(), unit.zeros(), repr(unit)
+        unit.local_gradient = gradient
+        unit.shard(), fsdp.clip_grad_norm({"w": unit}, 100.0, group)
+        unit.local_gradient = np.full(3, np.nan)
+        raises(errors.CollectiveError, fsdp.clip_grad_norm, {"w": unit}, 1.0, group)()
+        operation = fsdp.ReduceScatterOperation(group, (3, 2), "float64", 0, "mean")
+        operation.reduce_scatter(gradient)
+        raises(errors.CollectiveError, operation.reduce_scatter, None)()
+
+    return use, [gradient, group]
+
+
+@case("BackwardReport", "Bucket", "GradientReport", "Mismatch")
+def gradient_reports(_):
+    bucket = fsdp.Bucket(("w",), 8, 1.0, 1.0, 2.0, 3.0, (0.0, 0.5))
+    wrong = [fsdp.Mismatch("w", 0, None, "a gradient", "none")]
+
+    def use():
+        report = fsdp.BackwardReport([("w", 0.0)], 2.0, [bucket, bucket])
+        str(report), report._repr_html_(), report.straggler
+        found = fsdp.GradientReport(wrong, 1, 1e-5)
+        str(found), found._repr_html_(), bool(found)
+
+    return use, [bucket, wrong]
+
+
+@case("sharding_units")
+def units_of_a_module(_):
+    torch = pytest.importorskip("torch", reason="the module is torch's")
+    module, group = torch.nn.Linear(3, 2), collectives.SingleGroup()
+    return lambda: fsdp.sharding_units(module, group), [module, group]
