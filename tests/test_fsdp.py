@@ -1,8 +1,8 @@
-"""Clipping by the norm of all gradients of all ranks."""
+"""Clipping by the norm of all gradients of all ranks; a training run, with and without ranks."""
 
 import numpy as np
 import pytest
-from gradient_model import FLOATS, gradient_of, gradients_of, run, units_of
+from gradient_model import FLOATS, gradient_of, gradients_of, reduced, run, units_of
 
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import SingleGroup
@@ -170,3 +170,86 @@ def test_a_closed_group_is_an_error():
     group.close()
     with pytest.raises(CollectiveError, match="closed"):
         clip_grad_norm(unit_of(np.array([3.0, 4.0])), 1.0, group)
+
+
+# ---- a training run ----
+
+
+def backward(weights, inputs, targets):
+    """Gradients of a small network's squared error, from the last layer to the first."""
+    hidden = np.tanh(inputs @ weights["w1"] + weights["b1"])
+    error = (hidden @ weights["w2"] + weights["b2"] - targets) / np.float32(len(inputs))
+    yield "b2", error.sum(axis=0)
+    yield "w2", hidden.T @ error
+    error = (error @ weights["w2"].T) * (1 - hidden**2)
+    yield "b1", error.sum(axis=0)
+    yield "w1", inputs.T @ error
+
+
+def data_of(step, rank):
+    rng = np.random.default_rng([step, rank])
+    inputs = rng.standard_normal((8, 5)).astype(np.float32)
+    return inputs, np.sin(inputs[:, :2])
+
+
+def first_weights():
+    shapes = {"w1": (5, 7), "b1": (7,), "w2": (7, 2), "b2": (2,)}
+    return {name: gradient_of(1, shape, "float32") * 1e-3 for name, shape in shapes.items()}
+
+
+STEPS, MICRO, RATE, LIMIT = 6, 2, np.float32(0.3), 0.05
+
+
+def trained_alone(world):
+    """What one process makes of all data, without anything of mlstate."""
+    weights = first_weights()
+    for step in range(STEPS):
+        sums = []
+        for rank in range(world):
+            total = {}
+            for micro in range(MICRO):
+                for name, gradient in backward(weights, *data_of(step * MICRO + micro, rank)):
+                    total[name] = total[name] + gradient if micro else gradient
+            sums.append(total)
+        mean = {name: reduced([of[name] for of in sums], "mean") for name in weights}
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in mean.values()))
+        factor = np.float32(min(1.0, LIMIT / (norm + 1e-6)))
+        for name, gradient in mean.items():
+            weights[name] = weights[name] - RATE * (gradient * factor)
+    return weights
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 100, 25 << 20])
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_train_as_one_process_does(world, layout, bucket_bytes):
+    """Micro-batches in no_sync, clipping, a step on each rank's part, and weights made whole."""
+
+    def work(group):
+        weights = first_weights()
+        units = {
+            name: FSDPShardingUnit(name, w.shape, w.dtype, group.rank, layout=layout)
+            for name, w in weights.items()
+        }
+        hook = FSDPBackwardHook(FSDP(group, op="mean", bucket_bytes=bucket_bytes))
+        hook.use_units(units)
+        for step in range(STEPS):
+            with hook.no_sync():
+                for name, gradient in backward(weights, *data_of(step * MICRO, group.rank)):
+                    hook.add_gradient(name, gradient)
+            for name, gradient in backward(weights, *data_of(step * MICRO + 1, group.rank)):
+                hook.add_gradient(name, gradient)
+            hook.finish()
+            clip_grad_norm(units, LIMIT, group)
+            for name, unit in units.items():
+                mine = unit.layout.take(weights[name], group.rank)
+                part = (mine - RATE * unit.local_gradient).reshape(-1)
+                whole = group.all_gather(part, counts=unit.counts)
+                weights[name] = whole.reshape(weights[name].shape)
+        return weights
+
+    expected = trained_alone(world)
+    for weights in run(work, world, "shared memory"):
+        for name, array in weights.items():
+            assert array.tobytes() == expected[name].tobytes(), name
+    assert any(np.abs(expected[n] - w).max() > 0.01 for n, w in first_weights().items())
