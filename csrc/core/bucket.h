@@ -15,8 +15,9 @@ enum { MLS_BUCKET_ALIGN = 16 };
 /* One array of a bucket.  Borrows everything. */
 typedef struct mls_segment {
     const unsigned char *data; /* all elements, packed, part after part */
-    const size_t *counts;      /* elements of each rank's part */
-    void *out; /* the reduced part of this rank, in `reduction.out_dtype` */
+    const size_t *counts;      /* elements of each rank's part, the same on every rank */
+    void *out; /* the reduced part of this rank, in `reduction.out_dtype`; where the
+                * dtypes are equal it may be that part of `data` */
     mls_reduction reduction;
     mls_tally tally; /* of `out`, once it is there */
 } mls_segment;

@@ -16,6 +16,7 @@
 
 #if !defined(_WIN32)
 
+#    include "bucket.h"
 #    include "cpu.h"
 #    include "reduce.h"
 #    include "status.h"
@@ -131,21 +132,12 @@ mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const vo
                               void *out, size_t n, const mls_reduction *reduction,
                               mls_status *st);
 
-/* One array of a reduce_scatter. */
-typedef struct mls_local_segment {
-    const void *data;     /* all elements, rank 0's first */
-    const size_t *counts; /* elements of each rank, the same on every rank */
-    void *out; /* counts[rank] elements of reduction.out_dtype; where the dtypes
-                * are equal it may be this rank's part of `data` */
-    mls_reduction reduction;
-    mls_tally tally; /* of `out`; set */
-} mls_local_segment;
+typedef mls_segment mls_local_segment;
 
-/* Reduce `count` arrays as one operation, nothing being copied together.  Errors as
- * mls_local_all_reduce. */
+/* Reduce the `count` arrays of a bucket (bucket.h) as one operation, nothing being copied
+ * together.  Errors as mls_local_all_reduce. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
-                                  mls_local_segment *segments, size_t count,
-                                  mls_status *st);
+                                  mls_segment *segments, size_t count, mls_status *st);
 
 /* Where the bytes of other ranks go: fill out[r] with memory for sizes[r] bytes, this
  * rank's own too.  Called once, from within the operation; false ends it and the group.

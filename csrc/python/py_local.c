@@ -5,7 +5,7 @@
  * may be aborted and closed meanwhile from another thread.  Closing waits for nobody: the
  * place is given up when the operation has ended.
  */
-#include "mlsp.h"
+#include "bucketp.h"
 
 #include "local.h"
 #include "size.h"
@@ -354,7 +354,7 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 
 /* What a call of reduce_scatter holds for each array. */
 typedef struct held_arrays {
-    mls_local_segment *segments;
+    mls_segment *segments;
     PyObject **owners; /* strong references, two for each segment */
     size_t *counts;    /* `world` for each segment */
     size_t count;
@@ -412,7 +412,7 @@ static int check_apart(const mlsp_view *data, const mlsp_view *out, const size_t
 static int take_segment(const mlsp_state *state, const link_object *link, PyObject *tuple,
                         size_t index, held_arrays *held)
 {
-    mls_local_segment *segment = &held->segments[index];
+    mls_segment *segment = &held->segments[index];
     size_t *counts = held->counts + index * link->world;
     mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
     int failed = -1;
@@ -475,23 +475,6 @@ static int take_segments(const mlsp_state *state, const link_object *link, PyObj
     return 0;
 }
 
-/* New reference to a list of (squares, nonfinite). */
-static PyObject *tallies(const held_arrays *held)
-{
-    PyObject *list = PyList_New((Py_ssize_t)held->count);
-    for (size_t i = 0; list != NULL && i < held->count; i++) {
-        const mls_tally *tally = &held->segments[i].tally;
-        PyObject *pair =
-            Py_BuildValue("(dK)", tally->squares, (unsigned long long)tally->nonfinite);
-        if (pair == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
-        }
-    }
-    return list;
-}
-
 /* reduce_scatter(segments, op, divisor, timeout, text) -> [(squares, nonfinite), ...] */
 static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
                                      Py_ssize_t count)
@@ -499,7 +482,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
     link_object *link = (link_object *)self;
     const mlsp_state *state = state_of_link(link);
     held_arrays held = {0};
-    PyObject *result = NULL;
+    PyObject *result = NULL, *found = NULL;
     mls_reduce_op op;
     double divisor;
     session s;
@@ -513,7 +496,11 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         const mls_code code =
             mls_local_reduce_scatter(s.place, &s.call, held.segments, held.count, &s.st);
         PyEval_RestoreThread(s.saved);
-        result = finish(&s, code, code == MLS_OK ? tallies(&held) : NULL);
+        if (code == MLS_OK) {
+            const mls_bucket b = {.segments = held.segments, .count = held.count};
+            found = mlsp_bucket_tallies(&b);
+        }
+        result = finish(&s, code, found);
     }
     let_go(&held);
     return result;
@@ -640,7 +627,8 @@ static void link_dealloc(link_object *self)
 }
 
 static PyMethodDef link_methods[] = {
-    {"barrier", MLSP_FASTCALL(link_barrier), "barrier($self, timeout, text, /)\n--\n\nWait for all ranks."},
+    {"barrier", MLSP_FASTCALL(link_barrier),
+     "barrier($self, timeout, text, /)\n--\n\nWait for all ranks."},
     {"broadcast", MLSP_FASTCALL(link_broadcast),
      "broadcast($self, array, root, timeout, text, /)\n--\n\nBytes of one rank for all."},
     {"all_gather", MLSP_FASTCALL(link_all_gather),

@@ -94,7 +94,7 @@ static size_t count_of(size_t segment, size_t rank, size_t world)
 static void scatter(rank_case *c)
 {
     enum { SEGMENTS = 3 };
-    mls_local_segment segments[SEGMENTS];
+    mls_segment segments[SEGMENTS];
     size_t counts[SEGMENTS][RANKS_MOST], starts[SEGMENTS] = {0};
     float *arrays[SEGMENTS], *outs[SEGMENTS];
     mls_status st;
@@ -108,11 +108,11 @@ static void scatter(rank_case *c)
         arrays[s] = array_of(c->rank, n);
         outs[s] = s == 1 ? arrays[s] + starts[s] /* in place */
                          : calloc(counts[s][c->rank] + 1, sizeof(float));
-        segments[s] = (mls_local_segment){.data = arrays[s],
-                                          .counts = counts[s],
-                                          .out = outs[s],
-                                          .reduction = sum_f32,
-                                          .tally = {.squares = 99}};
+        segments[s] = (mls_segment){.data = (const unsigned char *)arrays[s],
+                                    .counts = counts[s],
+                                    .out = outs[s],
+                                    .reduction = sum_f32,
+                                    .tally = {.squares = 99}};
     }
     EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, &st) == MLS_OK);
     for (size_t s = 0; s < SEGMENTS; s++) {
@@ -331,8 +331,10 @@ static void refuse_reductions(rank_case *c)
     const size_t counts[RANKS_MOST] = {1};
     mls_reduction wrong = sum_f32;
     wrong.divisor = 0;
-    mls_local_segment segment = {
-        .data = &x, .counts = counts, .out = &x, .reduction = wrong};
+    mls_segment segment = {.data = (const unsigned char *)&x,
+                           .counts = counts,
+                           .out = &x,
+                           .reduction = wrong};
     EXPECT(c, mls_local_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &st) == MLS_E_VALUE);
     EXPECT(c, mls_local_reduce_scatter(c->g, &quick, &segment, 1, &st) == MLS_E_VALUE);
     EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
