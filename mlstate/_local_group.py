@@ -20,10 +20,10 @@ DEFAULT_SECONDS = 300.0
 
 # Variables that launchers set: torchrun, Open MPI, MPICH's hydra, Slurm.
 _LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", ""),  # srun says it in a way that is not one number
 )
 _JOBS = (
     "TORCHELASTIC_RUN_ID",
@@ -502,11 +502,12 @@ class LocalGroup(Engine):
 
 def _from_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
     """Return the job's name, this rank and the number of ranks."""
-    for first, second in _LAUNCHERS:
+    for names in _LAUNCHERS:
+        first, second, local = names
         if first in variables and second in variables:
             break
     else:
-        missing = [name for name in _LAUNCHERS[0] if name not in variables]
+        missing = [name for name in _LAUNCHERS[0][:2] if name not in variables]
         raise CollectiveError(
             f"LocalGroup.from_env: {' and '.join(missing)} not set; start the processes by "
             "torchrun or mpirun, or use LocalGroup.run or LocalGroup.join"
@@ -518,7 +519,7 @@ def _from_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
             f"LocalGroup.from_env: {first}={variables[first]!r} and "
             f"{second}={variables[second]!r} must be numbers"
         ) from None
-    here = variables.get("LOCAL_WORLD_SIZE", str(world_size))
+    here = variables.get(local, str(world_size))
     if here != str(world_size):
         raise CollectiveError(
             f"LocalGroup.from_env: {world_size} ranks, of which {here} on this host; LocalGroup "

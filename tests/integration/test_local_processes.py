@@ -409,8 +409,17 @@ def test_processes_of_mpirun_meet(engine):
             {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "1"},
             "8 ranks, of which 4 on this host",
         ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_NAMESPACE": "1"},
+            "3 ranks, of which 1 on this host",
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "2", "MLSTATE_JOB": "1"},
+            "3 ranks, of which 2 on this host",
+        ),
     ],
-)
+)  # fmt: skip
 def test_variables_that_make_no_sense_are_named(variables, text, monkeypatch):
     for name in list(os.environ):
         if name not in environment():
