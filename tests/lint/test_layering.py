@@ -16,7 +16,7 @@ POSIX = {
     "dirent", "fcntl", "pthread", "sched", "signal", "sys/auxv", "sys/file", "sys/mman",
     "sys/random", "sys/stat", "sys/sysctl", "sys/types", "sys/uio", "sys/utsname", "unistd",
 }
-LINUX = {"sys/vfs"}  # behind its own #if
+LINUX = {"linux/futex", "sys/syscall", "sys/vfs"}  # each behind its own #if
 INTRINSICS = {"arm_acle", "arm_neon", "cpuid", "immintrin", "nmmintrin", "wmmintrin", "x86intrin"}
 WINDOWS = {"windows"}
 # fmt: on
