@@ -95,6 +95,7 @@ class FSDPBackwardHook:
         """Be ready for another backward pass."""
         self._arrived: dict[str, Entry] = {}
         self._next = 0  # the bucket that is reduced next
+        self._there = 0  # of its first gradients, how many are known to have arrived
         self._works: list[Any] = []
         self._times: list[tuple[str, float]] = []
         self._running = False
@@ -405,13 +406,16 @@ class FSDPBackwardHook:
         """Hand over buckets whose gradients are all there, in their order."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if not all(unit.parameter_name in self._arrived for unit in bucket):
-                return
+            while self._there < len(bucket):
+                if bucket[self._there].parameter_name not in self._arrived:
+                    return
+                self._there += 1
             entries = [self._arrived[unit.parameter_name] for unit in bucket]
             self._works.append(
                 self._fsdp.reduce_later(entries, accumulate=self._accumulate, ready=now)
             )
             self._next += 1
+            self._there = 0
 
     def finish(self) -> None:
         """End a backward pass: wait until all gradients are scattered.
@@ -601,7 +605,8 @@ class FSDPBackwardHook:
         Notes
         -----
         Calls that overlap take place one after the other, in the order in which they were
-        awaited first; that must be the same on all ranks.
+        awaited first; that must be the same on all ranks. One that is cancelled takes place all
+        the same, since the other ranks wait for it.
 
         Examples
         --------

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -218,6 +219,71 @@ def test_buckets_are_reduced_while_the_backward_pass_goes_on(bucket_bytes):
     assert all(unit.local_gradient.tolist() == [1.0] * 4 for unit in units.values())
 
 
+def test_gradients_may_come_from_several_threads():
+    def work(group):
+        names = [f"p{i}" for i in range(40)]
+        units = units_of(group.rank, dict.fromkeys(names, (6,)))
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=50))
+        hook.use_units(units)
+
+        def add(some):
+            for name in some:
+                hook.add_gradient(name, np.full(6, int(name[1:]), np.float32))
+
+        threads = [threading.Thread(target=add, args=(names[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        hook.finish()
+        return [unit.local_gradient.tolist() for unit in units.values()]
+
+    assert run(work) == [[[2.0 * i] * 3 for i in range(40)]] * 2
+
+
+def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
+    units = units_of(0, {"a": (4,), "b": (4,), "c": (4,)})
+    hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=0))
+    hook.use_units(units)
+    gradient = np.ones(4, np.float32)
+    kept = weakref.ref(gradient)
+    hook.add_gradient("c", gradient)
+    del gradient
+    hook.add_gradient("b", np.ones(4, np.float32))
+    waited = threading.Event()
+    for _ in range(2000):
+        if kept() is None:
+            break
+        waited.wait(0.005)
+    assert kept() is None
+    assert units["c"].local_gradient is not None
+    hook.add_gradient("a", np.ones(4, np.float32))
+    hook.finish()
+
+
+@pytest.mark.parametrize(("count", "bucket_bytes"), [(1, 0), (50, 1 << 20), (50, 400), (50, 0)])
+def test_ranks_exchange_64_bytes_for_each_bucket_and_once_more(count, bucket_bytes):
+    """Never for each parameter."""
+
+    def work(group):
+        sizes = []
+        plain = group.gather_bytes
+
+        def counted(data, **keywords):
+            sizes.append(len(data))
+            return plain(data, **keywords)
+
+        group.gather_bytes = counted
+        named = {f"p{i}": (10,) for i in range(count)}  # 40 bytes each
+        units = units_of(group.rank, named)
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
+        hook.scatter_multiple(units, gradients_of(group.rank, named))
+        return sizes, group.calls.count("all_to_all")
+
+    buckets = 1 if bucket_bytes == 1 << 20 else 5 if bucket_bytes else count
+    assert run(work) == [([64] * (buckets + 1), buckets)] * 2
+
+
 def test_another_reduction_inside_a_backward_pass_is_refused_and_does_it_no_harm():
     units = units_of(0, {"w": (2,), "x": (2,)})
     fsdp = FSDP(SingleGroup())
@@ -364,6 +430,36 @@ def test_a_failure_is_raised_where_it_is_awaited_and_the_next_call_works():
             assert units["d"].local_gradient is not None
 
         asyncio.run(both())
+
+    run(work)
+
+
+def test_what_is_no_longer_awaited_takes_place_all_the_same():
+    """The other ranks wait for it."""
+    given_up = threading.Event()
+
+    def work(group):
+        hook = FSDPBackwardHook(FSDP(group))
+        units, later = units_of(group.rank, SHAPES), units_of(group.rank, SHAPES)
+        gradients = gradients_of(group.rank, SHAPES)
+
+        async def give_up():
+            task = asyncio.ensure_future(hook.scatter_multiple_async(units, gradients))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            given_up.set()
+            await hook.scatter_multiple_async(later, gradients)
+
+        if group.rank:
+            assert given_up.wait(10)
+            hook.scatter_multiple(units, gradients)
+            hook.scatter_multiple(later, gradients)
+        else:
+            asyncio.run(give_up())
+        check_parts(units, 2, SHAPES)
+        check_parts(later, 2, SHAPES)
 
     run(work)
 

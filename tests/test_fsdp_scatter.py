@@ -416,6 +416,21 @@ def test_passes_add_up_in_the_local_gradients(hooks, bucket_bytes):
     run(work)
 
 
+def test_narrow_gradients_of_several_passes_add_up_in_float32():
+    """Where reduce_dtype asks for it: 4096 + 1 is 4096 in float16."""
+
+    def work(group):
+        unit = FSDPShardingUnit("w", (4,), "float16", group.rank)
+        hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
+        hook.use_units({"w": unit}, accumulate=True)
+        for value in (2048, 0.5, 0.5):
+            hook.add_gradient("w", np.full(4, value, np.float16))
+            hook.finish()
+        return unit.local_gradient.dtype.name, unit.local_gradient.tolist()
+
+    assert run(work) == [("float32", [4098.0] * 2)] * 2
+
+
 @pytest.mark.parametrize(
     ("there", "text"),
     [

@@ -295,6 +295,28 @@ def test_ranks_that_cannot_compare_a_parameter_say_so_and_compare_the_others(fau
     assert found.actual.startswith(said[1])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
+def test_tensors_are_verified_as_arrays_are(dtype):
+    torch = pytest.importorskip("torch", reason="the gradients are torch's")
+
+    def work(group):
+        unit = FSDPShardingUnit("w", (31, 3), dtype, group.rank, layout="rows")
+        own = [(torch.arange(93).reshape(3, 31).T - 40) * (rank + 2) for rank in range(2)]
+        own = [gradient.to(getattr(torch, dtype)) for gradient in own]
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.scatter_gradient(unit, own[group.rank])
+        found = []
+        for _ in range(2):
+            found.append(hook.verify_gradients({"w": unit}, {"w": own[0] + own[1]}))
+            found.append(hook.verify_gradients({"w": unit}, unreduced={"w": own[group.rank]}))
+            unit.local_gradient[3, 1] += 1000 * (group.rank == 0)
+        return [[m[:3] for m in report.mismatches] for report in found]
+
+    first, second = run(work)
+    assert first == [[], [], [("w", 0, 10)], [("w", 0, None)]]
+    assert second == [[], [], [], [("w", 0, None)]]
+
+
 # ---- reports ----
 
 
