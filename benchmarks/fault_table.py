@@ -30,14 +30,14 @@ import mlstate
 
 HERE = Path(__file__).resolve().parent
 ENGINES = {
-    "threads": "LocalGroup, threads",
-    "processes": "LocalGroup, processes",
-    "gloo": "TorchGroup on gloo",
-    "raw gloo": "raw: gloo",
-    "mpi mpich": "MPIGroup on MPICH",
-    "raw mpi mpich": "raw: MPICH",
-    "mpi openmpi": "MPIGroup on Open MPI",
-    "raw mpi openmpi": "raw: Open MPI",
+    "threads": "LocalGroup (threads)",
+    "processes": "LocalGroup (processes)",
+    "gloo": "TorchGroup (gloo)",
+    "raw gloo": "raw gloo",
+    "mpi mpich": "MPIGroup (MPICH)",
+    "raw mpi mpich": "raw MPICH",
+    "mpi openmpi": "MPIGroup (Open MPI)",
+    "raw mpi openmpi": "raw Open MPI",
 }
 FAULTS = {
     "order": "`a`, `b` passed in the other order",
@@ -273,24 +273,43 @@ def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str
     }
 
 
+def cells_of(one: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Write a row's cells but for the engine: a line for each outcome, the usual one first."""
+    runs = one["runs"]
+    lines: list[tuple[str, ...]] = []
+    for what, count in sorted(one["outcomes"].items(), key=lambda item: -item[1]):
+        others = "none" if one["others"] is None else f"{one['others']} of {runs}"
+        rest = ["", ""] if lines else [others, f"{one['usable']} of {runs}"]
+        if one["verified"] and not lines:
+            names = ", ".join(f"`{name}`" for name in max(one["verified"]).split())
+            what += f"; `verify_gradients` names {names}" if names else "; nothing is named"
+        lines.append((what, f"{count} of {runs}", *rest))
+    return lines
+
+
+def names_of(engines: list[str], fault: str) -> str:
+    """Name engines; those of mlstate together where all of them are meant."""
+    ours = [name for name in ENGINES if not name.startswith("raw") and makes_sense(name, fault)]
+    if set(ours) <= set(engines):
+        rest = [ENGINES[name] for name in engines if name not in ours]
+        return ", ".join(["all groups of mlstate", *rest])
+    return ", ".join(ENGINES[name] for name in engines)
+
+
 def markdown(rows: Iterable[dict[str, Any]]) -> str:
-    """Write the table."""
+    """Write the table; engines of which all is the same share their lines."""
+    alike: dict[Any, list[str]] = {}
+    for one in rows:
+        alike.setdefault((one["fault"], tuple(cells_of(one))), []).append(one["engine"])
     lines = [
-        f"| on rank {ODD} | engine | what the ranks see | in | others right | usable after |",
+        f"| rank {ODD} | engine | what the ranks see | in | others right | usable after |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for one in rows:
-        runs = one["runs"]
-        for number, (what, count) in enumerate(
-            sorted(one["outcomes"].items(), key=lambda item: -item[1])
-        ):
-            others = "" if one["others"] is None else f"{one['others']} of {runs}"
-            rest = [others or "none", f"{one['usable']} of {runs}"] if not number else ["", ""]
-            if one["verified"] and not number:
-                names = ", ".join(f"`{name}`" for name in max(one["verified"]).split())
-                what += f"; `verify_gradients` names {names}" if names else ""
-            cells = [FAULTS[one["fault"]], ENGINES[one["engine"]], what, f"{count} of {runs}"]
-            lines.append(f"| {' | '.join([*cells, *rest])} |")
+    for (fault, listed), engines in alike.items():
+        start = [FAULTS[fault], names_of(engines, fault)]
+        for cells in listed:
+            lines.append(f"| {' | '.join([*start, *cells])} |")
+            start = ["", ""]
     return "\n".join(lines)
 
 
