@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class Ours:
         self.rank = int(group.rank)
         self.hook = FSDPBackwardHook(FSDP(group, timeout=SECONDS))
 
-    def units(self, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, FSDPShardingUnit]:
+    def units(self, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, FSDPShardingUnit]:
         return {n: FSDPShardingUnit(n, s, "float32", self.rank) for n, s in shapes.items()}
 
     def reduce(self, gradients: Gradients, fault: str = "") -> Gradients:
@@ -313,7 +313,7 @@ def peer_of(engine: str, folder: Path) -> Any:
         import torch.distributed as dist
 
         rank = int(os.environ["RANK"])
-        store = dist.FileStore(str(folder / "store"), WORLD)
+        store = dist.FileStore(str(folder / "store"), WORLD)  # type: ignore[attr-defined]
         limit = timedelta(seconds=SECONDS if engine.startswith("raw") else 30 * SECONDS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
         if engine == "raw gloo":
