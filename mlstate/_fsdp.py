@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from math import isfinite
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from ._collective_args import check_group, check_timeout, failed
@@ -53,7 +54,7 @@ class FSDP:
     Raises
     ------
     TypeError
-        `process_group` is none.
+        `process_group` is none, or `bucket_bytes` no int.
     ValueError
         An argument makes no sense.
 
@@ -88,7 +89,11 @@ class FSDP:
         check_group(process_group)
         self._group = process_group
         self._op = str(ReduceOp(op))
-        if bucket_bytes < 0:
+        try:
+            self.bucket_bytes = index(bucket_bytes)
+        except TypeError:
+            raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}") from None
+        if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes must be 0 or more, got {bucket_bytes}")
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
@@ -98,7 +103,6 @@ class FSDP:
             )
         if compression and self._op not in ("sum", "mean"):
             raise ValueError(f"compression goes with sums and means, not with op={self._op!r}")
-        self.bucket_bytes = int(bucket_bytes)
         self.allow_unused = bool(allow_unused)
         self._terms = Terms(
             op="sum" if self._op == "mean" else self._op,
@@ -177,6 +181,8 @@ class FSDP:
 
     def bind(self, unit: FSDPShardingUnit) -> None:
         """Check that a unit belongs to this rank of this group."""
+        if not isinstance(unit, FSDPShardingUnit):
+            raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
         unit.bind(self.world_size)
         if unit.shard_index != self.rank:
             raise ValueError(

@@ -89,6 +89,8 @@ def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
         return "no gradient"
     if not is_torch(gradient) and not isinstance(gradient, np.ndarray):
         return f"the gradient is a {type(gradient).__name__}, not an array or tensor"
+    if isinstance(gradient, np.ma.MaskedArray):
+        return "the gradient is a MaskedArray, whose mask has no sum; pass gradient.filled(0)"
     shape = tuple(gradient.shape)
     if shape != unit.shape:
         return f"the gradient has shape {shape}, expected {unit.shape}"

@@ -173,6 +173,8 @@ class FSDPShardingUnit:
         """
         if self._world_size == world_size:
             return
+        if index(world_size) < 1:
+            raise ValueError(f"{self.parameter_name}: world_size must be 1 or more")
         if self._world_size is not None:
             raise ValueError(
                 f"{self.parameter_name}: this unit divides by {self._world_size} ranks, and the "

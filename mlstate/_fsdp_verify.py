@@ -134,6 +134,9 @@ def _first_difference(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatc
     name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
     if local is None:
         return Mismatch(name, rank, None, "a gradient", "none")
+    for what, array in (("local", local), ("full", full)):
+        if not hasattr(array, "shape"):
+            raise TypeError(f"{name}: the {what} gradient is a {type(array).__name__}, no array")
     if tuple(full.shape) != unit.shape:
         return Mismatch(name, rank, None, str(unit.shape), f"full gradient of {tuple(full.shape)}")
     part = _part(unit, full)
@@ -171,24 +174,31 @@ def _sketch(array: Any, start: int) -> tuple[float, float]:
 def _told(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
     """Say what a rank knows of one parameter: of its part, and of what it had for each."""
     starts = list(accumulate(unit.counts, initial=0))
-    local, wrong = unit.local_gradient, ""
+    wrong = ""
     told: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
-    if local is None:
-        wrong = "no local gradient"
-    elif full is None:
-        wrong = "no full gradient"
-    elif tuple(local.shape) != unit.local_shape:
-        wrong = f"a local gradient of {tuple(local.shape)}"
-    elif tuple(full.shape) != unit.shape:
-        wrong = f"a full gradient of {tuple(full.shape)}"
-    else:
-        try:
+    try:
+        wrong = _not_comparable(unit, full)
+        if not wrong:
             flat = packed(full).reshape(-1)
             told["parts"] = [_sketch(flat[a:b], a) for a, b in pairwise(starts)]
-            told["local"] = _sketch(packed(local).reshape(-1), starts[unit.shard_index])
-        except Exception as error:  # the other ranks wait for this
-            wrong = f"{type(error).__name__}: {error}"
+            local = packed(unit.local_gradient).reshape(-1)
+            told["local"] = _sketch(local, starts[unit.shard_index])
+    except Exception as error:  # the other ranks wait for this
+        wrong = f"{type(error).__name__}: {error}"
     return told | {"wrong": wrong}
+
+
+def _not_comparable(unit: FSDPShardingUnit, full: Any) -> str:
+    """Say what is wrong with a gradient, or nothing."""
+    for what, array, shape in (
+        ("local", unit.local_gradient, unit.local_shape),
+        ("full", full, unit.shape),
+    ):
+        if array is None:
+            return f"no {what} gradient"
+        if tuple(array.shape) != shape:
+            return f"a {what} gradient of {tuple(array.shape)}"
+    return ""
 
 
 def _slack(world: int, dtype: str, count: int, norms: float, atol: float) -> float:

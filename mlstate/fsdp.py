@@ -24,6 +24,7 @@ from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
 from ._accumulator import GradientAccumulator
+from ._collective_args import check_group
 from ._fsdp import FSDP
 from ._fsdp_hook import FSDPBackwardHook
 from ._fsdp_operation import ReduceScatterOperation
@@ -143,6 +144,12 @@ def clip_grad_norm(
     >>> unit.local_gradient.round(3)
     array([0.6, 0.8])
     """
+    check_group(group)
+    if not hasattr(sharding_units, "items"):
+        raise TypeError(
+            "sharding_units must be a dict of FSDPShardingUnit, got "
+            f"{type(sharding_units).__name__}"
+        )
     limit = float(max_norm)
     if not limit >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")

@@ -165,6 +165,15 @@ def test_a_rank_that_does_something_else_is_named():
     assert run(work) == [[3.0, 4.0]] * 2
 
 
+@pytest.mark.parametrize(
+    ("units", "group", "text"),
+    [([], SingleGroup(), "must be a dict .*got list"), ({}, None, "ProcessGroup")],
+)
+def test_what_is_no_group_or_no_dict_is_refused(units, group, text):
+    with pytest.raises(TypeError, match=text):
+        clip_grad_norm(units, 1.0, group)
+
+
 def test_a_closed_group_is_an_error():
     group = SingleGroup()
     group.close()

@@ -174,6 +174,19 @@ def test_settings_that_make_no_sense_are_refused(keywords, text):
         FSDP(SingleGroup(), **keywords)
 
 
+@pytest.mark.parametrize("wrong", [None, "25MB", 25e6])
+def test_sizes_of_buckets_are_whole_numbers(wrong):
+    with pytest.raises(TypeError, match=f"bucket_bytes must be an int, got {wrong!r}"):
+        FSDP(SingleGroup(), bucket_bytes=wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "w", np.ones(4)])
+def test_what_is_no_unit_is_refused(wrong):
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    with pytest.raises(TypeError, match="must be an FSDPShardingUnit, got"):
+        hook.scatter_gradient(wrong, np.ones(4, np.float32))
+
+
 def test_an_fsdp_is_made_of_a_group():
     with pytest.raises(TypeError, match="ProcessGroup"):
         FSDP(object())

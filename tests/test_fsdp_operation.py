@@ -95,6 +95,7 @@ def test_rows_of_a_scalar_are_refused():
         (np.ones((2, 2), np.float32), r"has shape \(2, 2\), expected \(4,\)"),
         (np.ones(4, np.float64), "has dtype float64, expected float32"),
         ([1.0] * 4, "is a list, not an array or tensor"),
+        (np.ma.masked_less(np.ones(4, np.float32), 2), "MaskedArray, whose mask has no sum"),
         (np.array([1, np.nan, 1, 1], np.float32), r"NaN or infinite elements \(rank 1: 1\)"),
     ],
 )

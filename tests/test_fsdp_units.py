@@ -78,6 +78,8 @@ def test_dtypes_that_numpy_lacks_have_names(dtype):
         ((7, (2,), "f4", 0), {}, "parameter_name must be a str"),
         (("w", (2,), "f4", -1), {}, "shard_index must be 0 or more, got -1"),
         (("w", (2,), "f4", 2), {"world_size": 2}, "shard_index 2 is out of range: 2 ranks"),
+        (("w", (2,), "f4", 0), {"world_size": 0}, "w: world_size must be 1 or more"),
+        (("w", (2,), "f4", 0), {"world_size": -1}, "w: world_size must be 1 or more"),
         (("w", (-2,), "f4", 0), {}, r"w: shape \(-2,\) has a negative dimension"),
         (("w", (2,), "f4", 0), {"layout": "columns"}, "'flat' or 'rows', got 'columns'"),
         (("w", (), "f4", 0), {"layout": "rows"}, "w: .*rows"),
@@ -116,7 +118,7 @@ def test_a_unit_is_bound_once():
 
 def test_a_unit_of_another_rank_is_refused_before_anything_is_sent():
     unit = FSDPShardingUnit("w", (5,), "f4", 1, world_size=2)
-    with pytest.raises(ValueError, match="w: .*2 ranks"):
+    with pytest.raises(ValueError, match=r"w: .*2 ranks"):
         FSDP(SingleGroup()).bind(unit)
     with pytest.raises(ValueError, match="shard_index 1 is out of range"):
         FSDP(SingleGroup()).bind(FSDPShardingUnit("w", (5,), "f4", 1))

@@ -142,6 +142,12 @@ def test_what_cannot_be_compared_is_refused():
         hook.verify_gradients({"w": unit}, [np.ones(3)])
     with pytest.raises(TypeError, match=r"unreduced must be a dict .* got list"):
         hook.verify_gradients({"w": unit}, unreduced=[np.ones(3)])
+    unit.local_gradient = np.ones(3)
+    with pytest.raises(TypeError, match="w: the full gradient is a list, no array"):
+        hook.verify_gradients({"w": unit}, {"w": [1.0]})
+    unit.local_gradient = [1.0]
+    with pytest.raises(TypeError, match="w: the local gradient is a list, no array"):
+        hook.verify_gradients({"w": unit}, {"w": np.ones(3)})
     with pytest.raises(ValueError, match="sums and means, not with op='max'"):
         FSDPBackwardHook(FSDP(SingleGroup(), op="max")).verify_gradients(
             {"w": unit}, unreduced={"w": np.ones(3)}
@@ -271,6 +277,11 @@ def with_another_layout(units, gradients, rank):
         units["x"] = FSDPShardingUnit("x", (9,), "float32", 1, layout="rows")
 
 
+def with_a_list(units, gradients, rank):
+    if rank:
+        units["x"].local_gradient = [1.0]
+
+
 def with_what_has_no_sum(units, gradients, rank):
     if rank:
         units["x"].local_gradient = np.ones(4, bool)
@@ -285,6 +296,7 @@ def with_what_has_no_sum(units, gradients, rank):
         (with_another_part, ("gradients that can be compared", "a local gradient of (3,)")),
         (with_another_full, ("gradients that can be compared", "a full gradient of (8,)")),
         (with_another_layout, ("'x' float32 (9,) flat", "'x' float32 (9,) rows")),
+        (with_a_list, ("gradients that can be compared", "AttributeError")),
         (with_what_has_no_sum, ("gradients that can be compared", "CompatibilityError")),
     ],
 )
