@@ -112,6 +112,75 @@ def fsdp2_has_the_bits_of_torch(group):
 
 
 @scenario
+def fsdp2_sums_small_floats_in_float32(group):
+    for given, reduced in (
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ):
+        policy = MixedPrecisionPolicy(param_dtype=given, reduce_dtype=reduced)
+        module = sharded(group.world_size, mp_policy=policy)
+        reduce_scatter_with(module, group)
+        ranks = [own_gradients(rank, dtype=given) for rank in range(group.world_size)]
+        for step in range(2):
+            backward(module, data(group.rank))
+            for name, gradient in full(module).items():
+                total = ranks[0][name].float()
+                for of in ranks[1:]:
+                    total = total + of[name].float()
+                rounded = (total / group.world_size).to(reduced or given).float()
+                assert gradient.dtype == torch.float32
+                assert torch.equal(gradient, rounded), (name, step)
+
+
+@scenario
+def fsdp2_names_who_divides_otherwise(group):
+    module = sharded(group.world_size)
+    reduce_scatter_with(module, group)
+    module[2].set_gradient_divide_factor(4.0 if group.rank else 8.0)
+    error = raises(CollectiveError, "'2': ", backward, module, data(group.rank))
+    assert "rank 0: gradient_divide_factor=8.0" in str(error), str(error)
+    expected = in_rank_order(group)
+    for name, gradient in full(module).items():
+        if name.startswith("2."):
+            assert gradient.isnan().all()
+        else:
+            assert torch.equal(gradient, expected[name])
+
+
+@scenario
+def fsdp2_with_replicas_of_its_shards(group):
+    import torch.distributed as dist
+
+    from mlstate.integrations.torch import TorchGroup
+
+    world = group.world_size
+    if world % 2:
+        return
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    halves = [list(range(world // 2)), list(range(world // 2, world))]
+    theirs = [dist.new_group(ranks) for ranks in halves]
+    with TorchGroup(theirs[group.rank >= world // 2]) as mine:
+        for keywords in ({}, {"reshard_after_forward": False}):
+            module = layers()
+            for layer in (module[0], module[2], module):
+                fully_shard(layer, mesh=mesh, **keywords)
+            if world > 2:
+                raises(ValueError, "is sharded among", reduce_scatter_with, module, group)
+            reduce_scatter_with(module, mine)
+            backward(module, data(group.rank))
+            ranks = [own_gradients(rank) for rank in range(world)]
+            for name, gradient in full(module).items():
+                means = []
+                for half in halves:
+                    total = ranks[half[0]][name]
+                    for rank in half[1:]:
+                        total = total + ranks[rank][name]
+                    means.append(total / len(half))
+                assert torch.equal(gradient, (means[0] + means[1]) / 2), name
+
+
+@scenario
 def fsdp2_divides_as_it_is_told(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
@@ -251,6 +320,55 @@ def ddp_has_the_bits_of_torch(group):
         same(own(ours), in_rank_order(group, dtype))
         if group.world_size == 2:
             same(own(ours), own(theirs))
+
+
+@scenario
+def ddp_with_parameters_that_one_rank_does_not_use(group):
+    last = group.world_size - 1
+
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.extra = layers(), torch.nn.Linear(6, 6)
+
+        def forward(self, rows, extra):
+            return self.layers(self.extra(rows) if extra else rows)
+
+    def gradients(module, rank):
+        module(data(rank), extra=rank != last).square().sum().backward()
+        inner = getattr(module, "module", module)
+        return {name: p.grad for name, p in inner.named_parameters()}
+
+    torch.manual_seed(1)
+    start = Branches().state_dict()
+
+    def make():
+        module = Branches()
+        module.load_state_dict(start)
+        return module
+
+    module = DistributedDataParallel(make(), find_unused_parameters=True, bucket_cap_mb=1e-4)
+    all_reduce_with(module, group)
+    ranks = [gradients(make(), rank) for rank in range(group.world_size)]
+    for _ in range(2):
+        module.zero_grad()
+        found = gradients(module, group.rank)
+        for name, gradient in found.items():
+            total = torch.zeros_like(gradient)
+            for of in ranks:
+                total = total + (0 if of[name] is None else of[name])
+            assert torch.equal(gradient, total / group.world_size), name
+
+
+@scenario
+def ddp_passes_on_what_is_not_finite(group):
+    bad = group.world_size - 1
+    module = replicated(bucket_cap_mb=1e-4)
+    all_reduce_with(module, group, nonfinite="allow")
+    backward(module, data(group.rank) * (torch.inf if group.rank == bad else 1))
+    assert all(gradient.isnan().any() for gradient in own(module).values())
+    backward(module, data(group.rank))
+    same(own(module), in_rank_order(group))
 
 
 @scenario
