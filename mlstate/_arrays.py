@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def is_torch(candidate: object) -> bool:
     """Whether this is a torch tensor; who has one has imported torch."""
+    if type(candidate) is np.ndarray:
+        return False
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(candidate, torch.Tensor)
 

@@ -7,6 +7,7 @@ Plain misuse is a TypeError or ValueError, what does not go together a `Compatib
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +124,14 @@ def check_bytes(operation: str, data: Any) -> bytes:
 # ---- arrays ----
 
 
+@lru_cache(maxsize=128)  # NumPy makes the name anew each time
+def _name_of(dtype: Any) -> str:
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+
+
 def dtype_name(array: Any) -> str:
     """Return the name that a dtype has in NumPy and in torch."""
-    return str(array.dtype).removeprefix("torch.") if is_torch(array) else str(array.dtype.name)
+    return _name_of(array.dtype)
 
 
 def kind_of(array: Any) -> str:

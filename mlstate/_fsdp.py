@@ -111,6 +111,7 @@ class FSDP:
             nonfinite=nonfinite,
             compression=compression or "",
         )
+        self._known_terms: dict[tuple[str, bool], Terms] = {}  # by dtype, and accumulate
         settings = {
             "op": self._op,
             "reduce_dtype": self._terms.reduce_dtype or None,
@@ -173,11 +174,14 @@ class FSDP:
 
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
         """How the gradient of a unit is reduced."""
-        return self._terms._replace(
-            accumulate=accumulate,
-            reduce_dtype=self._terms.reduce_dtype if _is_narrow(unit.dtype) else "",
-            compression=self._terms.compression if unit.dtype == "float32" else "",
-        )
+        known = self._known_terms.get((unit.dtype, accumulate))
+        if known is None:
+            known = self._known_terms[unit.dtype, accumulate] = self._terms._replace(
+                accumulate=accumulate,
+                reduce_dtype=self._terms.reduce_dtype if _is_narrow(unit.dtype) else "",
+                compression=self._terms.compression if unit.dtype == "float32" else "",
+            )
+        return known
 
     def bind(self, unit: FSDPShardingUnit) -> None:
         """Check that a unit belongs to this rank of this group."""

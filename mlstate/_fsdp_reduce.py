@@ -18,7 +18,7 @@ from . import _core
 from ._arrays import is_torch
 from ._collective_args import dtype_name
 from ._fsdp_unit import FSDPShardingUnit
-from ._gradients import add, on_host, packed, place, plain, tallies
+from ._gradients import add, memory_of, on_host, packed, place, plain, tallies
 from ._guard import ENDED, REFUSED, Head, all_agree, digest_of, judge, settings_text, tell
 from .errors import CollectiveError
 
@@ -96,12 +96,12 @@ def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
         return f"the gradient has shape {shape}, expected {unit.shape}"
     if dtype_name(gradient) != unit.dtype:
         return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
-    if is_torch(gradient):
-        from .integrations.torch import why_not_reduced
+    if isinstance(gradient, np.ndarray):
+        return ""
+    from .integrations.torch import why_not_reduced
 
-        reason = why_not_reduced(gradient)
-        return reason and f"the gradient is {reason}"
-    return ""
+    reason = why_not_reduced(gradient)
+    return reason and f"the gradient is {reason}"
 
 
 class Terms(NamedTuple):
@@ -198,6 +198,11 @@ def _check_sum(entry: Entry) -> None:
         raise ValueError("the local gradient to add to is read-only")
 
 
+def _segments(entries: Sequence[Entry]) -> list[tuple[Any, tuple[int, ...], Any]]:
+    """Entries as the core reduces them."""
+    return [(memory_of(e.flat), e.unit.counts, memory_of(e.out)) for e in entries]
+
+
 class Reducer:
     """Runs of buckets over one group.
 
@@ -264,8 +269,7 @@ class Reducer:
         started: float,
         rest: Sequence[Entry],
     ) -> list[Entry] | None:
-        for entry in entries:
-            self._prepare(entry, terms)
+        bucket = self._prepare(entries, terms)
         settings = {
             **self._settings,
             "gradient_divide_factor": terms.divisor,
@@ -279,7 +283,7 @@ class Reducer:
         if not all_agree(heads):
             return self._good([*entries, *rest], settings)
         self._sequence += 1
-        self._tallies = self._sums(entries, terms)
+        self._tallies = self._sums(entries, terms, bucket)
         self._pending, self._pending_terms = entries, terms
         self._note(entries, ready, started, agreed, heads)
         return None
@@ -308,8 +312,25 @@ class Reducer:
         by_name = {entry.name: entry for entry in entries}
         return [by_name[name] for name in verdict.good]
 
-    def _prepare(self, entry: Entry, terms: Terms) -> None:
-        """Find memory for an entry, and whether the core can reduce it."""
+    def _prepare(self, entries: Sequence[Entry], terms: Terms) -> Any:
+        """Find memory for all entries; return what the core can reduce, as its bucket."""
+        for entry in entries:
+            self._find_memory(entry, terms)
+        near = [entry for entry in entries if not entry.why and on_host(entry.flat)]
+        try:
+            return self._capsule(near, terms)
+        except Exception:  # all ranks are told which of them it was
+            for entry in near:
+                try:
+                    self._capsule([entry], terms)
+                except Exception as error:
+                    entry.why = f"{type(error).__name__}: {error}"
+            if not any(entry.why for entry in near):
+                raise
+        return None
+
+    def _find_memory(self, entry: Entry, terms: Terms) -> None:
+        """Find memory for an entry: to be read, and to be written."""
         if entry.why:
             return
         try:
@@ -317,16 +338,13 @@ class Reducer:
             entry.out = _output(entry.unit, entry.gradient, terms)
             if terms.accumulate:
                 _check_sum(entry)
-            if on_host(entry.flat):
-                self._capsule([entry], terms)
-            elif terms.compression:
+            if terms.compression and not on_host(entry.flat):
                 entry.why = f"compression of a gradient on {entry.flat.device}, not in main memory"
         except Exception as error:  # told to all ranks, which then raise it together
             entry.why = f"{type(error).__name__}: {error}"
 
     def _capsule(self, entries: Sequence[Entry], terms: Terms) -> Any:
-        segments = [(entry.flat, entry.unit.counts, entry.out) for entry in entries]
-        group = self._group
+        group, segments = self._group, _segments(entries)
         return _core.bucket(segments, group.world_size, group.rank, terms.op, terms.divisor)
 
     def _exchange(self, flags: int, digest: bytes) -> list[Head]:
@@ -363,7 +381,7 @@ class Reducer:
 
     # ---- sums ----
 
-    def _sums(self, entries: list[Entry], terms: Terms) -> list[tuple[float, int]]:
+    def _sums(self, entries: list[Entry], terms: Terms, bucket: Any) -> list[tuple[float, int]]:
         """Reduce gradients on which all ranks agree."""
         if not all(on_host(entry.flat) for entry in entries):
             from .integrations.torch import reduce_on_device
@@ -381,12 +399,10 @@ class Reducer:
                 for e in entries
             ]
         if not terms.compression and hasattr(self._group, "_reduce_segments"):
-            segments = [(entry.flat, entry.unit.counts, entry.out) for entry in entries]
             found: list[tuple[float, int]] = self._group._reduce_segments(
-                segments, terms.op, terms.divisor, self._timeout
+                _segments(entries), terms.op, terms.divisor, self._timeout
             )
             return found
-        bucket = self._capsule(entries, terms)
         if terms.compression:
             return self._compressed(bucket, entries, terms.compression)
         sizes, mine = _core.bucket_sizes(bucket)

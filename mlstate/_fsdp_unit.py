@@ -96,6 +96,7 @@ class FSDPShardingUnit:
     __slots__ = (
         "_counts",
         "_layout",
+        "_local_shape",
         "_residual",
         "_world_size",
         "dtype",
@@ -141,6 +142,7 @@ class FSDPShardingUnit:
         self._layout = layout
         self._world_size: int | None = None
         self._counts: tuple[int, ...] = ()
+        self._local_shape: tuple[int, ...] = ()
         # what all ranks must agree on
         self.fact = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
         if world_size is not None:
@@ -187,6 +189,7 @@ class FSDPShardingUnit:
             )
         layout = _LAYOUTS[self._layout](world_size)
         self._counts = tuple(prod(layout.shape(self.shape, i)) for i in range(world_size))
+        self._local_shape = layout.shape(self.shape, self.shard_index)
         self._world_size = world_size
 
     def _check_bound(self) -> int:
@@ -215,7 +218,8 @@ class FSDPShardingUnit:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of `local_gradient`."""
-        return self.layout.shape(self.shape, self.shard_index)
+        self._check_bound()
+        return self._local_shape
 
     @property
     def full_bytes(self) -> int:

@@ -38,6 +38,19 @@ def packed(gradient: Any) -> Any:
     return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
 
 
+def memory_of(gradient: Any) -> Any:
+    """Return a tensor's memory as an array where NumPy has its dtype: the core takes it sooner.
+
+    The tensor has no record of autograd's.
+    """
+    if is_torch(gradient):
+        try:
+            return gradient.numpy()
+        except (TypeError, RuntimeError):  # another dtype, or a view that is negated or conjugated
+            return gradient
+    return gradient
+
+
 def copied(gradient: Any) -> Any:
     """Return a copy that is nobody else's."""
     return gradient.detach().clone() if is_torch(gradient) else np.array(gradient)
