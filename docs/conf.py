@@ -14,7 +14,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import mlstate  # noqa: E402
-from mlstate._engine import Engine  # noqa: E402
 
 project = "mlstate"
 copyright = "the mlstate authors, Apache-2.0"
@@ -80,8 +79,6 @@ def entry(name, thing):
         options = "   :members:\n"
         if any(base.__module__ == "mlstate._engine" for base in thing.__mro__[1:]):
             options += "   :inherited-members:\n"  # the operations of all engines
-        if issubclass(thing, Engine):  # whose operations are those of each group
-            options += "   :inherited-members:\n"
         if issubclass(thing, tuple):  # count and index are no news
             options += "   :exclude-members: count, index, __new__\n"
     else:
