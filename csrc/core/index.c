@@ -616,14 +616,18 @@ static mls_code count_needs(reader *r, mls_json_node shards, size_t *dims, size_
         if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
             return fail_member(r, node, "shards", "hold what is no object");
         }
-        const mls_json_node shape = mls_json_find(r->json, node, "shape");
-        const mls_json_node states = mls_json_find(r->json, node, "axes");
-        const mls_json_node blocks = mls_json_find(r->json, node, "blocks");
-        *dims += shape == MLS_JSON_NONE ? 0 : mls_json_size(r->json, shape);
-        *axes += states == MLS_JSON_NONE ? 0 : mls_json_size(r->json, states);
-        *crcs += 1 + (blocks == MLS_JSON_NONE
-                          ? 0
-                          : mls_json_text(r->json, blocks).length / MLS_CRC_DIGITS);
+        *crcs += 1;
+        for (mls_json_node m = mls_json_first(r->json, node); m != MLS_JSON_NONE;
+             m = mls_json_next(r->json, m)) {
+            const mls_text key = mls_json_key(r->json, m);
+            if (mls_text_is(key, "shape")) {
+                *dims += mls_json_size(r->json, m);
+            } else if (mls_text_is(key, "axes")) {
+                *axes += mls_json_size(r->json, m);
+            } else if (mls_text_is(key, "blocks")) {
+                *crcs += mls_json_text(r->json, m).length / MLS_CRC_DIGITS;
+            }
+        }
     }
     return MLS_OK;
 }
@@ -651,7 +655,20 @@ static mls_code allocate(reader *r, mls_json_node files, mls_json_node shards)
     return MLS_OK;
 }
 
-/* For qsort. */
+/* qsort, for what mostly is in order: then nothing is moved, and no memory is taken. */
+static void sort(void *base, size_t count, size_t size,
+                 int (*compare)(const void *, const void *))
+{
+    const char *at = base;
+    for (size_t i = 1; i < count; i++, at += size) {
+        if (compare(at, at + size) > 0) {
+            qsort(base, count, size, compare);
+            return;
+        }
+    }
+}
+
+/* For sort. */
 static int compare_shards(const void *a, const void *b)
 {
     return mls_index_compare(a, b);
@@ -661,7 +678,7 @@ static int compare_shards(const void *a, const void *b)
 static mls_code sort_shards(reader *r)
 {
     const mls_index *x = &r->index;
-    qsort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
+    sort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
     for (size_t i = 1; i < x->shard_count; i++) {
         if (mls_index_compare(&x->shards[i - 1], &x->shards[i]) == 0) {
             r->name = x->shards[i].id.name;
@@ -671,7 +688,7 @@ static mls_code sort_shards(reader *r)
     return MLS_OK;
 }
 
-/* For qsort, over pointers to files. */
+/* For sort, over pointers to files. */
 static int compare_paths(const void *a, const void *b)
 {
     const mls_index_file *x = *(const mls_index_file *const *)a;
@@ -679,7 +696,7 @@ static int compare_paths(const void *a, const void *b)
     return strcmp(x->path, y->path);
 }
 
-/* For qsort, over pointers to shards: as they lie in their files. */
+/* For sort, over pointers to shards: as they lie in their files. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_index_shard *x = *(const mls_index_shard *const *)a;
@@ -696,7 +713,7 @@ static mls_code check_files(reader *r, const void **sorted)
     for (size_t i = 0; i < x->file_count; i++) {
         sorted[i] = &x->files[i];
     }
-    qsort(sorted, x->file_count, sizeof *sorted, compare_paths);
+    sort(sorted, x->file_count, sizeof *sorted, compare_paths);
     for (size_t i = 1; i < x->file_count; i++) {
         const mls_index_file *file = sorted[i];
         if (compare_paths(&sorted[i - 1], &sorted[i]) == 0) {
@@ -720,7 +737,7 @@ static mls_code check_overlaps(reader *r, const void **sorted)
             sorted[count++] = &x->shards[i];
         }
     }
-    qsort(sorted, count, sizeof *sorted, compare_places);
+    sort(sorted, count, sizeof *sorted, compare_places);
     for (size_t i = 1; i < count; i++) {
         const mls_index_shard *before = sorted[i - 1], *shard = sorted[i];
         if (before->file == shard->file &&

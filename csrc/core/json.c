@@ -52,6 +52,7 @@ typedef struct json_parser {
     mls_json_node open; /* innermost open container, or MLS_JSON_NONE */
     mls_json_node last; /* its last member so far, or MLS_JSON_NONE */
     mls_text key;       /* of the member to come */
+    mls_json_node seen; /* the last object without a duplicate key, or MLS_JSON_NONE */
     uint32_t *scratch;  /* room to sort members in */
     size_t scratch_room;
 } json_parser;
@@ -215,6 +216,24 @@ static mls_code read_escape(json_parser *p, size_t *write)
     return MLS_OK;
 }
 
+/* Take the characters up to the next one that needs a look: most texts are plain ASCII.
+ */
+static void take_plain(json_parser *p, size_t *write)
+{
+    char *text = p->doc->text;
+    const size_t start = p->at;
+    size_t at = start;
+    while (at < p->end && text[at] >= ' ' && text[at] < 0x7F && text[at] != '"' &&
+           text[at] != '\\') {
+        at++;
+    }
+    if (*write != start) {
+        memmove(text + *write, text + start, at - start);
+    }
+    *write += at - start;
+    p->at = at;
+}
+
 /* A string, p->at being on the opening quote; unescapes it in place.  `write` never
  * overtakes p->at.  The text up to it is final, and what lies between the two is never
  * looked at again. */
@@ -224,6 +243,7 @@ static mls_code read_string(json_parser *p, mls_text *out)
     const size_t start = ++p->at;
     size_t write = start;
     for (;;) {
+        take_plain(p, &write);
         const int c = byte_at(p, p->at);
         if (c == '"') {
             p->at++;
@@ -370,13 +390,26 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
     return members;
 }
 
+/* Whether two objects have the same keys in the same order. */
+static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
+{
+    bool same = doc->nodes[a].length == doc->nodes[b].length;
+    a++, b++; /* their first members */
+    for (; same && a != MLS_JSON_NONE; a = doc->nodes[a].next, b = doc->nodes[b].next) {
+        same = compare_keys(doc, a, b) == 0;
+    }
+    return same;
+}
+
 /* Refuse an object that says a key twice: readers disagree on which of the two counts,
- * which is how files are made that look harmless to one program and not to another. */
+ * which is how files are made that look harmless to one program and not to another. Lists
+ * are of objects that say the same of one thing after the other: one with the keys of the
+ * object before it needs no sorting. */
 static mls_code check_duplicates(json_parser *p, mls_json_node object)
 {
     const mls_json *doc = p->doc;
     const size_t count = doc->nodes[object].length;
-    if (count < 2) {
+    if (count < 2 || (p->seen != MLS_JSON_NONE && same_keys(doc, p->seen, object))) {
         return MLS_OK;
     }
     if (p->scratch_room < 2 * count) {
@@ -399,6 +432,7 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
         }
     }
     if (found == MLS_JSON_NONE) {
+        p->seen = object;
         return MLS_OK;
     }
     const mls_text key = mls_json_key(doc, found);
@@ -612,7 +646,8 @@ mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                      .st = st,
                      .end = length,
                      .open = MLS_JSON_NONE,
-                     .last = MLS_JSON_NONE};
+                     .last = MLS_JSON_NONE,
+                     .seen = MLS_JSON_NONE};
     mls_code code = MLS_E_MEMORY;
     mls_json *doc = mls_alloc(1, sizeof *doc);
     if (doc == NULL || (doc->text = mls_alloc(length, 1)) == NULL) {

@@ -197,11 +197,14 @@ static void skip_ends(mls_overlap *o)
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
 {
     size_t a_stride = 1, b_stride = 1;
-    mls_overlap o = {.a_begin = a->begin,
-                     .a_end = a->end,
-                     .b_begin = b->begin,
-                     .b_end = b->end,
-                     .rank = 0};
+    mls_overlap *o = overlap; /* filled in where it is: most of its room stays unused */
+    o->a_begin = a->begin;
+    o->a_end = a->end;
+    o->b_begin = b->begin;
+    o->b_end = b->end;
+    o->a_at = o->b_at = 0;
+    o->rank = 0;
+    o->done = false;
     size_t length[MLS_LAYOUT_RANK + 1], a_strides[MLS_LAYOUT_RANK + 1],
         b_strides[MLS_LAYOUT_RANK + 1];
     /* the innermost row to begin with: one element, which the first axis takes in */
@@ -211,9 +214,9 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
         size_t start;
         const size_t shared = common(a, b, axis, &start);
         /* nothing in common along one axis is nothing in common at all */
-        o.done = o.done || shared == 0;
-        o.a_at += (start - a->start[axis]) * a_stride;
-        o.b_at += (start - b->start[axis]) * b_stride;
+        o->done = o->done || shared == 0;
+        o->a_at += (start - a->start[axis]) * a_stride;
+        o->b_at += (start - b->start[axis]) * b_stride;
         /* the row inside: where it is as long as the stride, there is no gap */
         const size_t inside = length[rows - 1] * a_strides[rows - 1];
         const size_t b_inside = length[rows - 1] * b_strides[rows - 1];
@@ -229,14 +232,14 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     }
     /* outermost first, as it is walked */
     for (int i = rows - 1; i >= 0; i--) {
-        o.length[o.rank] = length[i];
-        o.a_stride[o.rank] = a_strides[i];
-        o.b_stride[o.rank++] = b_strides[i];
+        o->index[o->rank] = 0;
+        o->length[o->rank] = length[i];
+        o->a_stride[o->rank] = a_strides[i];
+        o->b_stride[o->rank++] = b_strides[i];
     }
-    if (!o.done) {
-        skip_ends(&o);
+    if (!o->done) {
+        skip_ends(o);
     }
-    *overlap = o;
 }
 
 /* Step to the next row; sets `done` after the last. */
