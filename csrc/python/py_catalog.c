@@ -160,9 +160,18 @@ const mlsp_state *mlsp_catalog_state(PyObject *self)
 
 /* New reference to the key under which a state dict has a tensor.  An index keeps name
  * and state apart, as files of other programs might divide them elsewhere than at a dot.
- */
+ * Nearly all keys are short: these are joined as bytes. */
 PyObject *mlsp_catalog_key(const mls_tensor_id *id)
 {
+    char joined[256];
+    const size_t length = id->name.length + 1 + id->state.length;
+    if (id->has_state && length <= sizeof joined && id->name.length > 0 &&
+        id->state.length > 0) {
+        memcpy(joined, id->name.data, id->name.length);
+        joined[id->name.length] = '.';
+        memcpy(joined + id->name.length + 1, id->state.data, id->state.length);
+        return mlsp_str_of((mls_text){joined, length});
+    }
     PyObject *name = mlsp_str_of(id->name);
     if (name == NULL || !id->has_state) {
         return name;

@@ -16,6 +16,7 @@
 typedef struct wanted {
     const mls_catalog_tensor *tensor;
     mls_part part;
+    PyObject *key;       /* strong: as it was asked for */
     PyObject *array;     /* strong: the result, or what owns the target's memory */
     unsigned char *data; /* of a target that is packed */
     mls_tensor *strided; /* of one that is not; owned */
@@ -40,6 +41,7 @@ typedef struct load_job {
 static void load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
+        Py_XDECREF(job->wanted[i].key);
         Py_XDECREF(job->wanted[i].array);
         mls_free(job->wanted[i].strided);
     }
@@ -121,10 +123,21 @@ static int cut(const load_job *job, const cutting *how, wanted *w)
     return 0;
 }
 
+/* Where the tensor of an id is, or SIZE_MAX: at `next`, where whoever asks for all of
+ * them in their order finds each, or elsewhere. */
+static size_t find(const mls_catalog *catalog, const mls_tensor_id *id, size_t next)
+{
+    return next < catalog->tensor_count &&
+                   mls_tensor_id_compare(&catalog->tensors[next].facts->id, id) == 0
+               ? next
+               : mls_catalog_find(catalog, id);
+}
+
 /* Look up all keys of a list, in its order, which becomes that of the result. */
 static int choose(load_job *job, mls_section section, PyObject *keys, const cutting *how)
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
+    size_t at = SIZE_MAX;
     job->wanted = mls_alloc((size_t)count, sizeof *job->wanted);
     if (job->wanted == NULL) {
         PyErr_NoMemory();
@@ -133,21 +146,22 @@ static int choose(load_job *job, mls_section section, PyObject *keys, const cutt
     for (Py_ssize_t i = 0; i < count; i++) {
         mls_text text;
         wanted *w = &job->wanted[job->count];
-        if (mlsp_take_text(PyList_GET_ITEM(keys, i), "tensor name", &text) < 0) {
+        PyObject *key = PyList_GET_ITEM(keys, i);
+        if (mlsp_take_text(key, "tensor name", &text) < 0) {
             return -1;
         }
         const mls_tensor_id id = mlsp_id_of(section, text);
-        const size_t at = mls_catalog_find(&job->catalog->catalog, &id);
+        at = find(&job->catalog->catalog, &id, at + 1); /* begins with 0 */
         if (at == SIZE_MAX) {
             PyErr_Format(job->state->errors[MLSP_ERROR_NOT_FOUND],
-                         "Tensor '%.200U' not found in checkpoint",
-                         PyList_GET_ITEM(keys, i));
+                         "Tensor '%.200U' not found in checkpoint", key);
             return -1;
         }
         w->tensor = &job->catalog->catalog.tensors[at];
         if (cut(job, how, w) < 0) {
             return -1;
         }
+        w->key = Py_NewRef(key);
         job->count++;
         job->piece_count += w->tensor->count;
     }
@@ -355,11 +369,9 @@ static PyObject *arrays_dict(const load_job *job)
 {
     PyObject *dict = PyDict_New();
     for (size_t i = 0; dict != NULL && i < job->count; i++) {
-        PyObject *key = mlsp_catalog_key(&job->wanted[i].tensor->facts->id);
-        if (key == NULL || PyDict_SetItem(dict, key, job->wanted[i].array) < 0) {
+        if (PyDict_SetItem(dict, job->wanted[i].key, job->wanted[i].array) < 0) {
             Py_CLEAR(dict);
         }
-        Py_XDECREF(key);
     }
     return dict;
 }
@@ -468,15 +480,12 @@ static int view_target(load_job *job, wanted *w, PyObject *targets)
     mlsp_view view;
     PyObject *array = NULL;
     const mls_text name = w->tensor->facts->id.name;
-    PyObject *key = mlsp_catalog_key(&w->tensor->facts->id);
-    if (key == NULL || mlsp_dict_get(targets, key, &array) != 1) {
-        if (key != NULL && !PyErr_Occurred()) {
-            PyErr_SetObject(PyExc_KeyError, key);
+    if (mlsp_dict_get(targets, w->key, &array) != 1) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetObject(PyExc_KeyError, w->key);
         }
-        Py_XDECREF(key);
         return -1;
     }
-    Py_DECREF(key);
     PyOS_snprintf(what, sizeof what, "target '%.*s'",
                   (int)(name.length < 120 ? name.length : 120),
                   name.data == NULL ? "" : name.data);
