@@ -112,7 +112,9 @@ def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
     if torch is None:
         return plain
     kinds = (torch.Tensor, Shard)
-    return {n: _on_host(n, v) if isinstance(v, kinds) else v for n, v in plain.items()}
+    given = ((n, v) for n, v in plain.items() if isinstance(v, kinds))
+    copied = {n: there for n, v in given if (there := _on_host(n, v)) is not v}
+    return {**plain, **copied} if copied else plain
 
 
 def _whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> list[str]:

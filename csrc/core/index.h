@@ -73,11 +73,11 @@ typedef struct mls_index_shard {
     size_t part;             /* which part of the layout */
     const signed char *axes; /* for each axis of a state the parameter's, or MLS_NO_AXIS;
                                 NULL: they have the same axes */
+    uint64_t version;        /* from 1 */
+    size_t file;             /* in the index's files */
+    uint64_t offset;         /* of its first byte in that file */
+    size_t bytes;            /* fit part and dtype */
     mls_tier tier;
-    uint64_t version;     /* from 1 */
-    size_t file;          /* in the index's files */
-    uint64_t offset;      /* of its first byte in that file */
-    size_t bytes;         /* fit part and dtype */
     uint32_t crc;         /* of all of it */
     const uint32_t *crcs; /* of its blocks */
 } mls_index_shard;

@@ -144,6 +144,8 @@ static mls_code check_id(const mls_shard_item *item, mls_text key, mls_status *s
     const mls_text undivided = id->has_state ? id->state : id->name;
     if (!mls_utf8_valid(key.data, key.length)) {
         mls_fail(st, MLS_E_VALUE, "a name is not valid UTF-8");
+    } else if (mls_text_is(key, "__metadata__")) {
+        mls_fail(st, MLS_E_VALUE, "the name '__metadata__' is reserved by the format");
     } else if (id->section == MLS_OPTIM_STATE && undivided.length > 0 &&
                memchr(undivided.data, '.', undivided.length) != NULL) {
         mls_fail(st, MLS_E_VALUE, "the name of a state has a dot");
@@ -270,6 +272,7 @@ void mls_shard_plan_fini(mls_shard_plan *plan)
         mls_free(plan->files[i].tensors);
     }
     mls_free(plan->files);
+    mls_free(plan->written);
     mls_free(plan->planned);
     mls_free(plan->dims);
     mls_free(plan->axes);
@@ -454,70 +457,23 @@ static mls_code name_file(const mls_shard_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
-/* The text that says of each tensor in a file which shard it is: with it a file speaks
- * for itself when its index is lost. */
-static void describe_file(const mls_shard_plan *plan, const placing *placings,
-                          size_t count, mls_buffer *text)
-{
-    mls_buffer_text(text, "{");
-    for (size_t i = 0; i < count; i++) {
-        mls_buffer_text(text, i == 0 ? "" : ",");
-        mls_buffer_json(text, plan->planned[placings[i].shard].key);
-        mls_buffer_text(text, ":");
-        mls_index_put_shard(text, &plan->index.shards[placings[i].shard]);
-        mls_buffer_text(text, "}");
-    }
-    mls_buffer_text(text, "}");
-}
-
-/* Lay out one file, and give its shards their places.  The header sorts the tensors, so
- * who is where is read off it. */
+/* Decide on one file: its name, and which shards it takes, whose numbers go to `shards`.
+ */
 static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t count,
-                           mls_status *st)
+                           size_t *shards, mls_status *st)
 {
-    static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
     mls_planned_file *file = &plan->files[plan->file_count];
     mls_index_file *record = &plan->index.files[plan->index.file_count];
-    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
-    mls_code code = name_file(plan, placings, record->path, st);
-    file->file = plan->index.file_count;
-    if (code == MLS_OK &&
-        (file->tensors = mls_alloc(count, sizeof *file->tensors)) == NULL) {
-        code = no_memory(plan, st);
-    }
-    for (size_t i = 0; code == MLS_OK && i < count; i++) {
-        const mls_planned *planned = &plan->planned[placings[i].shard];
-        const mls_index_shard *shard = &plan->index.shards[placings[i].shard];
-        file->tensors[i] = (mls_header_tensor){.name = planned->key,
-                                               .shape = planned->shape,
-                                               .rank = planned->rank,
-                                               .dtype = shard->dtype,
-                                               .bytes = shard->bytes,
-                                               .number = placings[i].shard};
-    }
-    if (code == MLS_OK) {
-        describe_file(plan, placings, count, &text);
-        const mls_text_pair pair = {.key = {key, sizeof key - 1},
-                                    .value = {text.data, text.length}};
-        code = text.code != MLS_OK
-                   ? mls_fail(st, text.code, "no room to describe %zu shards", count)
-                   : mls_header_init(&file->header, file->tensors, count, &pair, 1,
-                                     PAYLOAD_ALIGNMENT, st);
-    }
-    mls_buffer_fini(&text);
+    const mls_code code = name_file(plan, placings, record->path, st);
     if (code != MLS_OK) {
-        mls_free(file->tensors);
         return code;
     }
-    /* only now, as nothing can fail any more */
     for (size_t i = 0; i < count; i++) {
-        const mls_header_tensor *tensor = &file->tensors[i];
-        mls_index_shard *shard = &plan->index.shards[tensor->number];
-        shard->file = file->file;
-        shard->offset = tensor->offset;
-        shard->crcs = tensor->crcs;
+        shards[i] = placings[i].shard;
+        plan->index.shards[shards[i]].file = plan->index.file_count;
     }
-    record->bytes = file->header.file_bytes;
+    *file = (mls_planned_file){
+        .shards = shards, .count = count, .file = plan->index.file_count};
     plan->index.file_count++;
     plan->file_count++;
     return MLS_OK;
@@ -558,13 +514,91 @@ mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
     if (code == MLS_OK) {
         count = list_placings(plan, placings);
         plan->files = mls_alloc(count, sizeof *plan->files);
-        code = plan->files == NULL ? no_memory(plan, st) : MLS_OK;
+        plan->written = mls_alloc(count, sizeof *plan->written);
+        code =
+            plan->files == NULL || plan->written == NULL ? no_memory(plan, st) : MLS_OK;
     }
     for (size_t done = 0; code == MLS_OK && done < count;) {
         const size_t shared = next_file(plan, placings + done, count - done);
-        code = place_file(plan, placings + done, shared, st);
+        code = place_file(plan, placings + done, shared, plan->written + done, st);
         done += shared;
     }
     mls_free(placings);
     return code;
+}
+
+/* ---- one file ---- */
+
+/* The text that says of each tensor in a file which shard it is: with it a file speaks
+ * for itself when its index is lost. */
+static void describe_file(const mls_shard_plan *plan, const mls_planned_file *file,
+                          mls_buffer *text)
+{
+    mls_buffer_text(text, "{");
+    for (size_t i = 0; i < file->count; i++) {
+        mls_buffer_text(text, i == 0 ? "" : ",");
+        mls_buffer_json(text, plan->planned[file->shards[i]].key);
+        mls_buffer_text(text, ":");
+        mls_index_put_shard(text, &plan->index.shards[file->shards[i]]);
+        mls_buffer_text(text, "}");
+    }
+    mls_buffer_text(text, "}");
+}
+
+/* The header, with what it is to say of its shards. */
+static mls_code make_header(mls_shard_plan *plan, mls_planned_file *file, mls_status *st)
+{
+    static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
+    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
+    describe_file(plan, file, &text);
+    const mls_text_pair pair = {.key = {key, sizeof key - 1},
+                                .value = {text.data, text.length}};
+    const mls_code code =
+        text.code != MLS_OK
+            ? mls_fail(st, text.code, "no room to describe %zu shards", file->count)
+            : mls_header_init(&file->header, file->tensors, file->count, &pair, 1,
+                              PAYLOAD_ALIGNMENT, st);
+    mls_buffer_fini(&text);
+    return code;
+}
+
+/* The header sorts the tensors, so who is where is read off it. */
+mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
+                                mls_status *st)
+{
+    file->tensors = mls_alloc(file->count, sizeof *file->tensors);
+    if (file->tensors == NULL) {
+        return no_memory(plan, st);
+    }
+    for (size_t i = 0; i < file->count; i++) {
+        const mls_planned *planned = &plan->planned[file->shards[i]];
+        const mls_index_shard *shard = &plan->index.shards[file->shards[i]];
+        file->tensors[i] = (mls_header_tensor){.name = planned->key,
+                                               .shape = planned->shape,
+                                               .rank = planned->rank,
+                                               .dtype = shard->dtype,
+                                               .bytes = shard->bytes,
+                                               .number = file->shards[i]};
+    }
+    const mls_code code = make_header(plan, file, st);
+    if (code != MLS_OK) {
+        mls_shard_plan_finish(file);
+        return code;
+    }
+    for (size_t i = 0; i < file->count; i++) {
+        const mls_header_tensor *tensor = &file->tensors[i];
+        mls_index_shard *shard = &plan->index.shards[tensor->number];
+        shard->offset = tensor->offset;
+        shard->crcs = tensor->crcs;
+    }
+    plan->index.files[file->file].bytes = file->header.file_bytes;
+    return MLS_OK;
+}
+
+/* The index lists the checksums, which go with the plan. */
+void mls_shard_plan_finish(mls_planned_file *file)
+{
+    mls_buffer_fini(&file->header.text);
+    mls_free(file->tensors);
+    file->tensors = NULL;
 }

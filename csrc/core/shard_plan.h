@@ -28,9 +28,12 @@ typedef struct mls_planned {
 
 /* A file to write. */
 typedef struct mls_planned_file {
+    const size_t *shards; /* the numbers of those that it takes */
+    size_t count;
+    size_t file; /* in the new index's files */
+    /* from when it is laid out up to when it is written; checksums stay */
     mls_header header; /* its tensors' numbers are those of the shards */
     mls_header_tensor *tensors;
-    size_t file; /* in the new index's files */
 } mls_planned_file;
 
 typedef struct mls_shard_plan {
@@ -40,6 +43,7 @@ typedef struct mls_shard_plan {
     size_t *dims;         /* shapes of parts */
     signed char *axes;    /* of states that do not have their parameter's own */
     char *keys;
+    size_t *written; /* the numbers of all shards that files take, file by file */
     mls_planned_file *files;
     size_t file_count;
 } mls_shard_plan;
@@ -53,10 +57,19 @@ mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
  * MLS_E_VALUE: a version that goes back.  MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st);
 
-/* Give everything that must be written its place, and all shards their versions.  What is
- * left open in the new index are checksums of new files and shards.
- * MLS_E_VALUE, MLS_E_SIZE, MLS_E_MEMORY. */
+/* Give everything that must be written its file, and all shards their versions.  What is
+ * left open in the new index are lengths and checksums of new files, and the places of
+ * shards in them.  MLS_E_VALUE, MLS_E_SIZE, MLS_E_MEMORY. */
 mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st);
+
+/* Lay out a file: its header, its length, the places of its shards.  Files are laid out
+ * when they are written, since all headers together are twice as long as the index; by
+ * different threads, each file by one.  MLS_E_SIZE, MLS_E_MEMORY. */
+mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
+                                mls_status *st);
+
+/* Give back what a file needs no more that was written. */
+void mls_shard_plan_finish(mls_planned_file *file);
 
 void mls_shard_plan_fini(mls_shard_plan *plan); /* accepts a zeroed one; zeroes it */
 

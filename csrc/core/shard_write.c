@@ -54,10 +54,10 @@ typedef struct output {
     size_t tasks; /* that are still to be done */
 } output;
 
-/* A part of the work: `count` tensors of a file from `first` on; of a single one bytes
- * `start` .. `start + bytes`. */
+/* A part of the work: all tensors of a file; of a single one bytes `start` .. `start +
+ * bytes`. */
 typedef struct task {
-    size_t file, first, count;
+    size_t file;
     size_t start, bytes;
 } task;
 
@@ -120,6 +120,14 @@ static void give_buffer(writer *w, void *buffer)
     pthread_mutex_unlock(&w->lock);
     if (!room) {
         free_buffer(buffer);
+    }
+}
+
+/* When nothing is written any more. */
+static void free_buffers(writer *w)
+{
+    while (w->buffer_count > 0) {
+        free_buffer(w->buffers[--w->buffer_count]);
     }
 }
 
@@ -277,10 +285,11 @@ static mls_code expect_new(const writer *w, const char *path, mls_status *st)
                : MLS_OK;
 }
 
-/* Create the temporary, which nobody else has open either. */
+/* Lay the file out and create the temporary, which nobody else has open either. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
-    if (expect_new(w, out->path, st) != MLS_OK) {
+    if (mls_shard_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
+        expect_new(w, out->path, st) != MLS_OK) {
         return st->code;
     }
     snprintf(out->temporary, sizeof out->temporary, "%s.tmp", out->path);
@@ -364,6 +373,7 @@ static mls_code finish_output(sink *s)
         return mls_fail_os(s->st, errno, "cannot give a file its name");
     }
     out->named = true;
+    mls_shard_plan_finish(out->planned);
     return MLS_OK;
 }
 
@@ -374,12 +384,13 @@ static mls_code finish_output(sink *s)
 static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];
-    const mls_header_tensor *tensors = out->planned->tensors + t->first;
+    const size_t count = out->planned->count;
     sink s = {.w = w, .out = out, .st = st, .buffer = buffer};
     mls_code code = need_output(w, out, st);
-    s.offset = tensors[0].offset + t->start;
-    for (size_t i = 0; code == MLS_OK && i < t->count; i++) {
-        const size_t end = t->count == 1 ? t->start + t->bytes : tensors[i].bytes;
+    const mls_header_tensor *tensors = out->planned->tensors;
+    s.offset = code == MLS_OK ? tensors[0].offset + t->start : 0;
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        const size_t end = count == 1 ? t->start + t->bytes : tensors[i].bytes;
         code = put_tensor(&s, &tensors[i], t->start, end);
     }
     if (code == MLS_OK) {
@@ -426,25 +437,30 @@ static void write_task(void *context, size_t index)
         give_buffer(w, buffer);
     }
     if (code != MLS_OK) {
-        const mls_text key = w->outputs[t->file].planned->tensors[t->first].name;
+        const mls_text key = w->plan.planned[w->plan.files[t->file].shards[0]].key;
         mls_status_name(&st, key.data, key.length);
         note_failure(w, index, &st);
     }
 }
 
-/* Tasks of one file: a single large shard is cut at blocks, all else is one task. */
-static size_t cut_file(const mls_planned_file *file, size_t number, task *out)
+/* Bytes of a file's first shard. */
+static size_t first_bytes(const mls_shard_plan *plan, size_t number)
 {
-    const size_t bytes = file->tensors[0].bytes;
-    if (file->header.count > 1 || bytes <= TASK_BYTES) {
-        out[0] = (task){.file = number, .count = file->header.count, .bytes = bytes};
+    return plan->index.shards[plan->files[number].shards[0]].bytes;
+}
+
+/* Tasks of one file: a single large shard is cut at blocks, all else is one task. */
+static size_t cut_file(const mls_shard_plan *plan, size_t number, task *out)
+{
+    const size_t bytes = first_bytes(plan, number);
+    if (plan->files[number].count > 1 || bytes <= TASK_BYTES) {
+        out[0] = (task){.file = number, .bytes = bytes};
         return 1;
     }
     size_t count = 0;
     for (size_t start = 0; start < bytes; start += TASK_BYTES) {
         const size_t left = bytes - start;
         out[count++] = (task){.file = number,
-                              .count = 1,
                               .start = start,
                               .bytes = left < TASK_BYTES ? left : TASK_BYTES};
     }
@@ -457,7 +473,7 @@ static mls_code make_tasks(writer *w, mls_status *st)
     /* each file has one task at least, and one for each further TASK_BYTES */
     size_t most = w->plan.file_count;
     for (size_t i = 0; i < w->plan.file_count; i++) {
-        most += w->plan.files[i].tensors[0].bytes / TASK_BYTES; /* far below SIZE_MAX */
+        most += first_bytes(&w->plan, i) / TASK_BYTES; /* far below SIZE_MAX */
     }
     w->outputs = mls_alloc(w->plan.file_count, sizeof *w->outputs);
     w->tasks = mls_alloc(most, sizeof *w->tasks);
@@ -469,7 +485,7 @@ static mls_code make_tasks(writer *w, mls_status *st)
         mls_planned_file *file = &w->plan.files[i];
         w->outputs[i] = (output){
             .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
-        w->outputs[i].tasks = cut_file(file, i, w->tasks + w->task_count);
+        w->outputs[i].tasks = cut_file(&w->plan, i, w->tasks + w->task_count);
         w->task_count += w->outputs[i].tasks;
     }
     return MLS_OK;
@@ -645,9 +661,7 @@ static void release(writer *w)
             (void)close(w->outputs[i].fd);
         }
     }
-    while (w->buffer_count > 0) {
-        free_buffer(w->buffers[--w->buffer_count]);
-    }
+    free_buffers(w);
     mls_free(w->outputs);
     mls_free(w->tasks);
     mls_shard_plan_fini(&w->plan);
@@ -665,6 +679,7 @@ static mls_code write_files(writer *w, mls_status *st)
     /* decided before any file is written, since each would else sync itself */
     w->sync_once = w->plan.file_count > FEW_FILES && can_sync_once(w->job->folder);
     mls_pool_run(w->job->pool, write_task, w, w->task_count);
+    free_buffers(w); /* the text of the index comes next */
     if (w->failed != SIZE_MAX) {
         *st = w->why;
         return st->code;

@@ -347,6 +347,9 @@ static mls_code plan_shards(mls_status *st)
         plan.planned[0].same = plan.planned[0].before != NULL;
         code = mls_shard_plan_place(&plan, st);
         CHECK(code != MLS_OK || plan.file_count == 3);
+        for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
+            code = mls_shard_plan_lay_out(&plan, &plan.files[i], st);
+        }
         mls_shard_plan_fini(&plan);
     }
     CHECK(plan.files == NULL && plan.index.shards == NULL);
