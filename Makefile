@@ -81,7 +81,7 @@ fuzz: ## Fuzz each parser for FUZZ_SECONDS (60).
 fuzz-slice: ## Fuzz for FUZZ_SECONDS (60) in all.
 	@tools/fuzz.sh "$(FUZZ_SECONDS)" shared
 
-bench: dev ## Run the benchmarks.
+bench: dev $(MPI) ## Run the benchmarks.
 	@for file in benchmarks/bench_*.py; do $(RUN) $$file || exit 1; done
 
 docs: dev ## Build the documentation: build/docs/index.html.

@@ -1,4 +1,4 @@
-"""What each rank does in test_mpi_group.py: started by mpiexec.
+"""What each rank does in test_mpi.py: started by mpiexec.
 
 `python mpi_ranks.py SCENARIO...` runs the scenarios and prints one line of JSON from each
 rank and for each scenario: its name, the rank, and "ok" or what went wrong. What every group

@@ -1,0 +1,127 @@
+"""What each rank does in test_hosts.py, on one of two hosts.
+
+`python host_ranks.py gloo RANK RANKS NAME...` meets the others through MASTER_ADDR, and
+`mpiexec ... python host_ranks.py mpi NAME...` through MPI. Each rank prints one line of JSON
+for each scenario: its name, the rank, what the scenario returned or what went wrong, the host.
+"""
+
+import hashlib
+import json
+import socket
+import sys
+import time
+import traceback
+import warnings
+
+import collect_ranks
+import hook_ranks
+import numpy as np
+from group_model import inputs, reduced, same_bits
+
+from mlstate import CollectiveError
+
+LARGE = 3 << 20  # elements of float32 that each rank gives
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+@scenario
+def large_sums(group):
+    """A reduce-scatter whose parts must travel; returns a digest of this rank's."""
+    everyones = inputs(group.world_size, LARGE, "float32")
+    part = group.reduce_scatter(everyones[group.rank])
+    length = LARGE // group.world_size
+    expected = reduced(everyones, "sum")[group.rank * length :][:length]
+    same_bits(part, expected)
+    return hashlib.sha256(part.tobytes()).hexdigest()
+
+
+@scenario
+def states_are_collected(group):
+    return collect_ranks.collect(group)
+
+
+@scenario
+def a_cut_cable_is_an_error(group):
+    """Ranks reduce until the cable between hosts is cut, and each is told; returns the error."""
+    group.barrier()
+    say("ready", group.rank, "")
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        began = time.monotonic()
+        try:
+            group.all_reduce(np.zeros(1000), timeout=2.0)
+        except CollectiveError as error:
+            assert time.monotonic() - began < 15
+            return str(error)
+    raise AssertionError("nobody cut the cable")
+
+
+def function_of(name):
+    """The function of a scenario; those of groups in general are shared with other tests."""
+    if name in SCENARIOS:
+        return SCENARIOS[name]
+    if name in hook_ranks.SCENARIOS:
+        return hook_ranks.SCENARIOS[name]
+    from group_ranks import SCENARIOS as SHARED
+
+    return SHARED[name]
+
+
+def say(name, rank, what):
+    """One write for a line: launchers mix what ranks print."""
+    sys.stdout.write(json.dumps([name, rank, what, socket.gethostname()]) + "\n")
+    sys.stdout.flush()
+
+
+def over_gloo(rank, world, names):
+    """Run scenarios as one rank of torch.distributed."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from mlstate.integrations.torch import TorchGroup
+
+    dist.init_process_group(
+        "gloo", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=100)
+    )
+    with TorchGroup() as group:
+        perform(group, names)
+    if "a_cut_cable_is_an_error" not in names:  # which leaves gloo in the middle
+        dist.destroy_process_group()
+
+
+def over_mpi(*names):
+    """Run scenarios as one rank of MPI."""
+    from mlstate.integrations.mpi import MPIGroup
+
+    with MPIGroup(timeout=100) as group:
+        perform(group, names)
+
+
+def perform(group, names):
+    for name in names:
+        try:
+            outcome = function_of(name)(group) or "ok"
+        except BaseException:
+            outcome = traceback.format_exc()
+        say(name, group.rank, outcome)
+
+
+def main():
+    engine, *arguments = sys.argv[1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own internals
+        if engine == "gloo":
+            over_gloo(arguments[0], arguments[1], arguments[2:])
+        else:
+            over_mpi(*arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Groups whose ranks are on two hosts: `make test-hosts` makes those, and runs this.
+
+Sums are to have the same bits as on one host, and what ranks send is to be seen on the cable:
+an engine that finds shared memory behind the back of a test proves nothing.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mpi_jobs
+import pytest
+from host_ranks import LARGE
+
+if not os.environ.get("MLSTATE_HOSTS"):
+    pytest.skip("needs two hosts: make test-hosts makes them, as root", allow_module_level=True)
+
+HERE = Path(__file__).parent
+ENTER, RANKS = str(HERE / "enter.sh"), str(HERE / "host_ranks.py")
+A, B = "mls-a", "mls-b"
+LIMIT = 250
+PORTS = iter(range(29500, 29999))
+
+# How an engine is told to go over a network; each is the engine's name, and variables.
+ENGINES = {
+    "gloo": ("gloo", {"GLOO_SOCKET_IFNAME": "veth0", "TP_SOCKET_IFNAME": "veth0"}),
+    "mpich-ucx": ("mpich", {}),
+    "mpich-ofi": ("mpich", {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
+    "openmpi": ("openmpi", {}),
+}
+SCENARIOS = [
+    "rows_are_scattered_and_gathered",
+    "rows_go_to_each_rank",
+    "bytes_of_any_length_are_gathered",
+    "async_operations_keep_their_order",
+    "scattered_gradients_are_sums_in_the_order_of_ranks",
+    "hooks_of_a_model_scatter_sums_in_the_order_of_ranks",
+    "a_wrong_gradient_is_named_on_every_rank",
+    "states_are_collected",
+]
+pytestmark = pytest.mark.timeout(LIMIT + 50)
+
+
+# ---- jobs ----
+
+
+def start(host, command, **variables):
+    """Start a command on a host."""
+    return subprocess.Popen(
+        [ENTER, host, shlex.join(command)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **variables},
+    )  # fmt: skip
+
+
+def commands(engine, places, names):
+    """What is started where: (host, command, variables) for each process or launcher."""
+    library, variables = ENGINES[engine]
+    world = len(places)
+    if library == "gloo":
+        paths = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / "integration")]
+        common = {
+            **variables,
+            "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+            "MASTER_ADDR": places[0],
+            "MASTER_PORT": str(next(PORTS)),
+            "OMP_NUM_THREADS": "1",
+        }
+        call = [sys.executable, RANKS, "gloo"]
+        return [
+            (host, [*call, str(rank), str(world), *names], common)
+            for rank, host in enumerate(places)
+        ]
+    slots = ",".join(f"{host}:{places.count(host)}" for host in dict.fromkeys(places))
+    command = mpi_jobs.command(library, world, RANKS, "mpi", *names)
+    environment = mpi_jobs.environment(library)
+    environment["PYTHONPATH"] += os.pathsep + str(HERE.parent / "integration")
+    if library == "mpich":
+        command[1:1] = ["-launcher", "ssh", "-launcher-exec", ENTER, "-hosts", slots]
+    else:
+        command[1:1] = ["--prtemca", "plm_ssh_agent", ENTER, "--host", slots]
+        command[1:1] = [part for name in ("PYTHONPATH", "MPI4PY_LIBMPI") for part in ("-x", name)]
+    return [(places[0], command, {**environment, **variables})]
+
+
+class Job:
+    """Processes that run scenarios; each is ended when the job is left."""
+
+    def __init__(self, engine, places, *names):
+        self.places = places
+        self.processes = [
+            start(host, command, **variables)
+            for host, command, variables in commands(engine, places, names)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+    def results(self):
+        """Wait; return what each rank said of each scenario, and what was said besides."""
+        deadline, found, log = time.monotonic() + LIMIT, {}, ""
+        for process in self.processes:
+            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
+            log += f"exit {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
+            for line in out.splitlines():
+                if line.startswith('["'):  # what libraries say has no quotes there
+                    name, rank, outcome, host = json.loads(line)
+                    found[name, rank] = outcome
+                    assert host == self.places[rank], f"rank {rank} is on {host}\n{log}"
+        return found, log
+
+
+def run(engine, places, *names):
+    with Job(engine, places, *names) as job:
+        return job.results()
+
+
+@pytest.fixture(params=ENGINES, scope="module")
+def engine(request):
+    library = ENGINES[request.param][0]
+    if library == "gloo":
+        pytest.importorskip("torch", reason="gloo is torch's")
+    elif mpi_jobs.home(library) is None:
+        pytest.skip(f"{library} is not installed; tools/mpi.sh does that for `make test-hosts`")
+    return request.param
+
+
+# ---- the cable ----
+
+
+def carried():
+    """Bytes that have gone from host a to host b, and back."""
+    process = start(A, ["ip", "-j", "-s", "link", "show", "veth0"])
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    counters = json.loads(out)[0]["stats64"]
+    return counters["tx"]["bytes"], counters["rx"]["bytes"]
+
+
+def set_cable(state):
+    process = start(A, ["ip", "link", "set", "veth0", state])
+    assert process.communicate(timeout=20)[1] == ""
+
+
+# ---- tests ----
+
+
+@pytest.mark.parametrize("places", [(A, B), (A, B, B)], ids=len)
+def test_ranks_of_two_hosts_do_what_ranks_of_one_do(engine, places):
+    found, log = run(engine, places, *SCENARIOS)
+    for name in SCENARIOS:
+        for rank in range(len(places)):
+            good = f"{rank} ok" if name == "states_are_collected" else "ok"
+            assert found.get((name, rank)) == good, (
+                f"{name}, {rank}: {found.get((name, rank))}\n{log}"
+            )
+
+
+@pytest.fixture(scope="module")
+def sums():
+    """The digests of sums that an engine made on so many hosts, and the bytes on the cable."""
+    known = {}
+
+    def made(engine, places):
+        if (engine, places) not in known:
+            before = carried()
+            found, log = run(engine, places, "large_sums")
+            moved = [after - was for after, was in zip(carried(), before, strict=True)]
+            digests = [found.get(("large_sums", rank), "") for rank in range(len(places))]
+            assert all(len(digest) == 64 for digest in digests), f"{digests}\n{log}"
+            known[engine, places] = digests, moved
+        return known[engine, places]
+
+    return made
+
+
+def test_what_ranks_send_goes_over_the_cable_and_sums_have_the_bits_of_one_host(engine, sums):
+    least = 1 * 2 * LARGE * 4 // 3  # bytes in each direction: each rank's part from each other
+    here, there = sums(engine, (A, A, A)), sums(engine, (A, B, B))
+    assert here[0] == there[0]
+    assert min(there[1]) >= least, there[1]
+    assert max(here[1]) < least / 20, here[1]
+    print(f"{engine}: {there[1]} bytes there and back, {least} needed; on one host {here[1]}")
+
+
+def test_all_engines_make_the_same_bits(sums):
+    installed = [name for name, (of, _) in ENGINES.items() if of == "gloo" or mpi_jobs.home(of)]
+    assert len({json.dumps(sums(name, (A, B, B))[0]) for name in installed}) == 1
+
+
+def test_a_cut_cable_is_an_error_on_every_rank(engine):
+    """The cable is plugged in again, because launchers use it too."""
+    with Job(engine, (A, B, B), "a_cut_cable_is_an_error") as job:
+        assert any(line.startswith('["ready"') for line in job.processes[0].stdout)
+        try:
+            set_cable("down")
+            time.sleep(8)
+        finally:
+            set_cable("up")
+        found, log = job.results()
+    for rank in range(3):
+        outcome = str(found.get(("a_cut_cable_is_an_error", rank)))
+        assert outcome.startswith(f"all_reduce on rank {rank}: "), f"{outcome}\n{log}"
+
+
+LOCAL = """
+import sys
+from mlstate import CollectiveError
+from mlstate.collectives import LocalGroup
+try:
+    LocalGroup.from_env(timeout=float(sys.argv[1]))
+except CollectiveError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_local_group_over_two_hosts_is_refused(told):
+    """Launchers that say how many ranks are here let it fail at once; else nobody comes."""
+    variables = {"WORLD_SIZE": "2", "MASTER_PORT": "29499", "PYTHONPATH": str(HERE.parents[1])}
+    if told:
+        variables["LOCAL_WORLD_SIZE"] = "1"
+    call = [sys.executable, "-c", LOCAL, "100" if told else "2"]
+    jobs = [start(host, call, RANK=str(rank), **variables) for rank, host in enumerate((A, B))]
+    said = [process.communicate(timeout=60)[0] for process in jobs]
+    for text in said:
+        if told:
+            assert "2 ranks, of which 1 on this host; LocalGroup connects those of one host" in text
+        else:
+            assert "on this host" in text, said
