@@ -160,6 +160,7 @@ def out_is_filled_where_it_lies(group):
         same_bits(whole.copy(), total)
     swapped = mine.astype(">f4")
     same_bits(group.all_reduce(swapped), total.astype(">f4"))
+    assert group.all_reduce(swapped[:0]).shape == group.reduce_scatter(swapped[:0]).shape == (0,)
     odd = np.empty(world * 40_000 + 1, np.uint8)[1:].view("f4")  # at an odd address
     odd[...] = mine
     assert group.all_reduce(odd, out=odd) is odd

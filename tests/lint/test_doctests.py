@@ -45,7 +45,8 @@ def test_public_name_is_documented(thing):
     if inspect.isroutine(thing) and inspect.signature(thing).parameters:
         assert "Parameters\n----------" in text, "no Parameters section"
     if inspect.isclass(thing):
-        for name, member in vars(thing).items():
+        owners = [owner for owner in thing.__mro__ if owner.__module__.startswith("mlstate")]
+        for name, member in [item for owner in owners for item in vars(owner).items()]:
             wanted = not name.startswith("_") and (
                 inspect.isroutine(member) or isinstance(member, property)
             )

@@ -46,7 +46,9 @@ def _flat(operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
         )
         error.name, error.got = operation, str(flat.dtype)
         raise error
-    return tensor_over(flat.astype(flat.dtype.newbyteorder("="), copy=False))
+    native = flat.astype(flat.dtype.newbyteorder("="), copy=False)
+    # the steps of an empty array may be 0, with which torch sees no bytes
+    return tensor_over(native if native.size else np.empty(1, native.dtype)[:0])
 
 
 def _is_flat(array: Any) -> bool:
