@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._guard import Verdict
+
+Segment: TypeAlias = tuple[Any, tuple[int, ...], Any]  # gradient, counts of ranks, output
 
 _SHOWN = 5  # failures that an error lists
 
@@ -172,7 +174,7 @@ def _output(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
     )
     if is_torch(gradient):
         if fits and there.is_contiguous() and there.device == gradient.device:
-            return there.detach()
+            return there.detach() if there.requires_grad else there
         import torch
 
         return gradient.new_empty(unit.local_shape, dtype=getattr(torch, name))
@@ -198,9 +200,9 @@ def _check_sum(entry: Entry) -> None:
         raise ValueError("the local gradient to add to is read-only")
 
 
-def _segments(entries: Sequence[Entry]) -> list[tuple[Any, tuple[int, ...], Any]]:
-    """Entries as the core reduces them."""
-    return [(memory_of(e.flat), e.unit.counts, memory_of(e.out)) for e in entries]
+def _segment(entry: Entry) -> Segment:
+    """Return an entry as the core reduces it."""
+    return memory_of(entry.flat), entry.unit.counts, memory_of(entry.out)
 
 
 class Reducer:
@@ -269,7 +271,7 @@ class Reducer:
         started: float,
         rest: Sequence[Entry],
     ) -> list[Entry] | None:
-        bucket = self._prepare(entries, terms)
+        segments = self._prepare(entries, terms)
         settings = {
             **self._settings,
             "gradient_divide_factor": terms.divisor,
@@ -283,7 +285,7 @@ class Reducer:
         if not all_agree(heads):
             return self._good([*entries, *rest], settings)
         self._sequence += 1
-        self._tallies = self._sums(entries, terms, bucket)
+        self._tallies = self._sums(entries, terms, segments)
         self._pending, self._pending_terms = entries, terms
         self._note(entries, ready, started, agreed, heads)
         return None
@@ -312,22 +314,23 @@ class Reducer:
         by_name = {entry.name: entry for entry in entries}
         return [by_name[name] for name in verdict.good]
 
-    def _prepare(self, entries: Sequence[Entry], terms: Terms) -> Any:
-        """Find memory for all entries; return what the core can reduce, as its bucket."""
+    def _prepare(self, entries: Sequence[Entry], terms: Terms) -> list[Segment]:
+        """Find memory for all entries; return what the core can reduce."""
         for entry in entries:
             self._find_memory(entry, terms)
         near = [entry for entry in entries if not entry.why and on_host(entry.flat)]
+        segments = [_segment(entry) for entry in near]
         try:
-            return self._capsule(near, terms)
+            self._capsule(segments, terms)
         except Exception:  # all ranks are told which of them it was
-            for entry in near:
+            for entry, segment in zip(near, segments, strict=True):
                 try:
-                    self._capsule([entry], terms)
+                    self._capsule([segment], terms)
                 except Exception as error:
                     entry.why = f"{type(error).__name__}: {error}"
             if not any(entry.why for entry in near):
                 raise
-        return None
+        return segments
 
     def _find_memory(self, entry: Entry, terms: Terms) -> None:
         """Find memory for an entry: to be read, and to be written."""
@@ -343,8 +346,8 @@ class Reducer:
         except Exception as error:  # told to all ranks, which then raise it together
             entry.why = f"{type(error).__name__}: {error}"
 
-    def _capsule(self, entries: Sequence[Entry], terms: Terms) -> Any:
-        group, segments = self._group, _segments(entries)
+    def _capsule(self, segments: list[Segment], terms: Terms) -> Any:
+        group = self._group
         return _core.bucket(segments, group.world_size, group.rank, terms.op, terms.divisor)
 
     def _exchange(self, flags: int, digest: bytes) -> list[Head]:
@@ -381,9 +384,11 @@ class Reducer:
 
     # ---- sums ----
 
-    def _sums(self, entries: list[Entry], terms: Terms, bucket: Any) -> list[tuple[float, int]]:
+    def _sums(
+        self, entries: list[Entry], terms: Terms, segments: list[Segment]
+    ) -> list[tuple[float, int]]:
         """Reduce gradients on which all ranks agree."""
-        if not all(on_host(entry.flat) for entry in entries):
+        if len(segments) < len(entries):  # some are on a device
             from .integrations.torch import reduce_on_device
 
             return [
@@ -400,9 +405,10 @@ class Reducer:
             ]
         if not terms.compression and hasattr(self._group, "_reduce_segments"):
             found: list[tuple[float, int]] = self._group._reduce_segments(
-                _segments(entries), terms.op, terms.divisor, self._timeout
+                segments, terms.op, terms.divisor, self._timeout
             )
             return found
+        bucket = self._capsule(segments, terms)
         if terms.compression:
             return self._compressed(bucket, entries, terms.compression)
         sizes, mine = _core.bucket_sizes(bucket)

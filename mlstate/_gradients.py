@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def on_host(gradient: Any) -> bool:
     """Whether the core reaches a gradient."""
-    return not is_torch(gradient) or gradient.device.type == "cpu"
+    return bool(gradient.is_cpu) if is_torch(gradient) else True
 
 
 def place(gradient: Any) -> str:
@@ -33,7 +33,8 @@ def plain(gradient: Any) -> Any:
 def packed(gradient: Any) -> Any:
     """Return the gradient itself if it lies packed, else a packed copy."""
     if is_torch(gradient):
-        return gradient.detach().contiguous()
+        alone = gradient.detach() if gradient.requires_grad else gradient
+        return alone if alone.is_contiguous() else alone.contiguous()
     found = np.require(gradient, requirements=["C", "A"])
     return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
 
