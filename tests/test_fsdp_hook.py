@@ -339,6 +339,19 @@ def test_a_pass_that_was_given_up_is_over_when_the_hooks_are_closed():
     run(work)
 
 
+def test_gradients_of_a_pass_that_was_given_up_are_let_go():
+    """Those whose bucket was never full, too."""
+    units = units_of(0, {"a": (4,), "b": (4,), "c": (4,)})
+    gradient = np.ones(4, np.float32)
+    kept = weakref.ref(gradient)
+    with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        hook.use_units(units)
+        hook.add_gradient("b", gradient)
+        del gradient
+        assert kept() is not None
+    assert kept() is None
+
+
 def test_a_pass_that_one_rank_gave_up_is_an_error_on_the_others():
     def work(group):
         fsdp = FSDP(group, bucket_bytes=0)

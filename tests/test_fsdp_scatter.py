@@ -588,3 +588,5 @@ def test_a_part_of_another_shape_or_dtype_is_added_to_nothing(bad):
         hook.accumulate_gradients(
             {"y": FSDPShardingUnit("y", (4,), "float32", 0)}, {"y": np.ones(3, np.float32)}
         )
+    with pytest.raises(TypeError, match="y: the new gradient is a list, not an array or tensor"):
+        hook.accumulate_gradients({"y": FSDPShardingUnit("y", (4,), "float32", 0)}, {"y": [1.0]})
