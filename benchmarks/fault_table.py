@@ -199,18 +199,16 @@ def verdict(told: Told) -> str:
     """Say in short what one run was for the ranks, but for one that is killed."""
     said: Counter[str] = Counter()
     for line in told.values():
-        outcome = line["outcome"]
-        if outcome == "no error":
-            found = set(line["parts"].values())
-            wrong = [name for name, what in line["parts"].items() if what == "wrong"]
-            if wrong:
-                outcome = f"silently wrong sums of {', '.join(wrong)}"
-            elif "NaN" in found:
-                outcome = "NaN passes"
-            elif found == {"right"}:
-                outcome = "all sums right"
-            else:
-                outcome = "no error, sums are missing"
+        outcome, found = line["outcome"], set(line["parts"].values())
+        wrong = ", ".join(name for name, what in line["parts"].items() if what == "wrong")
+        if outcome != "no error":
+            outcome += f", wrong sums of {wrong}" if wrong else ""
+        elif wrong:
+            outcome = f"silently wrong sums of {wrong}"
+        elif "NaN" in found:
+            outcome = "NaN passes"
+        else:
+            outcome = "all sums right" if found == {"right"} else "no error, sums are missing"
         if outcome != LEFT_OUT:
             said[outcome] += 1
     if len(said) == 1:

@@ -31,7 +31,8 @@ EXPECTED = {
     "dtype": (NAMED, True, True),
     "shape": (NAMED, True, True),
     "NaN": (NAMED, True, True),
-    "missing call": (NAMED, None, False),  # ranks are one call apart from there on
+    # Ranks are one call apart from there on: who goes on all the same adds `d` to the next step's.
+    "missing call": (f"{NAMED}, wrong sums of d (2 of 3); {NAMED} (1 of 3)", None, False),
     "skipped step": ("silently wrong sums of a, b, c, d", None, False),
     "no call": ("error names rank", None, False),
     "killed rank": ("error names rank", None, False),
