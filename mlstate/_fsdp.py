@@ -199,13 +199,17 @@ class FSDP:
         bucket: list[FSDPShardingUnit] = []
         size = 0
         for unit in units:
-            if bucket and (size >= self.bucket_bytes or self.terms(unit) != self.terms(bucket[0])):
+            if bucket and (size >= self.bucket_bytes or self._differ(unit, bucket[0])):
                 yield bucket
                 bucket, size = [], 0
             bucket.append(unit)
             size += unit.full_bytes
         if bucket:
             yield bucket
+
+    def _differ(self, one: FSDPShardingUnit, other: FSDPShardingUnit) -> bool:
+        """Whether two gradients are reduced in other ways."""
+        return one.dtype != other.dtype and self.terms(one) != self.terms(other)
 
     def entry(
         self,

@@ -9,6 +9,7 @@ and what is wrong with one gradient does not keep the others from being reduced.
 from __future__ import annotations
 
 import json
+import sys
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -85,6 +86,12 @@ class Entry:
         self.gradient = self.flat = self.out = None
 
 
+def _is_common(gradient: Any) -> bool:
+    """Whether this is a dense tensor in main memory, and no other class of tensors."""
+    torch = sys.modules["torch"]
+    return type(gradient) is torch.Tensor and gradient.is_cpu and gradient.layout is torch.strided
+
+
 def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
     """Say why a gradient does not fit its unit."""
     if gradient is None:
@@ -98,7 +105,7 @@ def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
         return f"the gradient has shape {shape}, expected {unit.shape}"
     if dtype_name(gradient) != unit.dtype:
         return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
-    if isinstance(gradient, np.ndarray):
+    if isinstance(gradient, np.ndarray) or _is_common(gradient):
         return ""
     from .integrations.torch import why_not_reduced
 
