@@ -12,7 +12,7 @@ import pytest
 
 import mlstate
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
