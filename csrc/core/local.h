@@ -132,8 +132,6 @@ mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const vo
                               void *out, size_t n, const mls_reduction *reduction,
                               mls_status *st);
 
-typedef mls_segment mls_local_segment;
-
 /* Reduce the `count` arrays of a bucket (bucket.h) as one operation, nothing being copied
  * together.  Errors as mls_local_all_reduce. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,

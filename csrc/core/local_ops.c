@@ -381,7 +381,7 @@ mls_code mls_local_all_to_all(mls_local *g, const mls_local_call *call, const vo
  * own share. */
 typedef struct scatter {
     mls_local *g;
-    mls_local_segment *segments;
+    mls_segment *segments;
     size_t count;
     mls_local_cursor reader;
 } scatter;
@@ -424,7 +424,7 @@ static bool next_stretch(const scatter *s, size_t rank, mls_local_cursor *c, siz
     if (!settle(s, rank, c)) {
         return false;
     }
-    const mls_local_segment *segment = &s->segments[c->segment];
+    const mls_segment *segment = &s->segments[c->segment];
     const size_t item = mls_dtype_of(segment->reduction.dtype)->item_bytes;
     const size_t room = (s->g->piece_bytes - *used) / item;
     size_t length = segment->counts[rank] - c->at;
@@ -448,7 +448,7 @@ static bool next_stretch(const scatter *s, size_t rank, mls_local_cursor *c, siz
 /* The bytes of a stretch where this rank has them. */
 static const unsigned char *own(const scatter *s, const stretch *part)
 {
-    const mls_local_segment *segment = &s->segments[part->segment];
+    const mls_segment *segment = &s->segments[part->segment];
     const size_t item = mls_dtype_of(segment->reduction.dtype)->item_bytes;
     return (const unsigned char *)segment->data + part->at * item;
 }
@@ -482,7 +482,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     size_t used = 0;
     stretch part;
     while (next_stretch(s, g->rank, &s->reader, &used, &part)) {
-        mls_local_segment *segment = &s->segments[part.segment];
+        mls_segment *segment = &s->segments[part.segment];
         const size_t item = mls_dtype_of(segment->reduction.out_dtype)->item_bytes;
         for (size_t rank = 0; rank < g->shape.world; rank++) {
             sources[rank] = rank == g->rank
@@ -511,7 +511,7 @@ static bool more_scatter(void *context)
 
 /* All that decides what lies where in the slots, and the bits of the sums. */
 static uint64_t print_segments(const mls_local *g, const mls_local_call *call,
-                               const mls_local_segment *segments, size_t count)
+                               const mls_segment *segments, size_t count)
 {
     uint64_t print = mix(mix_text(0, call->text), count);
     for (size_t i = 0; i < count; i++) {
@@ -542,8 +542,7 @@ static mls_local_flow scatter_flow(mls_local *g, mls_local_kind kind, scatter *s
 
 /* Nothing is sent before all reductions were checked. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
-                                  mls_local_segment *segments, size_t count,
-                                  mls_status *st)
+                                  mls_segment *segments, size_t count, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         const mls_code code = mls_reduce_check(&segments[i].reduction, st);
@@ -617,7 +616,7 @@ static mls_code reduce_large(mls_local *g, const mls_local_call *call, const voi
         start += rank < g->rank ? sizes[rank] : 0;
     }
     unsigned char *mine = (unsigned char *)out + start;
-    mls_local_segment segment = {
+    mls_segment segment = {
         .data = data, .counts = counts, .out = mine, .reduction = *reduction};
     scatter s = {.g = g, .segments = &segment, .count = 1};
     const mls_local_flow first = scatter_flow(g, MLS_LOCAL_ALL_REDUCE, &s, print);
