@@ -49,7 +49,7 @@ def command(engine, ranks, *arguments):
     """The command line that runs Python on so many ranks of this machine."""
     start = [str(home(engine) / "bin" / "mpiexec"), "-n", str(ranks)]
     if engine == "openmpi":  # more ranks than cores; root in a container
-        start[1:1] = ["--map-by", "slot:OVERSUBSCRIBE"]
+        start[1:1] = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
         if os.geteuid() == 0:
             start[1:1] = ["--allow-run-as-root"]
     return [*start, sys.executable, *arguments]
