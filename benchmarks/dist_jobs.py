@@ -65,6 +65,7 @@ class Job:
         self.seconds = seconds
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: dict[int, Connection] = {}
+        self.ranks: list[int] = []  # process ids: mpiexec gives ranks sessions of their own
         self.log = folder / f"{engine}.log"
         job = f"bench-dist-{os.getpid()}-{engine}"
         address = str(folder / f"{engine}.socket")
@@ -117,7 +118,9 @@ class Job:
                 if time.monotonic() > deadline or any(p.poll() is not None for p in self.processes):
                     raise JobError(f"{NAMES[self.engine]} did not start: {self._said()}") from None
                 continue
-            self.pipes[pipe.recv()] = pipe
+            rank, process = pipe.recv()
+            self.pipes[rank] = pipe
+            self.ranks.append(process)
 
     def _said(self) -> str:
         """What the ranks wrote, the end of it."""
@@ -152,6 +155,7 @@ class Job:
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(end - time.monotonic(), 0.1))
+        stuck = any(process.poll() is None for process in self.processes)
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()  # mpiexec ends its ranks
@@ -160,7 +164,11 @@ class Job:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # its session, children included
             process.wait()
+        for rank in self.ranks if stuck else []:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(rank, signal.SIGKILL)
         self.processes.clear()
+        self.ranks.clear()
 
     def __enter__(self) -> Job:
         return self

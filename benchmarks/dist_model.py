@@ -45,11 +45,13 @@ def small_ones(shapes: Shapes) -> Shapes:
     return {name: shape for name, shape in shapes.items() if len(shape) == 1}
 
 
-def gradients_of(rank: int, shapes: Shapes, dtype: torch.dtype) -> Tensors:
+def gradients_one_by_one(
+    rank: int, shapes: Shapes, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Full gradients of one rank, each memory of its own: any rank can make any rank's."""
     noise = torch.Generator().manual_seed(rank)
     numbers = torch.randn(PERIOD, generator=noise).to(dtype)
-    found, at = {}, 0
+    at = 0
     for name, shape in shapes.items():
         flat = torch.empty(prod(shape), dtype=dtype)
         done = 0
@@ -59,19 +61,23 @@ def gradients_of(rank: int, shapes: Shapes, dtype: torch.dtype) -> Tensors:
             flat[done : done + count] = numbers[start : start + count]
             done += count
         at += done
-        found[name] = flat.view(shape)
-    return found
+        yield name, flat.view(shape)
+
+
+def gradients_of(rank: int, shapes: Shapes, dtype: torch.dtype) -> Tensors:
+    """All of them."""
+    return dict(gradients_one_by_one(rank, shapes, dtype))
 
 
 def sums_in_order(
     shapes: Shapes, dtype: torch.dtype, divisor: float = 1.0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Sums in the order of ranks, in float32 and rounded once, one parameter at a time."""
-    everyones = [gradients_of(rank, shapes, dtype) for rank in range(WORLD)]
-    for name in shapes:
-        total = everyones[0].pop(name).float()
-        for of in everyones[1:]:
-            total = total + of.pop(name).float()
+    everyones = [gradients_one_by_one(rank, shapes, dtype) for rank in range(WORLD)]
+    for (name, first), *others in zip(*everyones, strict=True):
+        total = first.float()
+        for _, of in others:
+            total = total + of.float()
         yield name, (total / divisor).to(dtype)
 
 

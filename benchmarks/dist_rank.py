@@ -119,7 +119,7 @@ def main() -> None:
     keep_memory()
     server = start(engine, job, int(number), Path(folder))
     with Client(address, "AF_UNIX") as pipe:
-        pipe.send(server.rank.rank)
+        pipe.send((server.rank.rank, os.getpid()))
         serve(pipe, server)
     if engine in ("local", "gloo"):
         os._exit(0)  # MPI has files to remove; elsewhere nothing is left to wait for

@@ -119,20 +119,14 @@ class Shared(Way):
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
         count = sum(prod(shape) for shape in rank.shapes.values())
-        self.arrays = []
-        for number in range(WORLD):
-            path = self.path(number)
-            with path.open("ab") as file:
-                os.truncate(file.fileno(), count * rank.dtype.itemsize)
-            flat = np.memmap(path, np.uint8, "r+")
-            self.arrays.append(torch.from_numpy(flat).view(rank.dtype))
+        self.paths = [rank.folder / f"{type(self).__name__}-{number}" for number in range(WORLD)]
+        arrays = [shared(path, count, rank.dtype) for path in self.paths]
         at = 0
         for gradient in rank.gradients.values():
-            self.arrays[rank.rank][at : at + gradient.numel()] = gradient.view(-1)
+            arrays[rank.rank][at : at + gradient.numel()] = gradient.view(-1)
             at += gradient.numel()
         half = count // WORLD
-        mine = slice(rank.rank * half, (rank.rank + 1) * half)
-        self.sources = [array[mine] for array in self.arrays]
+        self.sources = [array[rank.rank * half : (rank.rank + 1) * half] for array in arrays]
         self.out = torch.zeros(half, dtype=rank.dtype)
         rank.local.barrier()
 
@@ -142,12 +136,15 @@ class Shared(Way):
     def close(self) -> None:
         self.rank.local.barrier()
         if self.rank.rank == 0:
-            for number in range(WORLD):
-                self.path(number).unlink()
+            for path in self.paths:
+                path.unlink()
 
-    def path(self, number: int) -> Path:
-        """Where the gradients of a rank lie."""
-        return self.rank.folder / f"{type(self).__name__}-{number}"
+
+def shared(path: Path, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Map a file that all ranks map."""
+    with path.open("ab") as file:
+        os.truncate(file.fileno(), count * dtype.itemsize)
+    return torch.from_numpy(np.memmap(path, np.uint8, "r+")).view(dtype)
 
 
 class SharedNumpy(Shared):
