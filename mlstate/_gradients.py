@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _core
 from ._arrays import is_torch
+from ._collective_args import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,12 +47,27 @@ def memory_of(gradient: Any) -> Any:
 
     The tensor has no record of autograd's.
     """
-    if is_torch(gradient):
-        try:
+    if not is_torch(gradient):
+        return gradient
+    try:
+        if dtype_name(gradient) != "bfloat16":
             return gradient.numpy()
-        except (TypeError, RuntimeError):  # another dtype, or a view that is negated or conjugated
+        kind = _bfloat16()
+        if kind is None:
             return gradient
-    return gradient
+        return gradient.view(sys.modules["torch"].int16).numpy().view(kind)
+    except (TypeError, RuntimeError):  # another dtype, or a view that is negated or conjugated
+        return gradient
+
+
+@cache
+def _bfloat16() -> Any:
+    """Return NumPy's dtype for bfloat16, None where ml_dtypes is not installed."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def copied(gradient: Any) -> Any:
