@@ -22,6 +22,7 @@ static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
     return true;
 }
 
+/* Every product and sum is checked here: part_bytes and the copies below rely on it. */
 mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st)
 {
     size_t total = 0;
@@ -57,6 +58,8 @@ static const unsigned char *part_of(const mls_segment *s, size_t of)
     return s->data + start * mls_dtype_of(s->reduction.dtype)->item_bytes;
 }
 
+/* Padding is zeroed: what lies in a message does not depend on what the memory held, and
+ * no bytes of another array leave the process. */
 void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
 {
     for (size_t to = 0; to < b->world; to++) {
@@ -86,6 +89,9 @@ static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
     return received + before * message + at;
 }
 
+/* All messages for this rank have one length, since all senders have the same counts.
+ * `out` may be the rank's own part of `data`: the kernels have read an element from all
+ * sources before they write it. */
 void mls_bucket_reduce(const mls_bucket *b, mls_cpu cpu, const unsigned char *received,
                        const void **sources)
 {

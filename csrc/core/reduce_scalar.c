@@ -40,7 +40,8 @@ DEFINE_GET(u16, uint16_t, uint16_t, x)
 DEFINE_GET(u32, uint32_t, uint32_t, x)
 DEFINE_GET(u64, uint64_t, uint64_t, x)
 
-/* Round `value`, which has the given type, to an item and store it. */
+/* Round `value`, which has the given type, to an item and store it: nothing is rounded
+ * to 16 bits anywhere else.  8-bit floats are only read, and have no put. */
 #define DEFINE_PUT(name, stored, type, expression)                                       \
     static inline void put_##name(unsigned char *at, type value)                         \
     {                                                                                    \
@@ -71,14 +72,17 @@ DEFINE_PUT(f32_f64, float, double, (float)value)
  * wrapping is defined. */
 #define ADD(x, y)              ((x) + (y))
 #define WRAP(type, wide, x, y) ((type)((wide)(x) + (wide)(y)))
-/* y's NaN is taken; x's stays, since y is not below it */
+/* y's NaN is taken; x's stays, since y is not below it; so does x where they are equal,
+ * as the two zeros are */
 #define LEAST(x, y)            ((y) < (x) || isnan(y) ? (y) : (x))
 #define MOST(x, y)             ((y) > (x) || isnan(y) ? (y) : (x))
 #define LEAST_INTEGER(x, y)    ((y) < (x) ? (y) : (x))
 #define MOST_INTEGER(x, y)     ((y) > (x) ? (y) : (x))
 
 /* A kernel over items that are read as `type`; `join` has x, so far, and y, the next;
- * `finish` is what becomes of x in the end. */
+ * `finish` is what becomes of x in the end.  Sources are joined in their order, which is
+ * what fixes the bits of a sum.  An element is read from all of them before it is stored,
+ * so that `out` may be one of them where items are equally large. */
 #define DEFINE_REDUCE(name, from, to, type, join, finish, from_bytes, to_bytes)          \
     static void name(void *out, const void *const *sources, size_t count, size_t start,  \
                      size_t n, double divisor)                                           \
@@ -95,7 +99,8 @@ DEFINE_PUT(f32_f64, float, double, (float)value)
         }                                                                                \
     }
 
-/* The sum and both extremes of a float, into `to`.  Dividing by 1 changes nothing. */
+/* The sum and both extremes of a float, into `to`.  Dividing by 1 changes nothing.  The
+ * sum is divided before it is rounded to 16 bits, in the type that it was computed in. */
 #define DEFINE_FLOAT_SUM(name, from, to, type, from_bytes, to_bytes)                     \
     DEFINE_REDUCE(name, from, to, type, ADD(x, y), x / (type)divisor, from_bytes,        \
                   to_bytes)
@@ -103,6 +108,8 @@ DEFINE_PUT(f32_f64, float, double, (float)value)
     DEFINE_REDUCE(min_##name, from, to, type, LEAST(x, y), x, from_bytes, to_bytes)      \
     DEFINE_REDUCE(max_##name, from, to, type, MOST(x, y), x, from_bytes, to_bytes)
 
+/* "wide" ends in float32.  The 8-bit floats have that alone: a sum of theirs is seldom an
+ * 8-bit float itself. */
 DEFINE_FLOAT_SUM(sum_f16, f16, f16, float, 2, 2)
 DEFINE_FLOAT_SUM(sum_bf16, bf16, bf16, float, 2, 2)
 DEFINE_FLOAT_SUM(sum_f32, f32, f32, float, 4, 4)
@@ -152,7 +159,8 @@ DEFINE_INTEGER_EXTREMES(u64, uint64_t)
 /* ---- dst += scale * src ---- */
 
 /* Product and sum are rounded each: two statements, so that no reader takes them for
- * one. */
+ * one.  `scale` is rounded to the type first; the caller made sure that it stays finite.
+ * dst and src may be the same items, as each is read before it is written. */
 #define DEFINE_ADD(to, from, put, type, to_bytes, from_bytes)                            \
     static void add_##to##_##from(void *dst, const void *src, size_t n, double scale)    \
     {                                                                                    \
@@ -187,6 +195,7 @@ DEFINE_ADDS(e5m2fnuz, 1)
 
 /* ---- items *= factor ---- */
 
+/* As above: the factor is rounded to the type that the product is computed in. */
 #define DEFINE_SCALE(name, type, bytes)                                                  \
     static void scale_##name(void *items, size_t n, double factor)                       \
     {                                                                                    \
@@ -204,7 +213,9 @@ DEFINE_SCALE(f64, double, 8)
 /* ---- tallies ---- */
 
 /* Every value as a double first, so that only the squares of integers and of float64
- * beyond 26 bits are rounded before they are added. */
+ * beyond 26 bits are rounded before they are added.  There are as many lanes as the
+ * widest registers have places, several times over; narrower kernels keep the same lanes
+ * in more of them, and so all find the same bits. */
 #define DEFINE_SQUARES(name, bytes)                                                      \
     static double squares_##name(const void *items, size_t n)                            \
     {                                                                                    \
@@ -280,7 +291,9 @@ uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 
 /* ---- the table ---- */
 
-/* The floats that there are no kernels to store have entries of their own in `wide`. */
+/* The floats that there are no kernels to store have entries of their own in `wide`.  A
+ * bool is a byte of 0 or 1 here; it has extremes, which are "and" and "or", but no sum.
+ */
 #define EXTREMES_SAME(op)                                                                \
     {                                                                                    \
         [MLS_F16] = op##_f16, [MLS_BF16] = op##_bf16, [MLS_F32] = op##_f32,              \
@@ -312,7 +325,8 @@ uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
         [MLS_F8_E5M2FNUZ] = add_##dst##_e5m2fnuz,                                        \
     }
 
-/* Complete by itself. */
+/* Complete by itself: what is NULL here no dtype check lets through.  Integers are not in
+ * `add` and `scale`, which are for floats: reduce.c adds them by the kernels of sums. */
 const mls_reduce_kernels mls_reduce_scalar = {
     .same = {[MLS_REDUCE_SUM] = {[MLS_F16] = sum_f16,
                                  [MLS_BF16] = sum_bf16,

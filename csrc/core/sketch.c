@@ -6,7 +6,10 @@
 #include <math.h>
 #include <string.h>
 
-/* The finalizer of splitmix64 (Steele, Lea and Flood, 2014): 64 signs for a block. */
+/* The signs of 64 elements, one in each bit: what splitmix64 (Steele, Lea and Flood,
+ * 2014) gives as output number `block`, from 0, when it starts from `seed`.  It can be
+ * asked for any block, so that a part of an array needs nothing of what lies before it.
+ * Products wrap, as they are meant to. */
 static uint64_t signs_of(uint64_t seed, uint64_t block)
 {
     uint64_t z = seed + (block + 1) * 0x9e3779b97f4a7c15u;
@@ -15,7 +18,9 @@ static uint64_t signs_of(uint64_t seed, uint64_t block)
     return z ^ (z >> 31);
 }
 
-/* One element as float64; false where the dtype has no such thing. */
+/* One element as float64; false where the dtype has no such thing: bool, complex numbers
+ * and 8-bit floats.  Integers beyond 53 bits are rounded; the magnitude tells the caller
+ * how much that may be. */
 static bool element(const unsigned char *at, mls_dtype dtype, double *out)
 {
 #define AS(type, tag)                                                                    \
@@ -51,6 +56,7 @@ static bool element(const unsigned char *at, mls_dtype dtype, double *out)
 #undef AS
 }
 
+/* Works on a copy: after an error the caller's sketch is as it was. */
 mls_code mls_sketch_add(mls_sketch *sketch, const void *data, mls_dtype dtype,
                         size_t start, size_t count, uint64_t seed, mls_status *st)
 {
@@ -66,6 +72,8 @@ mls_code mls_sketch_add(mls_sketch *sketch, const void *data, mls_dtype dtype,
             mls_status_got(st, "%s", mls_dtype_of(dtype)->name);
             return MLS_E_DTYPE;
         }
+        /* blocks count from the array's first element, not from the part's: who cuts an
+         * array anywhere gives each element the same sign */
         if (i == start || i % 64 == 0) {
             signs = signs_of(seed, i / 64);
         }

@@ -1,10 +1,15 @@
 /* wire: elements go through in blocks, so that what is lost is known while it is warm.
+ *
+ * An INT8 part has the scales of all its blocks first, then the codes: one byte for each
+ * element.  16-bit parts are the elements alone.  Either is padded to MLS_BUCKET_ALIGN;
+ * padding is not written, and nobody reads it.
  */
 #include "wire.h"
 
 #include <math.h>
 #include <string.h>
 
+/* The largest finite number of each type. */
 static const float F16_MAX = 65504.0f;
 static const float BF16_MAX = 3.3895313892515355e38f;
 
@@ -16,6 +21,7 @@ const char *mls_wire_name(mls_wire wire)
     return names[wire];
 }
 
+/* Blocks of n elements; the last one may be short. */
 static size_t blocks_of(size_t n)
 {
     return n / MLS_WIRE_BLOCK + (n % MLS_WIRE_BLOCK != 0);
@@ -37,7 +43,9 @@ static void take(float *block, const float *src, const float *residual, size_t c
     }
 }
 
-/* Keep finite what is finite: an infinite difference could never be made good. */
+/* Keep finite what is finite: an infinite difference could never be made good.  What is
+ * above the limit stays in the residual.  An infinity becomes NaN, so that all three
+ * wires tell of it alike; NaN fails every comparison and stays. */
 static void saturate(float *block, size_t count, float limit)
 {
     for (size_t i = 0; i < count; i++) {
@@ -49,10 +57,14 @@ static void saturate(float *block, size_t count, float limit)
     }
 }
 
-/* Codes of a block, and their scale, which is NaN where an element is not finite. */
+/* Codes of a block, and their scale, which is NaN where an element is not finite: the
+ * whole block then arrives as NaN, its finite elements too. */
 static float quantize(const float *block, signed char *codes, size_t count)
 {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    /* 1.5 * 2^23: floats of this size are one apart, so that adding it rounds to the
+     * nearest integer, ties to even, and taking it off again is exact.  The compiler may
+     * not join the product before it into one rounding: see -ffp-contract. */
+    const float shift = 12582912.0f;
     float largest = 0, spoiled = 0;
     for (size_t i = 0; i < count; i++) {
         const float size = fabsf(block[i]);
@@ -60,7 +72,7 @@ static float quantize(const float *block, signed char *codes, size_t count)
         spoiled += block[i] * 0.0f; /* NaN for NaN and for infinity, else 0 */
     }
     if (!(spoiled == 0)) {
-        memset(codes, 1, count);
+        memset(codes, 1, count); /* any code would do: times NaN it is NaN */
         return NAN;
     }
     const float scale = largest / 127.0f;
@@ -72,6 +84,7 @@ static float quantize(const float *block, signed char *codes, size_t count)
     return inverse == 0 ? 0.0f : scale;
 }
 
+/* The other way.  Codes and scales come from another rank: any byte is a valid code. */
 static void dequantize(const signed char *codes, float scale, float *block, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -79,7 +92,8 @@ static void dequantize(const signed char *codes, float scale, float *block, size
     }
 }
 
-/* What was meant, less what arrives; nothing where either is not finite. */
+/* What was meant, less what arrives; nothing where either is not finite: a residual that
+ * is NaN would spoil every step to come, and this one is lost in any case. */
 static void keep_lost(float *residual, const float *meant, const float *arrives,
                       size_t count)
 {
@@ -91,11 +105,14 @@ static void keep_lost(float *residual, const float *meant, const float *arrives,
 
 /* ---- arrays ---- */
 
+/* The dtype that a 16-bit wire is made of; not asked for INT8. */
 static mls_dtype half_of(mls_wire wire)
 {
     return wire == MLS_WIRE_F16 ? MLS_F16 : MLS_BF16;
 }
 
+/* `n` tells where the codes begin: behind the scales of all blocks, of which a caller may
+ * want only some. */
 void mls_wire_decode(const mls_kernels *kernels, mls_wire wire, const unsigned char *src,
                      size_t n, size_t start, size_t count, float *dst)
 {
@@ -112,6 +129,8 @@ void mls_wire_decode(const mls_kernels *kernels, mls_wire wire, const unsigned c
     }
 }
 
+/* The three blocks take 3 KiB of the stack.  What arrives is found by decoding what was
+ * just written, so that the residual is what was lost, whatever the kernels do. */
 void mls_wire_encode(const mls_kernels *kernels, mls_wire wire, const float *src,
                      float *residual, unsigned char *dst, size_t n)
 {
@@ -124,6 +143,7 @@ void mls_wire_encode(const mls_kernels *kernels, mls_wire wire, const float *src
             const float scale = quantize(meant, codes + start, left);
             memcpy(dst + start / MLS_WIRE_BLOCK * sizeof scale, &scale, sizeof scale);
         } else {
+            /* a copy: the residual is measured against what was meant */
             memcpy(saturated, meant, left * sizeof *meant);
             saturate(saturated, left, wire == MLS_WIRE_F16 ? F16_MAX : BF16_MAX);
             kernels->convert[MLS_F32][half_of(wire)](dst + 2 * start, saturated, left,
@@ -138,6 +158,7 @@ void mls_wire_encode(const mls_kernels *kernels, mls_wire wire, const float *src
 
 /* ---- buckets ---- */
 
+/* Every rank has the same counts, so that sender and receiver find the same number. */
 size_t mls_wire_bucket_bytes(const mls_bucket *b, mls_wire wire, size_t of)
 {
     size_t total = 0;
@@ -147,6 +168,7 @@ size_t mls_wire_bucket_bytes(const mls_bucket *b, mls_wire wire, size_t of)
     return total;
 }
 
+/* Rank after rank, and within a message segment after segment, as add_up reads them. */
 void mls_wire_pack(const mls_bucket *b, const mls_kernels *kernels, mls_wire wire,
                    float *const *residuals, unsigned char *send, unsigned char *own)
 {
@@ -166,7 +188,10 @@ void mls_wire_pack(const mls_bucket *b, const mls_kernels *kernels, mls_wire wir
     }
 }
 
-/* Add up what all ranks sent of one segment, `at` bytes into their messages. */
+/* Add up what all ranks sent of one segment, `at` bytes into their messages, each of
+ * `message` bytes.  All ranks of a block come before the next block: it stays in the
+ * innermost cache.  `out` may be this rank's part of the array, which is not read any
+ * more: `own` has it as the others would have seen it. */
 static void add_up(const mls_bucket *b, const mls_kernels *kernels, mls_wire wire,
                    const unsigned char *own, const unsigned char *received,
                    size_t message, size_t at, const mls_segment *s)
@@ -177,9 +202,11 @@ static void add_up(const mls_bucket *b, const mls_kernels *kernels, mls_wire wir
     for (size_t start = 0; start < n; start += MLS_WIRE_BLOCK) {
         const size_t left = n - start < MLS_WIRE_BLOCK ? n - start : MLS_WIRE_BLOCK;
         for (size_t of = 0; of < b->world; of++) {
+            /* this rank sends itself nothing: later messages lie one place earlier */
             const size_t before = of < b->rank ? of : of - 1;
             const unsigned char *from =
                 of == b->rank ? own + at : received + before * message + at;
+            /* rank 0 begins the sum, so that no zero is added and -0 stays what it is */
             mls_wire_decode(kernels, wire, from, n, start, left,
                             of == 0 ? out + start : block);
             for (size_t i = 0; of > 0 && i < left; i++) {
@@ -199,6 +226,7 @@ void mls_wire_reduce(const mls_bucket *b, const mls_kernels *kernels, mls_wire w
         const void *sum = s->out;
         s->tally = (mls_tally){0};
         add_up(b, kernels, wire, own, received, message, at, s);
+        /* one source, in place: what is left to do is to divide and to tally */
         mls_reduce_run(kernels->cpu, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
                        &s->tally);
         at += mls_wire_bytes(wire, s->counts[b->rank]);

@@ -11,11 +11,14 @@
 
 #include <string.h>
 
+/* The capsule's name, by which a capsule of anybody else's is told apart. */
 static const char BUCKET[] = "mlstate.bucket";
 
 /* ---- making ---- */
 
-/* Free all that a bucket holds; accepts one that was half made. */
+/* Free all that a bucket holds; accepts one that was half made, where `count` says how
+ * many segments have their views.  Needs the GIL, since the last reference to an array
+ * may go here. */
 static void bucket_free(mlsp_bucket *held)
 {
     if (held == NULL) {
@@ -30,17 +33,20 @@ static void bucket_free(mlsp_bucket *held)
     mls_free(held);
 }
 
+/* The destructor.  The name fits, since only this file makes such capsules. */
 static void capsule_free(PyObject *capsule)
 {
     bucket_free(PyCapsule_GetPointer(capsule, BUCKET));
 }
 
+/* Also refuses what is no capsule at all. */
 mlsp_bucket *mlsp_bucket_of(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, BUCKET);
 }
 
-/* Room for `count` segments of `world` ranks; NULL with an exception set. */
+/* Room for `count` segments of `world` ranks, of which it has none yet; NULL with an
+ * exception set.  Segments point into `counts`, so that nothing here grows later. */
 static mlsp_bucket *bucket_new(size_t count, size_t world)
 {
     size_t numbers;
@@ -62,6 +68,9 @@ static mlsp_bucket *bucket_new(size_t count, size_t world)
     return held;
 }
 
+/* The quick way is for plain ndarrays, of which a bucket may have thousands.  Where it
+ * declines, the long way finds out what the object is, or raises what fits.  A complex64
+ * is asked for 8 bytes of alignment, though its parts alone would need 4. */
 int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
                      bool writable, mlsp_view *out)
 {
@@ -85,7 +94,10 @@ int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
     return 0;
 }
 
-/* The elements of each rank's part, which make up the array and its output. */
+/* The elements of each rank's part, which make up the array and its output; -1 with an
+ * exception set.  Pack and reduce trust these numbers: nothing else keeps them within the
+ * memory of `views`, the array's and the output's.  A tuple cannot change while __index__
+ * of one of its items runs. */
 static int take_counts(const mlsp_state *state, PyObject *tuple, size_t world,
                        size_t rank, const mlsp_view *views, size_t *counts)
 {
@@ -118,7 +130,9 @@ static int take_counts(const mlsp_state *state, PyObject *tuple, size_t world,
     return 0;
 }
 
-/* Fill segment `held->bucket.count` from a tuple, and count it. */
+/* Fill segment `held->bucket.count` from a tuple, and count it.  -1 with an exception
+ * set; the caller then frees the whole bucket.  `reduction` comes without its dtypes,
+ * which each segment has from its own arrays. */
 static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction reduction,
                       mlsp_bucket *held)
 {
@@ -155,7 +169,8 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
     return 0;
 }
 
-/* "sum", "min" or "max". */
+/* "sum", "min" or "max"; -1 with an exception set.  The length is compared too: a str may
+ * hold a NUL. */
 static int take_op(PyObject *object, mls_reduce_op *out)
 {
     static const char *const names[] = {
@@ -174,7 +189,10 @@ static int take_op(PyObject *object, mls_reduce_op *out)
     return -1;
 }
 
-/* bucket(segments, world, rank, op, divisor) -> capsule */
+/* bucket(segments, world, rank, op, divisor) -> capsule
+ *
+ * The capsule has its own references to the arrays: the list may go.  Until there is a
+ * capsule the bucket is freed here, afterwards by its destructor. */
 static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -187,6 +205,7 @@ static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t coun
         mlsp_take_double(args[4], "divisor", &reduction.divisor) < 0) {
         return NULL;
     }
+    /* a rank below `world` that is not negative says that `world` is at least 1 */
     if (!PyList_Check(args[0]) || rank < 0 || rank >= world || world > INT_MAX) {
         PyErr_SetString(PyExc_TypeError,
                         "a bucket is a list of segments, for one of its ranks");
@@ -218,7 +237,10 @@ done:
 
 /* ---- using ---- */
 
-/* bucket_sizes(bucket) -> (bytes to each rank with 0 for this one, bytes from each) */
+/* bucket_sizes(bucket) -> (bytes to each rank with 0 for this one, bytes from each)
+ *
+ * Each other rank sends equally much here, what it has of this rank's parts: one number
+ * is enough for all.  "N" passes the list on, in case of failure too. */
 static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -247,7 +269,8 @@ static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_
     return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)mine);
 }
 
-/* Bytes that all messages take together: to the others, or from them. */
+/* Bytes that all messages take together: to the others, or from them, each of which has
+ * the length of this rank's own.  -1 with an exception set. */
 static int message_bytes(const mlsp_state *state, const mls_bucket *b, bool sent,
                          size_t *out)
 {
@@ -269,7 +292,10 @@ static int message_bytes(const mlsp_state *state, const mls_bucket *b, bool sent
     return 0;
 }
 
-/* A buffer of messages: uint8, with room for them. */
+/* View a buffer with room for all messages; -1 with an exception set, and no view.  Parts
+ * lie at multiples of MLS_BUCKET_ALIGN in it and kernels read them where they are, so
+ * that the buffer must begin at one.  One to send from is filled here: it must be
+ * writable. */
 static int view_messages(const mlsp_state *state, const mls_bucket *b, PyObject *array,
                          bool sent, mlsp_view *out)
 {
@@ -289,7 +315,10 @@ static int view_messages(const mlsp_state *state, const mls_bucket *b, PyObject 
     return 0;
 }
 
-/* bucket_pack(bucket, send) */
+/* bucket_pack(bucket, send)
+ *
+ * The arguments of a call are held by the caller: the capsule, and with it the arrays,
+ * stays while the GIL is let go. */
 static PyObject *bucket_pack(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -308,6 +337,7 @@ static PyObject *bucket_pack(PyObject *module, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
+/* A list that is filled in part can be let go: its empty places are NULL. */
 PyObject *mlsp_bucket_tallies(const mls_bucket *b)
 {
     PyObject *list = PyList_New((Py_ssize_t)b->count);
@@ -324,7 +354,10 @@ PyObject *mlsp_bucket_tallies(const mls_bucket *b)
     return list;
 }
 
-/* bucket_reduce(bucket, received) -> [(squares, nonfinite), ...] */
+/* bucket_reduce(bucket, received) -> [(squares, nonfinite), ...]
+ *
+ * Tallies are kept in the bucket, so that one thread at a time may reduce it; two would
+ * mix their figures. */
 static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);

@@ -21,11 +21,12 @@ typedef struct link_object {
     size_t rank, world;
 } link_object;
 
-/* An operation that is under way. */
+/* An operation that is under way.  It lives on the caller's stack; the core has a pointer
+ * to it, for its questions, until the operation returns. */
 typedef struct session {
     link_object *link;
     mls_local *place;
-    PyThreadState *saved;
+    PyThreadState *saved; /* of this thread, while it is without the GIL */
     mls_local_call call;
     mls_text text;
     mls_status st;
@@ -38,7 +39,9 @@ static const mlsp_state *state_of_link(link_object *self)
     return module == NULL ? NULL : mlsp_state_of(module);
 }
 
-/* Free the place if it was closed and nobody is in it.  Called with the lock held. */
+/* The place, for the caller to free, if it was closed and nobody is in it; else NULL.
+ * Called with the lock held, so that of all threads that leave just one gets it.  It is
+ * freed outside the lock: that rings for other ranks and unmaps memory. */
 static mls_local *take_unused(link_object *self)
 {
     mls_local *unused = NULL;
@@ -51,7 +54,9 @@ static mls_local *take_unused(link_object *self)
 
 /* ---- one operation ---- */
 
-/* The core's question, asked without the GIL: shall it go on waiting? */
+/* The core's question, asked without the GIL: shall it go on waiting?  The exception of a
+ * handler stays set in this thread; the core returns MLS_E_STOPPED, and finish() finds
+ * it.  Handlers run in the main thread alone: in others the answer is always yes. */
 static bool look_for_signals(void *context)
 {
     session *s = context;
@@ -61,7 +66,9 @@ static bool look_for_signals(void *context)
     return good;
 }
 
-/* Take the link for an operation.  -1 with RuntimeError set. */
+/* Take the link for an operation.  -1 with RuntimeError set.  It is taken with the GIL
+ * held, and nobody waits for the GIL while he has the lock: the two cannot block each
+ * other. */
 static int occupy(link_object *self)
 {
     const char *trouble = NULL;
@@ -82,7 +89,8 @@ static int occupy(link_object *self)
 }
 
 /* `timeout` in seconds and `text`, which all ranks say alike, end the arguments of every
- * operation.  -1 with an exception set. */
+ * operation.  -1 with an exception set, and the link not taken; after 0 finish() must
+ * follow.  The text is borrowed from its str, which the arguments of the call hold. */
 static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
 {
     s->link = (link_object *)self;
@@ -92,6 +100,7 @@ static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
         return -1;
     }
     s->call.text = s->text.data; /* a str's UTF-8 ends with a NUL */
+    /* read without the lock: while the link is busy nobody takes its place away */
     s->place = s->link->place;
     return 0;
 }
@@ -123,7 +132,8 @@ static PyObject *finish(session *s, mls_code code, PyObject *result)
 /* ---- arguments ---- */
 
 /* A view of packed elements in this machine's byte order, each aligned to its size.  -1
- * with an exception set. */
+ * with an exception set, and no owner.  An array without elements may be anywhere:
+ * nothing of it is read. */
 static int take_packed(const mlsp_state *state, PyObject *array, const char *what,
                        bool writable, mlsp_view *view)
 {
@@ -144,7 +154,8 @@ static int take_packed(const mlsp_state *state, PyObject *array, const char *wha
 }
 
 /* Numbers of bytes or elements from a list, one for each rank. -1 with an exception set.
- */
+ * Only ints are taken, not what has __index__: no code of others runs that could change
+ * the list meanwhile. */
 static int take_counts(PyObject *list, size_t world, size_t *out)
 {
     if (!PyList_Check(list) || PyList_GET_SIZE(list) != (Py_ssize_t)world) {
@@ -160,7 +171,7 @@ static int take_counts(PyObject *list, size_t world, size_t *out)
     return 0;
 }
 
-/* The sum of counts; false where it overflows. */
+/* The sum of counts; false where it overflows, as numbers of a user's own choice may. */
 static bool sum_of(const size_t *counts, size_t world, size_t *out)
 {
     size_t sum = 0;
@@ -174,7 +185,8 @@ static bool sum_of(const size_t *counts, size_t world, size_t *out)
 }
 
 /* -1 with ValueError set unless a view has as many elements as the counts of all ranks
- * together, or as that of one. */
+ * together, or as that of one.  This is what keeps the core within the array: where it
+ * counts in bytes, an array of wider elements has only more room than it uses. */
 static int check_length(const mlsp_view *view, const char *what, const size_t *counts,
                         size_t world)
 {
@@ -207,7 +219,12 @@ static int take_op(PyObject *object, mls_reduce_op *out)
     return -1;
 }
 
-/* ---- operations ---- */
+/* ---- operations ----
+ *
+ * Each views its arrays before it begins, and lets them go after it has ended, since both
+ * need the GIL.  Between begin() and finish() there is no early return.  A result is made
+ * before finish(), which lets it go if the operation failed.
+ */
 
 /* barrier(timeout, text) */
 static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t count)
@@ -223,7 +240,8 @@ static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t 
     return finish(&s, code, Py_NewRef(Py_None));
 }
 
-/* broadcast(array, root, timeout, text): bytes that the root reads and others write */
+/* broadcast(array, root, timeout, text): bytes that the root reads and others write.  The
+ * root's array may be read-only. */
 static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
@@ -256,7 +274,8 @@ static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_
     return result;
 }
 
-/* all_gather(array, out, sizes, timeout, text): all of them in bytes */
+/* all_gather(array, out, sizes, timeout, text): all of them in bytes.  The sizes fit the
+ * stack, since no group has more than MLS_LOCAL_MAX_RANKS. */
 static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
@@ -315,7 +334,8 @@ static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize
     return result;
 }
 
-/* all_reduce(array, out, op, divisor, timeout, text) */
+/* all_reduce(array, out, op, divisor, timeout, text).  Whether the dtype has such an op
+ * is the core's to say, before anything is sent. */
 static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = state_of_link((link_object *)self);
@@ -352,7 +372,8 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 
 /* ---- reduce_scatter ---- */
 
-/* What a call of reduce_scatter holds for each array. */
+/* What a call of reduce_scatter holds for each array.  Owners are moved out of the views,
+ * whose shapes nobody needs any more: a view that was moved from is not released. */
 typedef struct held_arrays {
     mls_segment *segments;
     PyObject **owners; /* strong references, two for each segment */
@@ -371,7 +392,8 @@ static void let_go(held_arrays *held)
     PyMem_Free(held->segments);
 }
 
-/* Room for `count` segments.  -1 with MemoryError set. */
+/* Room for `count` segments, zeroed.  -1 with MemoryError set.  `count` is the length of
+ * a list that lies in memory, and `world` is small: the products cannot overflow. */
 static int make_room(held_arrays *held, size_t count, size_t world)
 {
     held->segments = PyMem_Calloc(count + 1, sizeof *held->segments);
@@ -386,7 +408,8 @@ static int make_room(held_arrays *held, size_t count, size_t world)
 }
 
 /* An output must be memory of its own, or this rank's part of the input as it is.  -1
- * with ValueError set. */
+ * with ValueError set.  In any other place, or with wider elements, the sums would be
+ * written over elements that other ranks have not yet been sent. */
 static int check_apart(const mlsp_view *data, const mlsp_view *out, const size_t *counts,
                        size_t rank)
 {
@@ -408,7 +431,8 @@ static int check_apart(const mlsp_view *data, const mlsp_view *out, const size_t
     return -1;
 }
 
-/* One segment from a tuple (array, counts, out).  -1 with an exception set. */
+/* One segment from a tuple (array, counts, out).  -1 with an exception set; `held` then
+ * has the references that were taken so far. */
 static int take_segment(const mlsp_state *state, const link_object *link, PyObject *tuple,
                         size_t index, held_arrays *held)
 {
@@ -458,7 +482,8 @@ static int take_segments(const mlsp_state *state, const link_object *link, PyObj
         return -1;
     }
     for (Py_ssize_t i = 0; i < count && i < PyList_GET_SIZE(list); i++) {
-        /* exporting an array may run code of others, which may change the list */
+        /* exporting an array may run code of others, which may change the list: hence
+         * the reference, and the second look at its length */
         PyObject *tuple = Py_NewRef(PyList_GET_ITEM(list, i));
         const int failed = take_segment(state, link, tuple, (size_t)i, held);
         Py_DECREF(tuple);
@@ -475,7 +500,10 @@ static int take_segments(const mlsp_state *state, const link_object *link, PyObj
     return 0;
 }
 
-/* reduce_scatter(segments, op, divisor, timeout, text) -> [(squares, nonfinite), ...] */
+/* reduce_scatter(segments, op, divisor, timeout, text) -> [(squares, nonfinite), ...]
+ *
+ * If there is no memory for the list, the sums are there all the same, and the exception
+ * passes through finish(), which has no failure of its own to report. */
 static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
                                      Py_ssize_t count)
 {
@@ -514,7 +542,10 @@ typedef struct parcel {
     PyObject *list; /* strong, or NULL */
 } parcel;
 
-/* The core's request for memory: with the GIL, for a moment. */
+/* The core's request for memory: with the GIL, for a moment.  False with an exception set
+ * in this thread.  A bytes object may be written to as long as nobody else has seen it.
+ * A size that comes from another rank may be anything: what no bytes object can have
+ * counts as a lack of memory. */
 static bool make_places(void *context, const size_t *sizes, unsigned char **out)
 {
     parcel *p = context;
@@ -536,7 +567,10 @@ static bool make_places(void *context, const size_t *sizes, unsigned char **out)
     return p->list != NULL;
 }
 
-/* gather_bytes(data, root or -1, timeout, text) -> list of bytes, or None */
+/* gather_bytes(data, root or -1, timeout, text) -> list of bytes, or None
+ *
+ * None where this rank is not the root.  In case of failure the list, whose bytes may be
+ * filled in part, is let go and never seen. */
 static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
                                    Py_ssize_t count)
 {
@@ -567,7 +601,8 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
 
 /* ---- the end ---- */
 
-/* abort(): from any thread */
+/* abort(): from any thread.  It works on the place without the lock, which an operation
+ * that begins or ends shall not wait for; `aborting` keeps the place there meanwhile. */
 static PyObject *link_abort(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -587,7 +622,8 @@ static PyObject *link_abort(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* close(): now, or when the operation that is under way has ended */
+/* close(): now, or when the operation that is under way has ended.  May be called again.
+ */
 static PyObject *link_close(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -600,7 +636,8 @@ static PyObject *link_close(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* ended() -> why the group is of no use any more, or "" */
+/* ended() -> why the group is of no use any more, or "".  The lock is held for the look:
+ * it reads a word and prints, and waits for nobody. */
 static PyObject *link_ended(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -616,7 +653,8 @@ static PyObject *link_ended(PyObject *self, PyObject *unused)
     return PyUnicode_FromString(text);
 }
 
-/* Nobody can be in it: an operation holds a reference. */
+/* Nobody can be in it: an operation holds a reference.  The type is on the heap, and
+ * every link has a reference to it. */
 static void link_dealloc(link_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -731,7 +769,9 @@ static PyObject *local_measure(PyObject *module, PyObject *const *args, Py_ssize
 }
 
 /* local_join(world, slot_bytes, depth, rank, fd) -> LocalLink, which has the descriptor
- */
+ *
+ * From mls_local_join on the descriptor is the core's, which closes it after a failure
+ * too.  An argument that is refused before leaves it to the caller. */
 static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -758,7 +798,10 @@ static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t 
     return link_of(state, place, (size_t)rank, shape.world);
 }
 
-/* local_threads(world, slot_bytes, depth) -> a LocalLink for each rank */
+/* local_threads(world, slot_bytes, depth) -> a LocalLink for each rank
+ *
+ * Each place goes into a link, or is freed.  After a failure the list frees those that it
+ * has, link_of has freed its own, and the loop goes on to free the rest. */
 static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);

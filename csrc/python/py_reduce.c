@@ -12,7 +12,8 @@
 
 /* ---- many arrays under names ---- */
 
-/* Views of the arrays of one argument; zero it, fill it, release it. */
+/* Views of the arrays of one argument; zero it, fill it, release it.  The tuples are
+ * copies: what becomes of the caller's lists does not matter. */
 typedef struct named_views {
     PyObject *names, *arrays; /* strong: tuples of one length */
     mlsp_view *views;         /* of each array */
@@ -32,13 +33,15 @@ static void named_views_release(named_views *v)
     *v = (named_views){0};
 }
 
-/* The name of an array, for errors and for whoever reads them. */
+/* The name of an array, for errors and for whoever reads them, borrowed from its str.
+ * -1 with an exception set. */
 static int name_at(const named_views *v, Py_ssize_t i, mls_text *out)
 {
     return mlsp_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
 }
 
-/* View one array more. */
+/* View one array more.  -1 with an exception set, and nothing to release for it.  The
+ * item has no facts, and borrows: it does not outlive the call. */
 static int view_next(const mlsp_state *state, named_views *v, bool writable)
 {
     size_t bytes = 0;
@@ -89,7 +92,8 @@ static int named_views_of(const mlsp_state *state, PyObject *names, PyObject *ar
     return 0;
 }
 
-/* Raise what `st` says of array `i`, which it names. */
+/* Raise what `st` says of array `i`, which it names.  The core knows no names: they are
+ * put in front of its text, and into the exception's field. */
 static void raise_of(const mlsp_state *state, const named_views *v, Py_ssize_t i,
                      const mls_status *st)
 {
@@ -139,7 +143,8 @@ static mls_tally *new_tallies(Py_ssize_t count)
 
 /* ---- targets += scale * sources ---- */
 
-/* Check every pair before the first is changed. */
+/* Check every pair before the first is changed.  -1 with an exception set.  Pairs are
+ * seen one by one: a target that is there twice is no error, and gets both sums. */
 static int check_pairs(const mlsp_state *state, const named_views *targets,
                        const named_views *sources, double scale)
 {
@@ -154,7 +159,8 @@ static int check_pairs(const mlsp_state *state, const named_views *targets,
     return 0;
 }
 
-/* Add all pairs, which were checked: nothing can fail any more. */
+/* Add all pairs, which were checked: nothing can fail any more.  `tallies`, NULL for
+ * none, are zeroed.  The pool shares one array at a time. */
 static void add_pairs(const mlsp_state *state, const named_views *targets,
                       const named_views *sources, double scale, mls_tally *tallies)
 {
@@ -168,7 +174,8 @@ static void add_pairs(const mlsp_state *state, const named_views *targets,
     mlsp_resume_python(saved);
 }
 
-/* The result of `accumulate`, once both sides are viewed. */
+/* The result of `accumulate`, once both sides are viewed; NULL with an exception set.
+ * Room for the tallies is found before the first array is changed. */
 static PyObject *accumulate_views(const mlsp_state *state, const named_views *targets,
                                   const named_views *sources, double scale, bool tally)
 {
@@ -189,7 +196,10 @@ static PyObject *accumulate_views(const mlsp_state *state, const named_views *ta
     return list;
 }
 
-/* accumulate(names, targets, sources, scale, tally) -> [(squares, nonfinite)] or None */
+/* accumulate(names, targets, sources, scale, tally) -> [(squares, nonfinite)] or None
+ *
+ * The names are read once for each side, and must be the same both times: callers pass a
+ * list that nobody else has. */
 static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -212,7 +222,7 @@ static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* ---- arrays by themselves ---- */
 
-/* Whether all may be scaled. */
+/* Whether all may be scaled; -1 with an exception set. */
 static int check_scaling(const mlsp_state *state, const named_views *v, double factor)
 {
     mls_status st;
@@ -249,7 +259,10 @@ static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* tally(names, arrays) -> [(squares, nonfinite)] */
+/* tally(names, arrays) -> [(squares, nonfinite)]
+ *
+ * Any dtype has figures: once the arrays are viewed only the lack of memory is an error.
+ */
 static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -308,7 +321,7 @@ typedef struct reduction {
     size_t n;
 } reduction;
 
-/* Accepts one that is half done. */
+/* Accepts one that is half done: `count` says how many views there are. */
 static void reduction_fini(reduction *r)
 {
     for (size_t i = 0; i < r->count; i++) {
@@ -319,7 +332,8 @@ static void reduction_fini(reduction *r)
     Py_CLEAR(r->sources);
 }
 
-/* The core reads plain memory only. */
+/* The core reads plain memory only.  -1 with an exception set.  The two floats of a
+ * complex number are read one by one, so that the alignment of one is enough. */
 static int check_plain(const mlsp_state *state, const mls_tensor *t, const char *what)
 {
     mls_status st;
@@ -337,7 +351,8 @@ static int check_plain(const mlsp_state *state, const mls_tensor *t, const char 
 }
 
 /* View one array more, which must have the first one's length, and for a source its
- * dtype.  The output may be a source, but not lie half over one. */
+ * dtype.  The output may be a source, but not lie half over one: see check_output.  -1
+ * with an exception set.  Lengths are compared, shapes are not. */
 static int reduction_add(const mlsp_state *state, reduction *r, PyObject *array,
                          const char *what, bool output)
 {
@@ -371,7 +386,10 @@ static int reduction_add(const mlsp_state *state, reduction *r, PyObject *array,
     return -1;
 }
 
-/* No source may overlap the output unless it is the output. */
+/* No source may overlap the output unless it is the output.  All have one length and lie
+ * packed, so that the same address and dtype means the same elements, each of which is
+ * read before it is written.  In a wider dtype the output would run over elements that
+ * are still to be read. */
 static int check_output(const mlsp_state *state, const reduction *r)
 {
     const mls_tensor *out = &r->views[r->count - 1].tensor;
@@ -428,7 +446,8 @@ static int reduction_init(const mlsp_state *state, PyObject *sources, PyObject *
     return check_output(state, r);
 }
 
-/* "sum", "min" or "max". */
+/* "sum", "min" or "max"; -1 with an exception set.  The names stand in the order of
+ * mls_reduce_op. */
 static int take_op(PyObject *object, mls_reduce_op *out)
 {
     static const char *const names[] = {"sum", "min", "max"};
@@ -446,7 +465,9 @@ static int take_op(PyObject *object, mls_reduce_op *out)
     return -1;
 }
 
-/* reduce(sources, out, op, divisor) -> (squares, nonfinite) of out */
+/* reduce(sources, out, op, divisor) -> (squares, nonfinite) of out
+ *
+ * The GIL is let go by the number of elements: of bytes there are at least as many. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);

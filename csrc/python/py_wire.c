@@ -1,4 +1,9 @@
-/* py_wire: buckets that travel in fewer bytes. */
+/* py_wire: buckets that travel in fewer bytes.
+ *
+ * The bucket is the one of py_bucket, in its capsule; only the messages differ.  They are
+ * encoded and decoded without the GIL, while the caller's arguments hold the capsule, and
+ * views made here hold the buffers.
+ */
 #include "bucketp.h"
 
 #include "mem.h"
@@ -7,7 +12,8 @@
 
 #include <string.h>
 
-/* "float16", "bfloat16" or "int8". */
+/* "float16", "bfloat16" or "int8"; -1 with an exception set.  Names are the core's, so
+ * that there is one list of them. */
 static int take_wire(PyObject *object, mls_wire *out)
 {
     mls_text text;
@@ -26,7 +32,10 @@ static int take_wire(PyObject *object, mls_wire *out)
     return -1;
 }
 
-/* A bucket of sums of float32 in float32 (borrowed from its capsule), and a wire. */
+/* A bucket of sums of float32 in float32 (borrowed from its capsule), and a wire, from
+ * the first two arguments.  NULL with an exception set.  The core casts the arrays of
+ * such a bucket to float without a further look, which is why it is checked in every
+ * call. */
 static mls_bucket *take_bucket(PyObject *const *args, mls_wire *wire)
 {
     mlsp_bucket *held = mlsp_bucket_of(args[0]);
@@ -44,7 +53,8 @@ static mls_bucket *take_bucket(PyObject *const *args, mls_wire *wire)
 }
 
 /* bucket_wire_sizes(bucket, compression) -> (bytes to each rank with 0 for this one, own)
- */
+ *
+ * "Own" is also what each other rank sends here.  "N" passes the list on. */
 static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
                                    Py_ssize_t count)
 {
@@ -70,7 +80,9 @@ static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
                                (Py_ssize_t)mls_wire_bucket_bytes(b, wire, b->rank));
 }
 
-/* View a buffer of at least `wanted` bytes for messages. */
+/* View a buffer of at least `wanted` bytes for messages.  -1 with an exception set, and
+ * no view.  Parts are aligned to MLS_BUCKET_ALIGN counted from the buffer's start, so
+ * that it must be aligned itself. */
 static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
                        bool writable, mlsp_view *out)
 {
@@ -89,7 +101,7 @@ static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
     return 0;
 }
 
-/* Bytes of the messages to all other ranks. */
+/* Bytes of the messages to all other ranks; wire.h says why nothing overflows. */
 static size_t sent_bytes(const mls_bucket *b, mls_wire wire)
 {
     size_t total = 0;
@@ -107,7 +119,7 @@ typedef struct pack_job {
     size_t count;
 } pack_job;
 
-/* Accepts a job that is half done. */
+/* Accepts a job that is half done, or zeroed: `count` says how many views there are. */
 static void pack_fini(pack_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
@@ -119,7 +131,8 @@ static void pack_fini(pack_job *job)
     mls_free(job->residuals);
 }
 
-/* Elements of all parts of a segment. */
+/* Elements of all parts of a segment; they were compared with the array when the bucket
+ * was made, so that the sum cannot overflow. */
 static size_t elements_of(const mls_bucket *b, size_t i)
 {
     size_t total = 0;
@@ -129,7 +142,11 @@ static size_t elements_of(const mls_bucket *b, size_t i)
     return total;
 }
 
-/* View the residuals: float32, as many elements as their segments. */
+/* View the residuals: float32, as many elements as their segments; None leaves the job
+ * without any.  -1 with an exception set, and views that pack_fini lets go.
+ *
+ * A residual covers the whole array, not this rank's part alone: something is lost of
+ * what goes to every rank. */
 static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject *list,
                           pack_job *job)
 {
@@ -154,7 +171,7 @@ static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject
                              true, view) < 0) {
             return -1;
         }
-        job->count++;
+        job->count++; /* from here on pack_fini lets the view go */
         if (view->tensor.dtype != MLS_F32 ||
             !mls_tensor_count(&view->tensor, &elements) ||
             elements != elements_of(b, i)) {
@@ -167,7 +184,10 @@ static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject
     return 0;
 }
 
-/* bucket_wire_pack(bucket, compression, residuals, send, own) */
+/* bucket_wire_pack(bucket, compression, residuals, send, own)
+ *
+ * Changes the residuals: a bucket is packed once in each step.  All is checked before the
+ * first of them is touched. */
 static PyObject *bucket_wire_pack(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -196,7 +216,9 @@ done:
 }
 
 /* bucket_wire_reduce(bucket, compression, own, received) -> [(squares, nonfinite), ...]
- */
+ *
+ * `own` is what bucket_wire_pack put there.  The tallies are of the outputs, after they
+ * were divided, and are kept in the bucket: one thread at a time. */
 static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
                                     Py_ssize_t count)
 {
