@@ -279,8 +279,8 @@ class Messages(Way):
         fsdp = FSDP(group)
         units = [FSDPShardingUnit(n, s, rank.dtype, rank.rank) for n, s in rank.shapes.items()]
         for unit in units:
-            fsdp.bind(unit)
-        self.facts = [[u.fact for u in bucket] for bucket in fsdp.buckets(reversed(units))]
+            fsdp._runs.bind(unit)
+        self.facts = [[u.fact for u in bucket] for bucket in fsdp._runs.buckets(reversed(units))]
         self.settings = {
             "op": "sum",
             "gradient_divide_factor": 1.0,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from math import isfinite
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ._collective_args import check_group, check_timeout, failed
-from ._fsdp_reduce import Entry, Event, Reducer, Terms
-from ._fsdp_unit import FSDPShardingUnit, dtype_text
-from ._turns import Turns
+from ._collective_args import check_group, check_timeout
+from ._fsdp_reduce import Terms
+from ._fsdp_runs import Runs
+from ._fsdp_unit import dtype_text
 from .collectives import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 
 class FSDP:
@@ -111,7 +107,6 @@ class FSDP:
             nonfinite=nonfinite,
             compression=compression or "",
         )
-        self._known_terms: dict[tuple[str, bool], Terms] = {}  # by dtype, and accumulate
         settings = {
             "op": self._op,
             "reduce_dtype": self._terms.reduce_dtype or None,
@@ -121,11 +116,9 @@ class FSDP:
             "compression": compression,
         }
         self._timeout = check_timeout(timeout)
-        self._reducer = Reducer(process_group, self._timeout, settings)
-        self._turns = Turns("mlstate-fsdp", process_group.rank)
-        self._run = threading.Lock()  # held from the first bucket of a run to its end
-        if record:
-            self._reducer.events = []
+        self._runs = Runs(
+            process_group, self._terms, settings, timeout=self._timeout, record=record
+        )
 
     def _divisor(self, factor: float | None) -> float:
         if factor is None:
@@ -170,123 +163,9 @@ class FSDP:
     def __repr__(self) -> str:
         return f"FSDP(rank {self.rank} of {self.world_size}, op={self._op!r})"
 
-    # ---- what hooks and operations are made of ----
-
-    def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
-        """How the gradient of a unit is reduced."""
-        known = self._known_terms.get((unit.dtype, accumulate))
-        if known is None:
-            known = self._known_terms[unit.dtype, accumulate] = self._terms._replace(
-                accumulate=accumulate,
-                reduce_dtype=self._terms.reduce_dtype if _is_narrow(unit.dtype) else "",
-                compression=self._terms.compression if unit.dtype == "float32" else "",
-            )
-        return known
-
-    def bind(self, unit: FSDPShardingUnit) -> None:
-        """Check that a unit belongs to this rank of this group."""
-        if not isinstance(unit, FSDPShardingUnit):
-            raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
-        unit.bind(self.world_size)
-        if unit.shard_index != self.rank:
-            raise ValueError(
-                f"{unit.parameter_name}: rank {self.rank} keeps shard {self.rank} of this group, "
-                f"and the unit says {unit.shard_index}"
-            )
-
-    def buckets(self, units: Iterable[FSDPShardingUnit]) -> Iterator[list[FSDPShardingUnit]]:
-        """Divide units, in their order, into what is reduced together."""
-        bucket: list[FSDPShardingUnit] = []
-        size = 0
-        for unit in units:
-            if bucket and (size >= self.bucket_bytes or self._differ(unit, bucket[0])):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(unit)
-            size += unit.full_bytes
-        if bucket:
-            yield bucket
-
-    def _differ(self, one: FSDPShardingUnit, other: FSDPShardingUnit) -> bool:
-        """Whether two gradients are reduced in other ways."""
-        return one.dtype != other.dtype and self.terms(one) != self.terms(other)
-
-    def entry(
-        self,
-        unit: FSDPShardingUnit,
-        gradient: Any,
-        why: str = "",
-        settled: Callable[[bool], None] | None = None,
-    ) -> Entry:
-        """Make the entry of a gradient; one that is missing is zero where that is allowed."""
-        if gradient is None and self.allow_unused and not why:
-            gradient = unit.zeros()
-        return Entry(unit, gradient, why, settled)
-
-    def begin(self) -> None:
-        """Start a run of buckets; another one must not be under way."""
-        if not self._run.acquire(blocking=False):
-            raise failed(
-                "reduce_scatter",
-                self.rank,
-                "another reduction of this FSDP is under way; wait for it, or let its backward "
-                "pass end",
-            )
-        if self._reducer.events is not None:
-            self._reducer.events = []
-
-    def reduce(self, entries: list[Entry], *, accumulate: bool = False) -> None:
-        """Reduce the gradients of a run in buckets, one after the other."""
-        rest = entries
-        while rest:
-            bucket = self._first_bucket(rest)
-            after = rest[len(bucket) :]
-            agreed = self._bucket(bucket, accumulate, 0.0, after)
-            rest = after if agreed is None else agreed
-
-    def reduce_later(self, entries: list[Entry], *, accumulate: bool, ready: float) -> Any:
-        """Let the thread of this object reduce one bucket of a run; return its `Work`."""
-
-        def task() -> None:
-            rest: list[Entry] | None = entries
-            while rest:
-                rest = self._bucket(rest, accumulate, ready, [])
-
-        return self._turns.run("reduce_scatter", task, async_op=True)
-
-    def _bucket(
-        self, entries: list[Entry], accumulate: bool, ready: float, rest: list[Entry]
-    ) -> list[Entry] | None:
-        terms = self.terms(entries[0].unit, accumulate=accumulate)
-        return self._reducer.reduce(entries, terms, ready, rest)
-
-    def _first_bucket(self, entries: list[Entry]) -> list[Entry]:
-        return entries[: len(next(self.buckets(entry.unit for entry in entries)))]
-
-    def finish(self, operation: str) -> dict[str, float]:
-        """End the run, and raise what failed in it."""
-        squares: dict[str, float] = self._turns.run(
-            operation, lambda: self._reducer.finish(operation)
-        )
-        return squares
-
-    @property
-    def events(self) -> list[Event] | None:
-        """The buckets of the run that is under way, or was the last; None if not recorded."""
-        return self._reducer.events
-
-    def end(self) -> None:
-        """Let another run begin; every `begin` wants one, whatever happened."""
-        self._reducer.begin()
-        self._run.release()
-
 
 def _reduce_dtype(dtype: Any) -> str:
     name = "" if dtype is None else dtype_text(dtype)
     if name not in ("", "float32"):
         raise ValueError(f"reduce_dtype must be float32 or None, got {name}")
     return name
-
-
-def _is_narrow(dtype: str) -> bool:
-    return dtype in ("float16", "bfloat16") or dtype.startswith("float8")

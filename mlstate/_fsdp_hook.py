@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ._fsdp import FSDP
-from ._fsdp_operation import check_local, is_empty, reduce_now
+from ._fsdp_operation import check_local, is_empty
 from ._fsdp_reduce import Entry
 from ._fsdp_report import BackwardReport
 from ._fsdp_unit import FSDPShardingUnit
@@ -77,6 +77,7 @@ class FSDPBackwardHook:
                 "FSDP(group)"
             )
         self._fsdp = fsdp
+        self._runs = fsdp._runs
         self._handles: list[Any] = []
         self._parameters: dict[str, Any] = {}  # of torch, by name
         self._units: dict[str, FSDPShardingUnit] = {}
@@ -173,7 +174,7 @@ class FSDPBackwardHook:
             return
         _check_units(sharding_units)
         for unit in sharding_units.values():
-            self._fsdp.bind(unit)
+            self._runs.bind(unit)
         if self._handles or self._units:
             raise ValueError("this object has hooks already; close it, or make another one")
         named = getattr(model, "named_parameters", None)
@@ -191,12 +192,12 @@ class FSDPBackwardHook:
                 f"got {type(model).__name__}. For a loop of your own: use_units and add_gradient"
             )
         self._accumulate = accumulate
-        self._buckets = list(self._fsdp.buckets(reversed(self._units.values())))
+        self._buckets = list(self._runs.buckets(reversed(self._units.values())))
 
     def _register_torch(
         self, model: Any, units: Mapping[str, FSDPShardingUnit], keep: bool
     ) -> None:
-        from .integrations.torch import parameters_of, watch
+        from .integrations.torch._backward import parameters_of, watch
 
         parameters = parameters_of(model)
         for name, unit in units.items():
@@ -236,7 +237,7 @@ class FSDPBackwardHook:
 
     def _begin_torch(self) -> None:
         """Have torch call `finish` when the pass ends whose first gradient is there."""
-        from .integrations.torch import begin_pass
+        from .integrations.torch._backward import begin_pass
 
         self._drop_what_was_cut_short()
         if self._pass is None:
@@ -259,8 +260,8 @@ class FSDPBackwardHook:
             name = unit.parameter_name
             if name not in self._units:  # closed, and the model had no way to remove this
                 return gradient
-            entry = self._fsdp.entry(unit, *self._sum(name, gradient))
-            reduce_now(self._fsdp, "scatter_gradient", [entry], accumulate=self._accumulate)
+            entry = self._runs.entry(unit, *self._sum(name, gradient))
+            self._runs.reduce_now("scatter_gradient", [entry], accumulate=self._accumulate)
             return unit.local_gradient
 
         return scatter
@@ -298,12 +299,12 @@ class FSDPBackwardHook:
         """
         _check_units(sharding_units)
         for unit in sharding_units.values():
-            self._fsdp.bind(unit)
+            self._runs.bind(unit)
         if self._units:
             raise ValueError("this object has hooks already; close it, or make another one")
         self._units = dict(sharding_units)
         self._accumulate = accumulate
-        self._buckets = list(self._fsdp.buckets(reversed(self._units.values())))
+        self._buckets = list(self._runs.buckets(reversed(self._units.values())))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -391,13 +392,13 @@ class FSDPBackwardHook:
     ) -> None:
         with self._lock:
             if not self._running:
-                self._fsdp.begin()
+                self._runs.begin()
                 self._running = True
             if name in self._arrived:
                 if settled is not None:
                     settled(False)
                 raise ValueError(f"{name!r} has a gradient already in this backward pass")
-            self._arrived[name] = self._fsdp.entry(self._units[name], gradient, why, settled)
+            self._arrived[name] = self._runs.entry(self._units[name], gradient, why, settled)
             now = perf_counter()
             self._times.append((name, now))
             self._send_what_is_full(now)
@@ -412,7 +413,7 @@ class FSDPBackwardHook:
                 self._there += 1
             entries = [self._arrived[unit.parameter_name] for unit in bucket]
             self._works.append(
-                self._fsdp.reduce_later(entries, accumulate=self._accumulate, ready=now)
+                self._runs.reduce_later(entries, accumulate=self._accumulate, ready=now)
             )
             self._next += 1
             self._there = 0
@@ -436,14 +437,14 @@ class FSDPBackwardHook:
         with self._lock:
             self._drop_what_was_cut_short()
             if not self._running:
-                self._fsdp.begin()
+                self._runs.begin()
             ended = perf_counter()
             try:
                 self._finish()
             finally:
-                if self._fsdp.events is not None:
-                    self._report = BackwardReport(self._times, ended, self._fsdp.events)
-                self._fsdp.end()
+                if self._runs.events is not None:
+                    self._report = BackwardReport(self._times, ended, self._runs.events)
+                self._runs.end()
                 self._forget()
 
     def _finish(self) -> None:
@@ -455,13 +456,13 @@ class FSDPBackwardHook:
                     settled = self._take(name, held)
                 missing = held is None and not self._fsdp.allow_unused
                 why = _MISSING if missing else ""
-                self._arrived[name] = self._fsdp.entry(unit, held, why, settled)
+                self._arrived[name] = self._runs.entry(unit, held, why, settled)
         self._unsent.clear()
         self._send_what_is_full(perf_counter())
         error = self._wait()
         if error is not None:  # the group is broken: there is nobody to end a run with
             raise error
-        self._fsdp.finish("backward pass")
+        self._runs.finish("backward pass")
 
     def _wait(self) -> BaseException | None:
         """Wait for the buckets that were handed over; return what went wrong first."""
@@ -482,7 +483,7 @@ class FSDPBackwardHook:
                     self._arrived[unit.parameter_name].end(stored=False)
         for unit in self._units.values():
             unit.local_gradient = None
-        self._fsdp.end()
+        self._runs.end()
         self._forget()
 
     def report(self) -> BackwardReport:
@@ -540,8 +541,8 @@ class FSDPBackwardHook:
         array([1., 1.])
         """
         self._drop_what_was_cut_short()
-        self._fsdp.bind(unit)
-        reduce_now(self._fsdp, "scatter_gradient", [self._fsdp.entry(unit, full_gradient)])
+        self._runs.bind(unit)
+        self._runs.reduce_now("scatter_gradient", [self._runs.entry(unit, full_gradient)])
         return unit.local_gradient
 
     def scatter_multiple(
@@ -573,17 +574,17 @@ class FSDPBackwardHook:
         _check_units(sharding_units)
         entries = []
         for name, unit in sharding_units.items():
-            self._fsdp.bind(unit)
+            self._runs.bind(unit)
             given = name in full_gradients
             why = "" if given or self._fsdp.allow_unused else "no gradient was passed"
-            entries.append(self._fsdp.entry(unit, full_gradients.get(name), why))
+            entries.append(self._runs.entry(unit, full_gradients.get(name), why))
         for name in full_gradients:
             if name not in sharding_units:
                 unknown = FSDPShardingUnit(name, (), "float32", self._fsdp.rank)
-                self._fsdp.bind(unknown)
+                self._runs.bind(unknown)
                 entries.append(Entry(unknown, None, "there is no sharding unit for this gradient"))
         self._drop_what_was_cut_short()
-        reduce_now(self._fsdp, "scatter_multiple", entries)
+        self._runs.reduce_now("scatter_multiple", entries)
 
     async def scatter_multiple_async(
         self,
@@ -666,7 +667,7 @@ class FSDPBackwardHook:
         _check_units(sharding_units)
         names = [name for name in sharding_units if new_gradients.get(name) is not None]
         for name in names:
-            self._fsdp.bind(sharding_units[name])
+            self._runs.bind(sharding_units[name])
             check_local(sharding_units[name], new_gradients[name])
         there = {name: sharding_units[name].local_gradient for name in names}
         add({name: sum_ for name, sum_ in there.items() if sum_ is not None}, new_gradients)
@@ -758,7 +759,7 @@ class FSDPBackwardHook:
         if sharding_units:
             _check_units(sharding_units)
             for unit in sharding_units.values():
-                self._fsdp.bind(unit)
+                self._runs.bind(unit)
         if unreduced is None:
             if is_empty("full_gradients", full_gradients):
                 full_gradients = {}
@@ -802,7 +803,7 @@ def _check_parameter(
     from difflib import get_close_matches
 
     from ._collective_args import dtype_name
-    from .integrations.torch import tied_to, why_not_reduced
+    from .integrations.torch._backward import tied_to, why_not_reduced
 
     name = unit.parameter_name
     if parameter is None:

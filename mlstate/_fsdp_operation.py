@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from ._fsdp import FSDP
 from ._fsdp_unit import FSDPShardingUnit
 from .collectives import ReduceOp
 from .errors import CompatibilityError
-
-if TYPE_CHECKING:
-    from ._fsdp_reduce import Entry
 
 
 def is_empty(name: str, gradients: Any) -> bool:
@@ -69,9 +66,9 @@ class ReduceScatterOperation:
         *,
         layout: str = "flat",
     ) -> None:
-        self._fsdp = FSDP(group, op=op)
+        self._runs = FSDP(group, op=op)._runs
         self._unit = FSDPShardingUnit("gradient", shape, dtype, shard_index, layout=layout)
-        self._fsdp.bind(self._unit)
+        self._runs.bind(self._unit)
 
     def reduce_scatter(self, full_gradient: Any) -> Any:
         """Reduce the gradients of all ranks, and return this rank's part.
@@ -101,21 +98,9 @@ class ReduceScatterOperation:
         array([1, 2])
         """
         self._unit.local_gradient = None
-        reduce_now(self._fsdp, "reduce_scatter", [self._fsdp.entry(self._unit, full_gradient)])
+        self._runs.reduce_now("reduce_scatter", [self._runs.entry(self._unit, full_gradient)])
         part, self._unit.local_gradient = self._unit.local_gradient, None
         return part
-
-
-def reduce_now(
-    fsdp: FSDP, operation: str, entries: list[Entry], *, accumulate: bool = False
-) -> None:
-    """Reduce gradients in buckets, in the order of their names, and raise what fails."""
-    fsdp.begin()
-    try:
-        fsdp.reduce(sorted(entries, key=lambda entry: entry.name), accumulate=accumulate)
-        fsdp.finish(operation)
-    finally:
-        fsdp.end()
 
 
 def check_local(unit: FSDPShardingUnit, gradient: Any) -> None:

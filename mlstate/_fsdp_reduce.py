@@ -107,7 +107,7 @@ def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
         return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
     if isinstance(gradient, np.ndarray) or _is_common(gradient):
         return ""
-    from .integrations.torch import why_not_reduced
+    from .integrations.torch._backward import why_not_reduced
 
     reason = why_not_reduced(gradient)
     return reason and f"the gradient is {reason}"
@@ -396,7 +396,7 @@ class Reducer:
     ) -> list[tuple[float, int]]:
         """Reduce gradients on which all ranks agree."""
         if len(segments) < len(entries):  # some are on a device
-            from .integrations.torch import reduce_on_device
+            from .integrations.torch._backward import reduce_on_device
 
             return [
                 reduce_on_device(

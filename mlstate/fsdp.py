@@ -77,7 +77,7 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
     >>> sharding_units(torch.nn.Linear(3, 2, bias=False), SingleGroup(), layout="rows")
     {'weight': FSDPShardingUnit('weight' float32 (2, 3) rows, shard 0 of 1)}
     """
-    from .integrations.torch import parameters_of
+    from .integrations.torch._backward import parameters_of
 
     return {
         name: FSDPShardingUnit(

@@ -11,7 +11,7 @@ import mlstate
 from mlstate import CompatibilityError
 from mlstate.checkpoint import Shard
 from mlstate.collectives import SingleGroup
-from mlstate.fsdp import FSDP, FSDPShardingUnit, sharding_units
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, sharding_units
 
 shapes = st.lists(st.integers(0, 12), max_size=3).map(tuple).filter(lambda s: prod(s) <= 400)
 
@@ -117,11 +117,11 @@ def test_a_unit_is_bound_once():
 
 
 def test_a_unit_of_another_rank_is_refused_before_anything_is_sent():
-    unit = FSDPShardingUnit("w", (5,), "f4", 1, world_size=2)
+    hook, gradient = FSDPBackwardHook(FSDP(SingleGroup())), np.ones(5, np.float32)
     with pytest.raises(ValueError, match=r"w: .*2 ranks"):
-        FSDP(SingleGroup()).bind(unit)
+        hook.scatter_gradient(FSDPShardingUnit("w", (5,), "f4", 1, world_size=2), gradient)
     with pytest.raises(ValueError, match="shard_index 1 is out of range"):
-        FSDP(SingleGroup()).bind(FSDPShardingUnit("w", (5,), "f4", 1))
+        hook.scatter_gradient(FSDPShardingUnit("w", (5,), "f4", 1), gradient)
 
 
 @pytest.mark.parametrize("layout", ["flat", "rows"])

@@ -6,15 +6,6 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
-from ._backward import (
-    begin_pass,
-    call_at_end,
-    parameters_of,
-    reduce_on_device,
-    tied_to,
-    watch,
-    why_not_reduced,
-)
 from ._ddp import all_reduce_with
 from ._fsdp2 import reduce_scatter_with
 from ._group import TorchGroup
@@ -28,22 +19,15 @@ __all__ = [
     "TorchGroup",
     "all_reduce_with",
     "arrays_of",
-    "begin_pass",
-    "call_at_end",
     "move",
     "note_written",
     "optimizer_dict",
     "optimizer_state",
-    "parameters_of",
-    "reduce_on_device",
     "reduce_scatter_with",
     "reduce_state",
     "register",
     "restore_state",
     "tensors_of",
-    "tied_to",
-    "watch",
-    "why_not_reduced",
     "write_into_tensor",
 ]
 
