@@ -197,6 +197,35 @@ def test_targets_must_be_writable_and_their_own():
     assert memory.tolist() == list(range(5))
 
 
+def test_names_that_change_while_arrays_are_viewed_are_no_way_out_of_bounds():
+    class Array:
+        """One that shortens its caller's list when it is asked for its memory."""
+
+        def __init__(self, names):
+            self.names, self.array = names, np.ones(4, np.float32)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+        def __dlpack__(self, **keywords):
+            self.names.pop()
+            sources.pop()
+            return self.array.__dlpack__(**keywords)
+
+    names = ["a", "b"]
+    targets = [np.ones(4, np.float32), Array(names)]
+    sources = [np.ones(4, np.float32) for _ in "ab"]
+    with pytest.raises(RuntimeError, match="names changed"):
+        _core.accumulate(names, targets, sources, 1.0, False)
+    assert targets[0].tolist() == [1] * 4
+
+
+def test_an_op_is_its_whole_name():
+    for op in ("sum\0x", "su", "mean"):
+        with pytest.raises(ValueError, match="op must be sum, min or max"):
+            _core.reduce([np.ones(3)], np.ones(3), op, 1.0)
+
+
 def test_torch_parameters_are_added_to_in_place():
     torch = pytest.importorskip("torch", reason="adds to torch tensors")
     parameter = torch.nn.Parameter(torch.ones(6, dtype=torch.bfloat16))

@@ -1,8 +1,8 @@
 /* wire: elements go through in blocks, so that what is lost is known while it is warm.
  *
  * An INT8 part has the scales of all its blocks first, then the codes: one byte for each
- * element.  16-bit parts are the elements alone.  Either is padded to MLS_BUCKET_ALIGN;
- * padding is not written, and nobody reads it.
+ * element.  16-bit parts are the elements alone.  Either is padded with zeros to
+ * MLS_BUCKET_ALIGN: what memory held before stays with its rank.
  */
 #include "wire.h"
 
@@ -27,9 +27,15 @@ static size_t blocks_of(size_t n)
     return n / MLS_WIRE_BLOCK + (n % MLS_WIRE_BLOCK != 0);
 }
 
+/* Without padding. */
+static size_t encoded_bytes(mls_wire wire, size_t n)
+{
+    return wire == MLS_WIRE_INT8 ? n + blocks_of(n) * sizeof(float) : 2 * n;
+}
+
 size_t mls_wire_bytes(mls_wire wire, size_t n)
 {
-    const size_t bytes = wire == MLS_WIRE_INT8 ? n + blocks_of(n) * sizeof(float) : 2 * n;
+    const size_t bytes = encoded_bytes(wire, n);
     return (bytes + MLS_BUCKET_ALIGN - 1) / MLS_BUCKET_ALIGN * MLS_BUCKET_ALIGN;
 }
 
@@ -135,6 +141,8 @@ void mls_wire_encode(const mls_kernels *kernels, mls_wire wire, const float *src
                      float *residual, unsigned char *dst, size_t n)
 {
     float meant[MLS_WIRE_BLOCK], arrives[MLS_WIRE_BLOCK], saturated[MLS_WIRE_BLOCK];
+    const size_t bytes = encoded_bytes(wire, n);
+    memset(dst + bytes, 0, mls_wire_bytes(wire, n) - bytes);
     for (size_t start = 0; start < n; start += MLS_WIRE_BLOCK) {
         const size_t left = n - start < MLS_WIRE_BLOCK ? n - start : MLS_WIRE_BLOCK;
         take(meant, src + start, residual == NULL ? NULL : residual + start, left);

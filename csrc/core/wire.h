@@ -4,8 +4,8 @@
  * MLS_WIRE_BLOCK elements, the largest of them divided by 127.  What is lost stays with
  * its rank as a residual, and is added the next time (error feedback: Seide, Fu, Droppo,
  * Li and Yu, "1-bit stochastic gradient descent", 2014; Karimireddy, Rebjock, Stich and
- * Jaggi, "Error feedback fixes SignSGD", 2019).  NaN and infinity arrive as NaN, and
- * leave no residual.
+ * Jaggi, "Error feedback fixes SignSGD", 2019).  NaN and infinity arrive as NaN, with
+ * INT8 their whole block does; they leave no residual.
  */
 #ifndef MLS_WIRE_H
 #define MLS_WIRE_H

@@ -88,6 +88,25 @@ int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
     return 0;
 }
 
+/* Lengths are compared too: a str may hold a NUL. */
+int mlsp_take_op(PyObject *object, mls_reduce_op *out)
+{
+    static const char *const names[] = {
+        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
+    mls_text text;
+    if (mlsp_take_text(object, "op", &text) < 0) {
+        return -1;
+    }
+    for (int op = 0; op <= MLS_REDUCE_MAX; op++) {
+        if (mls_text_is(text, names[op])) {
+            *out = (mls_reduce_op)op;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "op must be sum, min or max, got %.100R", object);
+    return -1;
+}
+
 /* Strict all the same: text that is not UTF-8 is a mistake of ours, and must not pass as
  * some other name. */
 PyObject *mlsp_str_of(mls_text text)

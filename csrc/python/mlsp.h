@@ -20,6 +20,7 @@
 #include "dtype.h"
 #include "fsio.h"
 #include "pool.h"
+#include "reduce.h"
 #include "status.h"
 #include "tensor.h"
 #include "text.h"
@@ -88,6 +89,9 @@ int mlsp_take_double(PyObject *object, const char *what, double *out);
 /* The UTF-8 of a str, which keeps it.  -1 with TypeError, or with ValueError for half of
  * a surrogate pair, and `*out` untouched. */
 int mlsp_take_text(PyObject *object, const char *what, mls_text *out);
+
+/* "sum", "min" or "max".  -1 with TypeError or ValueError set, and `*out` untouched. */
+int mlsp_take_op(PyObject *object, mls_reduce_op *out);
 
 /* New reference to a str of what is known to be UTF-8. */
 PyObject *mlsp_str_of(mls_text text);

@@ -169,26 +169,6 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
     return 0;
 }
 
-/* "sum", "min" or "max"; -1 with an exception set.  The length is compared too: a str may
- * hold a NUL. */
-static int take_op(PyObject *object, mls_reduce_op *out)
-{
-    static const char *const names[] = {
-        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
-    mls_text text;
-    if (mlsp_take_text(object, "op", &text) < 0) {
-        return -1;
-    }
-    for (int op = 0; op < 3; op++) {
-        if (text.length == 3 && memcmp(text.data, names[op], 3) == 0) {
-            *out = (mls_reduce_op)op;
-            return 0;
-        }
-    }
-    PyErr_SetString(PyExc_ValueError, "op must be 'sum', 'min' or 'max'");
-    return -1;
-}
-
 /* bucket(segments, world, rank, op, divisor) -> capsule
  *
  * The capsule has its own references to the arrays: the list may go.  Until there is a
@@ -201,7 +181,7 @@ static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (mlsp_take_count("bucket", 5, count) < 0 ||
         mlsp_take_int64(state, args[1], "world", &world) < 0 ||
         mlsp_take_int64(state, args[2], "rank", &rank) < 0 ||
-        take_op(args[3], &reduction.op) < 0 ||
+        mlsp_take_op(args[3], &reduction.op) < 0 ||
         mlsp_take_double(args[4], "divisor", &reduction.divisor) < 0) {
         return NULL;
     }

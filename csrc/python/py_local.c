@@ -200,25 +200,6 @@ static int check_length(const mlsp_view *view, const char *what, const size_t *c
     return 0;
 }
 
-/* "sum", "min" or "max".  -1 with an exception set. */
-static int take_op(PyObject *object, mls_reduce_op *out)
-{
-    static const char *const names[] = {
-        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
-    mls_text text;
-    if (mlsp_take_text(object, "op", &text) < 0) {
-        return -1;
-    }
-    for (int op = 0; op <= MLS_REDUCE_MAX; op++) {
-        if (strcmp(text.data, names[op]) == 0) {
-            *out = (mls_reduce_op)op;
-            return 0;
-        }
-    }
-    PyErr_SetString(PyExc_ValueError, "op must be sum, min or max");
-    return -1;
-}
-
 /* ---- operations ----
  *
  * Each views its arrays before it begins, and lets them go after it has ended, since both
@@ -345,7 +326,7 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
     size_t n = 0;
     session s;
     if (state == NULL || mlsp_take_count("all_reduce", 6, count) < 0 ||
-        take_op(args[2], &r.op) < 0 ||
+        mlsp_take_op(args[2], &r.op) < 0 ||
         mlsp_take_double(args[3], "divisor", &r.divisor) < 0) {
         return NULL;
     }
@@ -515,7 +496,8 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
     double divisor;
     session s;
     if (state == NULL || mlsp_take_count("reduce_scatter", 5, count) < 0 ||
-        take_op(args[1], &op) < 0 || mlsp_take_double(args[2], "divisor", &divisor) < 0) {
+        mlsp_take_op(args[1], &op) < 0 ||
+        mlsp_take_double(args[2], "divisor", &divisor) < 0) {
         return NULL;
     }
     if (take_segments(state, link, args[0], op, divisor, &held) == 0 &&

@@ -198,8 +198,8 @@ static PyObject *accumulate_views(const mlsp_state *state, const named_views *ta
 
 /* accumulate(names, targets, sources, scale, tally) -> [(squares, nonfinite)] or None
  *
- * The names are read once for each side, and must be the same both times: callers pass a
- * list that nobody else has. */
+ * The names are read once for each side.  Viewing an array may run code of its own, which
+ * may change the list between the two. */
 static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -213,7 +213,11 @@ static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t 
     const int tally = PyObject_IsTrue(args[4]);
     if (tally >= 0 && named_views_of(state, args[0], args[1], true, &targets) == 0 &&
         named_views_of(state, args[0], args[2], false, &sources) == 0) {
-        result = accumulate_views(state, &targets, &sources, scale, tally == 1);
+        if (targets.count == sources.count) {
+            result = accumulate_views(state, &targets, &sources, scale, tally == 1);
+        } else {
+            PyErr_SetString(PyExc_RuntimeError, "the names changed while they were read");
+        }
     }
     named_views_release(&sources);
     named_views_release(&targets);
@@ -446,25 +450,6 @@ static int reduction_init(const mlsp_state *state, PyObject *sources, PyObject *
     return check_output(state, r);
 }
 
-/* "sum", "min" or "max"; -1 with an exception set.  The names stand in the order of
- * mls_reduce_op. */
-static int take_op(PyObject *object, mls_reduce_op *out)
-{
-    static const char *const names[] = {"sum", "min", "max"};
-    mls_text text;
-    if (mlsp_take_text(object, "op", &text) < 0) {
-        return -1;
-    }
-    for (int op = 0; op < 3; op++) {
-        if (strcmp(text.data, names[op]) == 0) {
-            *out = (mls_reduce_op)op;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "op must be sum, min or max, got %.100R", object);
-    return -1;
-}
-
 /* reduce(sources, out, op, divisor) -> (squares, nonfinite) of out
  *
  * The GIL is let go by the number of elements: of bytes there are at least as many. */
@@ -474,7 +459,8 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     reduction r = {0};
     mls_tally figures = {0};
     PyObject *result = NULL;
-    if (mlsp_take_count("reduce", 4, count) < 0 || take_op(args[2], &r.what.op) < 0 ||
+    if (mlsp_take_count("reduce", 4, count) < 0 ||
+        mlsp_take_op(args[2], &r.what.op) < 0 ||
         mlsp_take_double(args[3], "divisor", &r.what.divisor) < 0) {
         return NULL;
     }

@@ -41,6 +41,24 @@ static void elements_arrive_within_the_precision_of_the_wire(void)
     }
 }
 
+static void padding_does_not_tell_what_memory_held_before(void)
+{
+    float src[COUNT];
+    unsigned char bytes[4 * COUNT];
+    fill(src);
+    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
+        for (size_t n = 1; n < 9; n++) {
+            const size_t codes = wire == MLS_WIRE_INT8 ? n + sizeof(float) : 2 * n;
+            memset(bytes, 0xAA, sizeof bytes);
+            mls_wire_encode(mls_kernels_of(MLS_CPU_SCALAR), (mls_wire)wire, src, NULL,
+                            bytes, n);
+            for (size_t i = codes; i < mls_wire_bytes((mls_wire)wire, n); i++) {
+                CHECK(bytes[i] == 0);
+            }
+        }
+    }
+}
+
 static void all_instruction_sets_give_the_same_bits(void)
 {
     float src[COUNT], expected[COUNT], back[COUNT];
@@ -151,6 +169,7 @@ static void a_bucket_is_summed_from_what_the_wire_makes_of_every_part(void)
 
 static const test_case tests[] = {
     TEST(elements_arrive_within_the_precision_of_the_wire),
+    TEST(padding_does_not_tell_what_memory_held_before),
     TEST(all_instruction_sets_give_the_same_bits),
     TEST(what_is_lost_is_made_good_the_next_times),
     TEST(large_elements_saturate_and_come_later),
