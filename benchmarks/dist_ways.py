@@ -219,7 +219,7 @@ class Counting:
         self.sent = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_reduce_segments":  # which sends elements as they are
+        if name == "_reduce_bucket":  # which sends elements as they are
             raise AttributeError(name)
         return getattr(self._group, name)
 

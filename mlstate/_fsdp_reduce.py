@@ -278,7 +278,7 @@ class Reducer:
         started: float,
         rest: Sequence[Entry],
     ) -> list[Entry] | None:
-        segments = self._prepare(entries, terms)
+        bucket = self._prepare(entries, terms)
         settings = {
             **self._settings,
             "gradient_divide_factor": terms.divisor,
@@ -292,7 +292,7 @@ class Reducer:
         if not all_agree(heads):
             return self._good([*entries, *rest], settings)
         self._sequence += 1
-        self._tallies = self._sums(entries, terms, segments)
+        self._tallies = self._sums(entries, terms, bucket)
         self._pending, self._pending_terms = entries, terms
         self._note(entries, ready, started, agreed, heads)
         return None
@@ -321,14 +321,15 @@ class Reducer:
         by_name = {entry.name: entry for entry in entries}
         return [by_name[name] for name in verdict.good]
 
-    def _prepare(self, entries: Sequence[Entry], terms: Terms) -> list[Segment]:
-        """Find memory for all entries; return what the core can reduce."""
+    def _prepare(self, entries: Sequence[Entry], terms: Terms) -> Any:
+        """Find memory for all entries; return them as the core reduces them, if it can."""
         for entry in entries:
             self._find_memory(entry, terms)
         near = [entry for entry in entries if not entry.why and on_host(entry.flat)]
         segments = [_segment(entry) for entry in near]
         try:
-            self._capsule(segments, terms)
+            bucket = self._capsule(segments, terms)
+            return bucket if len(near) == len(entries) else None
         except Exception:  # all ranks are told which of them it was
             for entry, segment in zip(near, segments, strict=True):
                 try:
@@ -337,7 +338,7 @@ class Reducer:
                     entry.why = f"{type(error).__name__}: {error}"
             if not any(entry.why for entry in near):
                 raise
-        return segments
+        return None
 
     def _find_memory(self, entry: Entry, terms: Terms) -> None:
         """Find memory for an entry: to be read, and to be written."""
@@ -391,11 +392,9 @@ class Reducer:
 
     # ---- sums ----
 
-    def _sums(
-        self, entries: list[Entry], terms: Terms, segments: list[Segment]
-    ) -> list[tuple[float, int]]:
-        """Reduce gradients on which all ranks agree."""
-        if len(segments) < len(entries):  # some are on a device
+    def _sums(self, entries: list[Entry], terms: Terms, bucket: Any) -> list[tuple[float, int]]:
+        """Reduce gradients on which all ranks agree; `bucket` has them if all are on the host."""
+        if bucket is None:
             from .integrations.torch._backward import reduce_on_device
 
             return [
@@ -410,12 +409,10 @@ class Reducer:
                 )
                 for e in entries
             ]
-        if not terms.compression and hasattr(self._group, "_reduce_segments"):
-            found: list[tuple[float, int]] = self._group._reduce_segments(
-                segments, terms.op, terms.divisor, self._timeout
-            )
+        if not terms.compression and hasattr(self._group, "_reduce_bucket"):
+            text = f"{terms.op} of {len(entries)} arrays"
+            found: list[tuple[float, int]] = self._group._reduce_bucket(bucket, text, self._timeout)
             return found
-        bucket = self._capsule(segments, terms)
         if terms.compression:
             return self._compressed(bucket, entries, terms.compression)
         sizes, mine = _core.bucket_sizes(bucket)

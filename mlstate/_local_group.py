@@ -104,10 +104,10 @@ def _numbers_of(array: Any) -> Any:
     return flat.view(np.float64)
 
 
-def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, list[int], Any]:
+def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, tuple[int, ...], Any]:
     """Return what the core reduces into `out`: flat numbers, and how many are each rank's."""
     numbers = _numbers_of(array)
-    return numbers, shares(len(numbers), rows), _numbers_of(out)
+    return numbers, tuple(shares(len(numbers), rows)), _numbers_of(out)
 
 
 def _operator(kind: str, world_size: int) -> tuple[str, float]:
@@ -386,29 +386,19 @@ class LocalGroup(Engine):
             error.rank = self._rank
             raise
 
-    def _reduce_segments(
-        self,
-        segments: Sequence[tuple[Any, Sequence[int], Any]],
-        op: str,
-        divisor: float,
-        timeout: float | None,
+    def _reduce_bucket(
+        self, bucket: Any, text: str, timeout: float | None
     ) -> list[tuple[float, int]]:
-        """Reduce several packed arrays as one operation, each into what is this rank's.
+        """Reduce a bucket of the core as one operation: arrays where they lie.
 
-        A segment is ``(array, counts, out)``: `counts` in elements for each rank, `out` of the
-        same dtype or float32. Returns the sum of squares and the number of elements that are
-        infinite or NaN for each `out`.
+        Returns the sum of squares and the number of elements that are infinite or NaN for each
+        output. `text` is compared between ranks.
         """
-        name = "reduce_scatter"
-        for array, _, _ in segments:
-            _check_numbers(name, array)
-        listed = [_segment(*segment) for segment in segments]
-        kind, ranks = _operator(op, self._world_size)
 
         def perform(link: tuple[float, str]) -> list[tuple[float, int]]:
-            return self._link.reduce_scatter(listed, kind, ranks * divisor, *link)
+            return self._link.reduce_scatter(bucket, *link)
 
-        call = Call(name, check_timeout(timeout), False, f"{op} of {len(listed)} arrays")
+        call = Call("reduce_scatter", check_timeout(timeout), False, text)
         found: list[tuple[float, int]] = self._submit(call, perform)
         return found
 
@@ -435,8 +425,10 @@ class LocalGroup(Engine):
     # ---- how bytes travel ----
 
     def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
-        segment = _segment(source, rows, target)
-        self._link.reduce_scatter([segment], *_operator(op, self._world_size), *link)
+        segments = [_segment(source, rows, target)]
+        kind, divisor = _operator(op, self._world_size)
+        bucket = _core.bucket(segments, self._world_size, self._rank, kind, divisor)
+        self._link.reduce_scatter(bucket, *link)
 
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
         numbers = _numbers_of(source), _numbers_of(target)

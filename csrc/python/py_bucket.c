@@ -130,6 +130,29 @@ static int take_counts(const mlsp_state *state, PyObject *tuple, size_t world,
     return 0;
 }
 
+/* An output must be memory of its own, or this rank's part of the input as it is.  -1
+ * with ValueError set.  In any other place, or with wider elements, the sums would be
+ * written over elements that other ranks have not yet been sent. */
+static int check_apart(const mls_tensor *data, const mls_tensor *out,
+                       const size_t *counts, size_t rank)
+{
+    if (!mls_tensor_overlap(data, out)) {
+        return 0;
+    }
+    size_t start = 0;
+    for (size_t r = 0; r < rank; r++) {
+        start += counts[r];
+    }
+    const unsigned char *part = data->data + start * mls_tensor_item_bytes(data);
+    if (data->dtype == out->dtype && part == out->data) {
+        return 0;
+    }
+    PyErr_SetString(PyExc_ValueError,
+                    "out shares memory with the array, and is not this rank's part of it "
+                    "in the same dtype");
+    return -1;
+}
+
 /* Fill segment `held->bucket.count` from a tuple, and count it.  -1 with an exception
  * set; the caller then frees the whole bucket.  `reduction` comes without its dtypes,
  * which each segment has from its own arrays. */
@@ -153,7 +176,8 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
     }
     b->count++; /* from here on bucket_free lets the views go */
     if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, b->rank, views, counts) <
-        0) {
+            0 ||
+        check_apart(&views[0].tensor, &views[1].tensor, counts, b->rank) < 0) {
         return -1;
     }
     reduction.dtype = views[0].tensor.dtype;

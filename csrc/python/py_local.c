@@ -353,135 +353,7 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 
 /* ---- reduce_scatter ---- */
 
-/* What a call of reduce_scatter holds for each array.  Owners are moved out of the views,
- * whose shapes nobody needs any more: a view that was moved from is not released. */
-typedef struct held_arrays {
-    mls_segment *segments;
-    PyObject **owners; /* strong references, two for each segment */
-    size_t *counts;    /* `world` for each segment */
-    size_t count;
-} held_arrays;
-
-/* Let go of everything; accepts a zeroed struct. */
-static void let_go(held_arrays *held)
-{
-    for (size_t i = 0; held->owners != NULL && i < 2 * held->count; i++) {
-        Py_XDECREF(held->owners[i]);
-    }
-    PyMem_Free(held->owners);
-    PyMem_Free(held->counts);
-    PyMem_Free(held->segments);
-}
-
-/* Room for `count` segments, zeroed.  -1 with MemoryError set.  `count` is the length of
- * a list that lies in memory, and `world` is small: the products cannot overflow. */
-static int make_room(held_arrays *held, size_t count, size_t world)
-{
-    held->segments = PyMem_Calloc(count + 1, sizeof *held->segments);
-    held->owners = PyMem_Calloc(2 * count + 1, sizeof *held->owners);
-    held->counts = PyMem_Calloc(count * world + 1, sizeof *held->counts);
-    held->count = count;
-    if (held->segments == NULL || held->owners == NULL || held->counts == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    return 0;
-}
-
-/* An output must be memory of its own, or this rank's part of the input as it is.  -1
- * with ValueError set.  In any other place, or with wider elements, the sums would be
- * written over elements that other ranks have not yet been sent. */
-static int check_apart(const mlsp_view *data, const mlsp_view *out, const size_t *counts,
-                       size_t rank)
-{
-    if (!mls_tensor_overlap(&data->tensor, &out->tensor)) {
-        return 0;
-    }
-    size_t start = 0;
-    for (size_t r = 0; r < rank; r++) {
-        start += counts[r];
-    }
-    const unsigned char *part =
-        data->tensor.data + start * mls_tensor_item_bytes(&data->tensor);
-    if (data->tensor.dtype == out->tensor.dtype && part == out->tensor.data) {
-        return 0;
-    }
-    PyErr_SetString(PyExc_ValueError,
-                    "out shares memory with the array, and is not this rank's part of it "
-                    "in the same dtype");
-    return -1;
-}
-
-/* One segment from a tuple (array, counts, out).  -1 with an exception set; `held` then
- * has the references that were taken so far. */
-static int take_segment(const mlsp_state *state, const link_object *link, PyObject *tuple,
-                        size_t index, held_arrays *held)
-{
-    mls_segment *segment = &held->segments[index];
-    size_t *counts = held->counts + index * link->world;
-    mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
-    int failed = -1;
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 3) {
-        PyErr_SetString(PyExc_TypeError, "a segment is a tuple (array, counts, out)");
-        return -1;
-    }
-    if (take_counts(PyTuple_GET_ITEM(tuple, 1), link->world, counts) < 0 ||
-        take_packed(state, PyTuple_GET_ITEM(tuple, 0), "array", false, &data) < 0) {
-        return -1;
-    }
-    held->owners[2 * index] = data.owner;
-    if (take_packed(state, PyTuple_GET_ITEM(tuple, 2), "out", true, &out) == 0) {
-        held->owners[2 * index + 1] = out.owner;
-        failed = check_length(&data, "array", counts, link->world);
-        if (failed == 0) {
-            failed = check_length(&out, "out", &counts[link->rank], 1);
-        }
-        if (failed == 0) {
-            failed = check_apart(&data, &out, counts, link->rank);
-        }
-    }
-    if (failed == 0) {
-        segment->data = data.tensor.data;
-        segment->counts = counts;
-        segment->out = out.tensor.data;
-        segment->reduction.dtype = data.tensor.dtype;
-        segment->reduction.out_dtype = out.tensor.dtype;
-    }
-    return failed;
-}
-
-/* All segments of a list.  -1 with an exception set; let go of `held` in any case. */
-static int take_segments(const mlsp_state *state, const link_object *link, PyObject *list,
-                         mls_reduce_op op, double divisor, held_arrays *held)
-{
-    if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "segments must be a list");
-        return -1;
-    }
-    const Py_ssize_t count = PyList_GET_SIZE(list);
-    if (make_room(held, (size_t)count, link->world) < 0) {
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count && i < PyList_GET_SIZE(list); i++) {
-        /* exporting an array may run code of others, which may change the list: hence
-         * the reference, and the second look at its length */
-        PyObject *tuple = Py_NewRef(PyList_GET_ITEM(list, i));
-        const int failed = take_segment(state, link, tuple, (size_t)i, held);
-        Py_DECREF(tuple);
-        if (failed < 0) {
-            return -1;
-        }
-        held->segments[i].reduction.op = op;
-        held->segments[i].reduction.divisor = divisor;
-    }
-    if (count != PyList_GET_SIZE(list)) {
-        PyErr_SetString(PyExc_RuntimeError, "the list of segments changed");
-        return -1;
-    }
-    return 0;
-}
-
-/* reduce_scatter(segments, op, divisor, timeout, text) -> [(squares, nonfinite), ...]
+/* reduce_scatter(bucket, timeout, text) -> [(squares, nonfinite), ...]
  *
  * If there is no memory for the list, the sums are there all the same, and the exception
  * passes through finish(), which has no failure of its own to report. */
@@ -489,31 +361,29 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
                                      Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
-    const mlsp_state *state = state_of_link(link);
-    held_arrays held = {0};
-    PyObject *result = NULL, *found = NULL;
-    mls_reduce_op op;
-    double divisor;
+    mlsp_bucket *held;
+    PyObject *found = NULL;
     session s;
-    if (state == NULL || mlsp_take_count("reduce_scatter", 5, count) < 0 ||
-        mlsp_take_op(args[1], &op) < 0 ||
-        mlsp_take_double(args[2], "divisor", &divisor) < 0) {
+    if (mlsp_take_count("reduce_scatter", 3, count) < 0 ||
+        (held = mlsp_bucket_of(args[0])) == NULL) {
         return NULL;
     }
-    if (take_segments(state, link, args[0], op, divisor, &held) == 0 &&
-        begin(&s, self, args[3], args[4]) == 0) {
-        s.saved = PyEval_SaveThread();
-        const mls_code code =
-            mls_local_reduce_scatter(s.place, &s.call, held.segments, held.count, &s.st);
-        PyEval_RestoreThread(s.saved);
-        if (code == MLS_OK) {
-            const mls_bucket b = {.segments = held.segments, .count = held.count};
-            found = mlsp_bucket_tallies(&b);
-        }
-        result = finish(&s, code, found);
+    mls_bucket *b = &held->bucket;
+    if (b->world != link->world || b->rank != link->rank) {
+        PyErr_SetString(PyExc_ValueError, "the bucket is that of another rank or group");
+        return NULL;
     }
-    let_go(&held);
-    return result;
+    if (begin(&s, self, args[1], args[2]) < 0) {
+        return NULL;
+    }
+    s.saved = PyEval_SaveThread();
+    const mls_code code =
+        mls_local_reduce_scatter(s.place, &s.call, b->segments, b->count, &s.st);
+    PyEval_RestoreThread(s.saved);
+    if (code == MLS_OK) {
+        found = mlsp_bucket_tallies(b);
+    }
+    return finish(&s, code, found);
 }
 
 /* ---- gather_bytes ---- */
@@ -661,7 +531,7 @@ static PyMethodDef link_methods[] = {
      "on "
      "all ranks."},
     {"reduce_scatter", MLSP_FASTCALL(link_reduce_scatter),
-     "reduce_scatter($self, segments, op, divisor, timeout, text, /)\n--\n\nSums of "
+     "reduce_scatter($self, bucket, timeout, text, /)\n--\n\nSums of "
      "which "
      "each rank gets a part."},
     {"gather_bytes", MLSP_FASTCALL(link_gather_bytes),
