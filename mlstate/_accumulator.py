@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
+from math import prod, sqrt
 from operator import index
+from sys import getrefcount
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,59 @@ _ADDED = frozenset(
 )
 
 
+# What the core converts into each other while it copies.
+_CONVERTED = ("float16", "bfloat16", "float32", "float64")
+
+
 class _Sum:
     """One parameter's running sum; `array` is None between two rounds."""
 
-    __slots__ = ("array", "count", "figures", "given", "in_core")
+    __slots__ = ("array", "count", "figures", "given", "in_core", "memory")
 
-    def __init__(self, array: Any, given: str, in_core: bool) -> None:
+    def __init__(self, array: Any, given: str, memory: Any = None) -> None:
         self.array = array
         self.given = given  # dtype of the gradients, which `array` need not have
-        self.in_core = in_core  # whether the core adds to it, or torch itself
+        self.memory = memory  # the bytes of `array`, or None where they are torch's own
+        self.in_core = memory is not None  # whether the core adds to it, or torch itself
         self.count = 1
         self.figures: tuple[float, int] | None = None  # known, or to be found out
+
+
+def _holders(total: _Sum) -> int:
+    """Count who refers to a sum's memory, this call included."""
+    return getrefcount(total.memory)
+
+
+_NOBODY_ELSE = _holders(_Sum(None, "", np.empty(0, np.uint8)))
+
+
+def _memory(size: int, before: _Sum | None) -> Any:
+    """Return bytes: those of the round before, if its result is in nobody's hands any more."""
+    if (
+        before is not None
+        and before.memory is not None
+        and before.memory.nbytes == size
+        and _holders(before) == _NOBODY_ELSE
+    ):
+        return before.memory
+    return np.empty(size, np.uint8)
+
+
+def _fill(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
+    """Copy first gradients into the memory of their sums."""
+    targets, sources = {}, {}
+    for name, total in started.items():
+        gradient, sum_ = batch[name], dtype_name(total.array) if total.in_core else ""
+        if not total.in_core:
+            continue
+        if sum_ == total.given or (sum_ in _CONVERTED and total.given in _CONVERTED):
+            targets[name], sources[name] = total.array, _readable(gradient)
+        elif is_torch(gradient):
+            total.array.copy_(gradient)
+        else:
+            total.array[...] = gradient
+    report = _core.state_load(targets, sources, True, True)
+    assert report is None, report
 
 
 def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
@@ -131,7 +174,8 @@ class GradientAccumulator:
     -----
     The first gradient of a parameter is copied; each further one is added to that copy
     in the order in which they come, so the bits are those of cloning all and adding up at
-    the end. Memory is one gradient per parameter, however many micro-batches there are.
+    the end. Memory is one gradient per parameter, however many micro-batches there are; that
+    of sums which the caller has let go of is used again in the next round.
     NumPy arrays and torch tensors on the CPU are added by the C core, which also finds the
     norm and what is not finite in the same pass over memory; tensors elsewhere by torch.
     Thread-safe: each call is one step for all others.
@@ -217,18 +261,19 @@ class GradientAccumulator:
                     _check_same(name, total, gradient)
                 else:
                     started[name] = self._start(name, gradient)
+            _fill(started, batch)
             self._add({name: batch[name] for name in batch if name not in started})
             self._sums.update(started)
 
     def _start(self, name: str, gradient: Any) -> _Sum:
-        """Begin a sum with a copy of the first gradient."""
+        """Find memory for a sum, which begins with a copy of the first gradient."""
         given = dtype_name(gradient)
-        dtype = self._dtype if given in _NARROW else None
-        in_core = (dtype or given) in _ADDED and _readable(gradient) is not None
-        if is_torch(gradient):
+        dtype = (self._dtype if given in _NARROW else None) or given
+        in_core = dtype in _ADDED and _readable(gradient) is not None
+        if not in_core and is_torch(gradient):
             from .integrations.torch._reduce import copy_of
 
-            return _Sum(copy_of(gradient, dtype), given, in_core)
+            return _Sum(copy_of(gradient, dtype), given)
         if not in_core:
             error = CompatibilityError(
                 f"'{name}': gradients of dtype {given} cannot be added up"
@@ -236,8 +281,15 @@ class GradientAccumulator:
             )
             error.name, error.got = name, given
             raise error
-        native = gradient.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
-        return _Sum(np.array(gradient, dtype=native, order="C", subok=False), given, True)
+        count, before = prod(gradient.shape), self._sums.get(name)
+        if is_torch(gradient):
+            from .integrations.torch._reduce import item_bytes, tensor_in
+
+            memory = _memory(count * item_bytes(dtype, gradient), before)
+            return _Sum(tensor_in(memory, dtype, gradient), given, memory)
+        native = gradient.dtype.newbyteorder("=") if dtype == given else np.dtype(dtype)
+        memory = _memory(count * native.itemsize, before)
+        return _Sum(memory.view(native).reshape(gradient.shape), given, memory)
 
     def _add(self, batch: dict[str, Any]) -> None:
         """Add gradients that were checked."""
@@ -271,7 +323,7 @@ class GradientAccumulator:
         dict of str to array
             The sum for each parameter that had a gradient, in the order in which they
             first came: NumPy arrays or torch tensors, as they were given. They are the
-            caller's; nothing is copied.
+            caller's, for as long as anything refers to them; nothing is copied.
 
         Examples
         --------
@@ -293,7 +345,7 @@ class GradientAccumulator:
             return result
 
     def reset(self) -> None:
-        """Forget all sums, and which parameters there were.
+        """Forget all sums, which parameters there were, and their memory.
 
         Examples
         --------

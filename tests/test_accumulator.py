@@ -172,6 +172,43 @@ def test_gradients_are_read_and_never_kept():
 # ---- figures ----
 
 
+def test_memory_that_nobody_holds_is_used_again_and_no_other():
+    accumulator = GradientAccumulator()
+    gradient = np.arange(1000, dtype=np.float32)
+
+    def one_round(scale):
+        accumulator.add_gradients({"w": gradient * scale})
+        accumulator.add_gradients({"w": gradient * scale})
+        return accumulator.get_and_clear_gradients()["w"]
+
+    first = one_round(1).ctypes.data  # dropped at once
+    second = one_round(2)
+    assert second.ctypes.data == first
+    part = second[10:20]
+    del second
+    third = one_round(3)  # a view still has that memory
+    assert third.ctypes.data != first
+    assert part.tolist() == (4 * gradient[10:20]).tolist()
+    assert third.tolist() == (6 * gradient).tolist()
+    kept = third.ctypes.data
+    del third
+    accumulator.add_gradients({"w": np.ones(1000, np.int32)})  # as many bytes of another kind
+    assert accumulator.get_and_clear_gradients()["w"].ctypes.data == kept
+    accumulator.add_gradients({"w": np.ones((2, 3), np.float32)})
+    assert accumulator.get_and_clear_gradients()["w"].tolist() == [[1] * 3] * 2
+
+
+def test_a_batch_that_is_refused_spoils_no_result_that_is_held():
+    accumulator = GradientAccumulator()
+    accumulator.add_gradients({"a": np.ones(4), "b": np.ones(4)})
+    held = accumulator.get_and_clear_gradients()
+    accumulator.add_gradients({"b": np.full(4, 2.0)})
+    with pytest.raises(CompatibilityError):
+        accumulator.add_gradients({"a": np.full(4, 3.0), "b": np.full(5, 3.0)})
+    assert held["a"].tolist() == held["b"].tolist() == [1] * 4
+    assert accumulator.get_and_clear_gradients()["b"].tolist() == [2] * 4
+
+
 def test_norm_and_nonfinite_come_with_the_sums():
     rng = np.random.default_rng(3)
     accumulator = GradientAccumulator()
@@ -349,6 +386,27 @@ def test_float32_sums_of_brains(torch):
     total = accumulator.get_and_clear_gradients()["w"]
     assert total.dtype == torch.float32 and total.tolist() == [257] * 3
     assert not total.requires_grad
+
+
+def test_memory_of_tensors_that_nobody_holds_is_used_again_and_no_other(torch):
+    accumulator = GradientAccumulator()
+
+    def one_round(value):
+        accumulator.add_gradients({"w": torch.full((3, 4), value, dtype=torch.bfloat16)})
+        return accumulator.get_and_clear_gradients()["w"]
+
+    first = one_round(1.0).data_ptr()
+    parameter = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
+    parameter.grad = one_round(2.0)
+    assert parameter.grad.data_ptr() == first
+    third = one_round(3.0)  # torch holds the one before
+    assert third.data_ptr() != first
+    assert parameter.grad.tolist() == [[2] * 4] * 3 and third.tolist() == [[3] * 4] * 3
+    storage = third.untyped_storage()
+    kept = third.data_ptr()
+    del third
+    assert one_round(4.0).data_ptr() != kept, "a storage holds memory, too"
+    del storage
 
 
 def test_tensors_and_arrays_do_not_mix(torch):

@@ -9,6 +9,7 @@ from ._dtypes import torch_dtype
 from ._memory import plain_memory
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -31,6 +32,19 @@ def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
         if plain.layout != torch.strided:
             return plain.to(wanted, copy=True)
         return plain.to(wanted, copy=True, memory_format=torch.contiguous_format)
+
+
+def item_bytes(dtype: str, like: torch.Tensor) -> int:
+    """Return the size of an element of a dtype."""
+    size: int = torch_dtype(dtype, like).itemsize
+    return size
+
+
+def tensor_in(memory: np.ndarray, dtype: str, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of another one's shape in these bytes, which it keeps alive."""
+    import torch
+
+    return torch.from_numpy(memory).view(torch_dtype(dtype, like)).view(like.shape)
 
 
 def add(total: torch.Tensor, tensor: torch.Tensor) -> None:
