@@ -1,5 +1,6 @@
 """`import mlstate` costs what NumPy costs, and little more."""
 
+import os
 import statistics
 import subprocess
 import sys
@@ -24,9 +25,12 @@ print((time.perf_counter() - start) * 1e3)
 """
 
 
-def run(code):
+def run(code, **variables):
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    ).stdout
 
 
 def test_import_loads_only_numpy():
@@ -45,8 +49,11 @@ def test_demo_and_command_line_are_not_loaded():
 
 
 @pytest.mark.slow
-def test_import_is_quick(record_property):
-    times = [float(run(MEASURE)) for _ in range(7)]
+def test_import_is_quick(record_property, tmp_path):
+    # with bytecode, as users have it: an empty variable is as good as none
+    compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    run(MEASURE, **compiled)
+    times = [float(run(MEASURE, **compiled)) for _ in range(7)]
     record_property("import_milliseconds", round(min(times), 2))
     print(f"import mlstate over NumPy: {min(times):.1f} ms, median {statistics.median(times):.1f}")
     assert min(times) < 60, "the goal is 15 ms; four times that is no noise"
