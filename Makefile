@@ -30,7 +30,7 @@ PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-hosts core core-test lint format sanitize sanitize-slice tsan coverage \
+.PHONY: help demo test test-long test-hosts core core-test lint format sanitize sanitize-slice tsan coverage \
 	faults faults-slice fuzz fuzz-slice bench docs cross wheel wheel-test install dev clean
 
 help: ## List the targets.
@@ -41,6 +41,9 @@ demo: install ## Install, then run the demo: real Core ML packages, no Core ML n
 
 test: $(STAMP)-test $(MPI) install ## Run all tests: C, Python, torch and coremltools.
 	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-long: $(STAMP)-test $(MPI) install ## Run what `test` leaves out: more ranks, more engines.
+	@$(RUN) -m pytest -m long $(PYTEST_ARGS)
 
 test-hosts: $(STAMP)-test $(MPI) install ## Run groups across two network namespaces (root).
 	@tools/test_hosts.sh $(RUN)

@@ -34,7 +34,11 @@ def outcomes(tmp_path_factory):
     return of
 
 
-CASES = [(world, name) for world, names in WANTED.items() for name in names]
+CASES = [
+    pytest.param(world, name, marks=[pytest.mark.long] if world == 4 else [])
+    for world, names in WANTED.items()
+    for name in names
+]
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)

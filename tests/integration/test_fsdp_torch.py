@@ -19,7 +19,11 @@ with warnings.catch_warnings():
 RANKS = Path(__file__).with_name("fsdp_torch_ranks.py")
 NAMES = scenarios(RANKS)
 WANTED = {2: NAMES, 3: [name for name in NAMES if "compiled" not in name]}
-CASES = [(world, name) for world, names in WANTED.items() for name in names]
+CASES = [
+    pytest.param(world, name, marks=[pytest.mark.long] if world == 3 else [])
+    for world, names in WANTED.items()
+    for name in names
+]
 SECONDS = 60
 
 

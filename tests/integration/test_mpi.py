@@ -75,7 +75,7 @@ def check(found, log, names, ranks):
     assert not wrong, "\n".join([*wrong, log])
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.long), 3])
 def worked(request, engine):
     """One job for all: each failure has a group of its own."""
     return run(engine, request.param, WORKING + FAILURES), request.param

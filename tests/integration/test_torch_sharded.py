@@ -41,7 +41,10 @@ NAMES = scenarios()
 FOUR = NAMES[NAMES.index("meshes_of_two_dimensions_are_layouts") :]
 TWO = [name for name in NAMES if name not in FOUR]
 FOUR = ["fsdp2_is_assembled", "fsdp1_is_assembled", *FOUR]  # a rank without rows
-CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
+CASES = [
+    *((2, name) for name in TWO),
+    *(pytest.param(4, name, marks=pytest.mark.long) for name in FOUR),
+]
 
 
 def run_ranks(world, names, store):

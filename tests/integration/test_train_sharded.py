@@ -70,6 +70,7 @@ def test_two_ranks_have_the_bits_of_fsdp2(trained):
     assert resumed.splitlines() == theirs.splitlines()[: STEPS[2] // 2]
 
 
+@pytest.mark.long
 def test_four_ranks_have_one_curve_and_gloo_sums_in_another_order(trained):
     printed = trained(4)["printed"]
     theirs = printed.pop("fsdp2, gloo, rows")
@@ -82,7 +83,7 @@ def test_four_ranks_have_one_curve_and_gloo_sums_in_another_order(trained):
     assert losses(theirs)[0] == losses(ours)[0]  # nothing was reduced before the first loss
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_are_sums_in_the_order_of_ranks(trained, world):
     counts = trained(world)["differing"]
     elements, other, none = counts["ours"]
@@ -94,6 +95,7 @@ def test_gradients_are_sums_in_the_order_of_ranks(trained, world):
         assert counts["gloo"][1] == 0
 
 
+@pytest.mark.long
 def test_the_example_runs_from_the_command_line(trained, tmp_path):
     expected = trained(2)["printed"]["mlstate, local, rows"].splitlines()
     arguments = ("--ranks", "2", "--checkpoint", tmp_path / "checkpoint")
@@ -105,7 +107,12 @@ def test_the_example_runs_from_the_command_line(trained, tmp_path):
 
 @pytest.mark.parametrize("engine", mpi_jobs.ENGINES)
 @pytest.mark.parametrize(
-    ("world", "method"), [(2, "mlstate"), (2, "fsdp2+mlstate"), (4, "mlstate")]
+    ("world", "method"),
+    [
+        (2, "mlstate"),
+        pytest.param(2, "fsdp2+mlstate", marks=pytest.mark.long),
+        pytest.param(4, "mlstate", marks=pytest.mark.long),
+    ],
 )
 def test_mpi_has_the_same_curve(trained, engine, world, method):
     if mpi_jobs.home(engine) is None:
