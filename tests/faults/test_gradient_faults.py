@@ -22,6 +22,7 @@ ENGINES = harness.amount(
 )  # fmt: skip
 RUNS, JOBS = harness.amount((2, 1), (3, 1), (20, 5))
 NAMED = "error names rank and parameter"
+pytestmark = pytest.mark.slow
 # fault: what all ranks see in every run, whether other gradients are right, whether the group lives
 EXPECTED = {
     "order": ("all sums right", True, True),  # gradients are paired by name

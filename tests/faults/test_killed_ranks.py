@@ -21,6 +21,7 @@ from mlstate._local_meet import _address
 from mlstate.collectives import LocalGroup
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc for what is left"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
 ]

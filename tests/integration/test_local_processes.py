@@ -28,6 +28,7 @@ from mlstate._local_meet import _address
 from mlstate.collectives import LocalGroup
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(120),
     # Python 3.12 and later warn of threads when a process forks: pytest's own watch is one
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
