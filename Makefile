@@ -30,7 +30,7 @@ PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-long test-hosts core core-test lint format sanitize sanitize-slice tsan coverage \
+.PHONY: help demo test test-long test-hosts core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice fuzz fuzz-slice bench docs cross wheel wheel-test install dev clean
 
 help: ## List the targets.
@@ -67,7 +67,10 @@ sanitize-slice: dev ## Run the part of `sanitize` that fits a change's check.
 	@tools/sanitize.sh $(RUN) slice
 
 tsan: ## Run the C tests that use threads under ThreadSanitizer.
-	@tools/tsan.sh
+	@tools/tsan.sh all
+
+tsan-slice: ## Run the part of `tsan` that fits a change's check.
+	@tools/tsan.sh slice
 
 coverage: dev ## Report what the tests reach in the C sources: build/coverage/index.html.
 	@tools/coverage.sh $(RUN)

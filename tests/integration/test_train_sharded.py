@@ -109,7 +109,7 @@ def test_the_example_runs_from_the_command_line(trained, tmp_path):
 @pytest.mark.parametrize(
     ("world", "method"),
     [
-        (2, "mlstate"),
+        pytest.param(2, "mlstate", marks=pytest.mark.long),
         pytest.param(2, "fsdp2+mlstate", marks=pytest.mark.long),
         pytest.param(4, "mlstate", marks=pytest.mark.long),
     ],
