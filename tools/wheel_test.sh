@@ -40,4 +40,4 @@ echo "mlstate demo: ok, $(wc -l <demo.log) lines"
 
 "${install[@]}" --target tools pytest pytest-timeout hypothesis
 PYTHONPATH=$PWD/tools "$clean" -m pytest -q -p no:cacheprovider \
-    -m "not long and not slow and not torch and not coremltools" tests
+    -m "not long and not slow and not torch and not coremltools" --ignore=tests/faults tests
