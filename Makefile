@@ -39,7 +39,7 @@ help: ## List the targets.
 demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
 	@$(RUN) -m mlstate demo
 
-test: $(STAMP)-test $(MPI) install ## Run all tests: C, Python, torch and coremltools.
+test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools and both MPIs.
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 
 test-long: $(STAMP)-test $(MPI) install ## Run what `test` leaves out: more ranks, more engines.
