@@ -1,0 +1,492 @@
+"""What schedules of a chain do and cost, in plain Python: the judge of the planner in C.
+
+Nothing here looks at the planner.  `simulate` follows a list of steps one by one and refuses
+what cannot be run; `persistent_front` is the recursion of the persistent class over Pareto sets
+of (peak, time), exact to the byte; `any_front` searches through every state that valid steps
+can reach.  All are slow and small on purpose.
+
+A chain is any object with the arrays of `Chain`; times that are multiples of 1/64 add up without
+rounding, so that two ways to the same optimum can be compared for equality.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import strategies as st
+
+FORWARD, SAVE, BACKWARD, DROP = "forward", "save", "backward", "drop"
+OFFLOAD, LOAD = "offload", "load"
+
+
+@dataclass(frozen=True)
+class ChainModel:
+    """The numbers of a chain, as tuples; `gradient` is as long as `activation`."""
+
+    forward: tuple
+    backward: tuple
+    activation: tuple
+    saved: tuple
+    gradient: tuple = ()
+    forward_temporary: tuple = ()
+    saving_temporary: tuple = ()
+    backward_temporary: tuple = ()
+    offload_rate: float | None = None
+    load_rate: float | None = None
+
+    def __post_init__(self):
+        zeros = (0,) * len(self.forward)
+        for name in ("forward_temporary", "saving_temporary", "backward_temporary"):
+            object.__setattr__(self, name, getattr(self, name) or zeros)
+        object.__setattr__(self, "gradient", self.gradient or self.activation)
+
+    @property
+    def blocks(self):
+        return len(self.forward)
+
+    @classmethod
+    def of(cls, chain):
+        """The numbers of a `mlstate.activation.Chain`."""
+
+        def numbers(values):
+            return tuple(np.asarray(values).tolist())
+
+        return cls(
+            numbers(chain.forward_seconds),
+            numbers(chain.backward_seconds),
+            numbers(chain.activation_bytes),
+            numbers(chain.saved_bytes),
+            numbers(chain.gradient_bytes),
+            numbers(chain.forward_temporary_bytes),
+            numbers(chain.saving_temporary_bytes),
+            numbers(chain.backward_temporary_bytes),
+            chain.offload_bytes_per_second,
+            chain.load_bytes_per_second,
+        )
+
+    def arguments(self):
+        """Positional and keyword arguments that make the `Chain` of these numbers."""
+        return (self.forward, self.backward, self.activation, self.saved), {
+            "gradient_bytes": self.gradient,
+            "forward_temporary_bytes": self.forward_temporary,
+            "saving_temporary_bytes": self.saving_temporary,
+            "backward_temporary_bytes": self.backward_temporary,
+            "offload_bytes_per_second": self.offload_rate,
+            "load_bytes_per_second": self.load_rate,
+        }
+
+
+class InvalidSchedule(ValueError):
+    """A step that cannot be run where it stands, or backwards that are missing."""
+
+    def __init__(self, number, text):
+        super().__init__(f"step {number}: {text}")
+        self.number = number
+
+
+@dataclass(frozen=True)
+class State:
+    """What is held: activations by themselves, saved blocks here and on the host."""
+
+    alone: frozenset
+    saved: frozenset
+    host: frozenset
+    next_backward: int
+
+    @classmethod
+    def begin(cls, chain):
+        return cls(frozenset({0}), frozenset(), frozenset(), chain.blocks - 1)
+
+    def has(self, activation):
+        return activation in self.alone or activation - 1 in self.saved
+
+    def bytes(self, chain):
+        """Activation 0 counts from begin to end; the last gradient comes with its backward."""
+        after = self.next_backward + 1
+        return (
+            sum(chain.activation[k] for k in self.alone)
+            + sum(chain.saved[i] for i in self.saved)
+            + (chain.gradient[after] if after < chain.blocks else 0)
+        )
+
+
+def refusal(chain, state, kind, index):
+    """Why a step cannot be run in a state, or None."""
+    blocks = chain.blocks
+    if kind not in (FORWARD, SAVE, BACKWARD, DROP, OFFLOAD, LOAD):
+        return f"{kind!r} is no kind of step"
+    if not 0 <= index <= (blocks if kind == DROP else blocks - 1):
+        return f"{kind} {index}: there is no such number"
+    reasons = {
+        FORWARD: [
+            (not state.has(index), f"activation {index} is not there"),
+            (index + 1 in state.alone, f"activation {index + 1} is there already"),
+        ],
+        SAVE: [
+            (not state.has(index), f"activation {index} is not there"),
+            (index in state.saved, f"saved {index} is there already"),
+            (index in state.host, f"saved {index} is on the host"),
+        ],
+        BACKWARD: [
+            (index != state.next_backward, f"backward {state.next_backward} comes next"),
+            (not state.has(index), f"activation {index} is not there"),
+            (index not in state.saved, f"saved {index} is not there"),
+        ],
+        DROP: [
+            (index == 0, "activation 0 stays"),
+            (index not in state.alone, f"activation {index} does not lie by itself"),
+        ],
+        OFFLOAD: [
+            (chain.offload_rate is None, "the chain has no rate"),
+            (index not in state.saved, f"saved {index} is not there"),
+        ],
+        LOAD: [
+            (chain.load_rate is None, "the chain has no rate"),
+            (index not in state.host, f"saved {index} is not on the host"),
+        ],
+    }
+    return next((text for bad, text in reasons[kind] if bad), None)
+
+
+def run(chain, state, kind, index):
+    """The state after a step, the most it holds, and how long it takes."""
+    before = state.bytes(chain)
+    alone, saved, host, after = state.alone, state.saved, state.host, state.next_backward
+    made = seconds = 0
+    if kind == FORWARD:
+        alone = alone | {index + 1}
+        made = chain.activation[index + 1] + chain.forward_temporary[index]
+        seconds = chain.forward[index]
+    elif kind == SAVE:
+        saved = saved | {index}
+        made = chain.saved[index] + chain.saving_temporary[index]
+        seconds = chain.forward[index]
+    elif kind == BACKWARD:
+        saved, after = saved - {index}, index - 1
+        made = chain.gradient[index] + chain.backward_temporary[index]
+        if index == chain.blocks - 1:
+            made += chain.gradient[index + 1]
+        seconds = chain.backward[index]
+    elif kind == DROP:
+        alone = alone - {index}
+    elif kind == OFFLOAD:  # the output stays, as an activation by itself
+        saved, host, alone = saved - {index}, host | {index}, alone | {index + 1}
+        seconds = chain.saved[index] / chain.offload_rate
+    elif kind == LOAD:
+        saved, host = saved | {index}, host - {index}
+        made = chain.saved[index]
+        seconds = chain.saved[index] / chain.load_rate
+    return State(alone, saved, host, after), before + made, seconds
+
+
+@dataclass
+class Simulation:
+    """Per step: bytes before, most, after, seconds; and the two figures of the whole."""
+
+    before: list = field(default_factory=list)
+    most: list = field(default_factory=list)
+    after: list = field(default_factory=list)
+    seconds: list = field(default_factory=list)
+
+    @property
+    def peak_bytes(self):
+        return max(self.most)
+
+    @property
+    def total_seconds(self):
+        return sum(self.seconds)
+
+
+def simulate(chain, steps):
+    """Follow (kind, index) pairs; InvalidSchedule names the first step that cannot be run."""
+    state, result, number = State.begin(chain), Simulation(), -1
+    for number, (kind, index) in enumerate(steps):
+        why = refusal(chain, state, kind, index)
+        if why:
+            raise InvalidSchedule(number, why)
+        result.before.append(state.bytes(chain))
+        state, most, seconds = run(chain, state, kind, index)
+        result.most.append(most)
+        result.after.append(state.bytes(chain))
+        result.seconds.append(seconds)
+    if state.next_backward >= 0:
+        raise InvalidSchedule(number + 1, f"backward {state.next_backward} is missing")
+    return result
+
+
+def front_of(pairs):
+    """The (peak, time) pairs that no other pair beats, by increasing peak."""
+    best = []
+    for peak, seconds in sorted(pairs):
+        if not best or seconds < best[-1][1]:
+            best.append((peak, seconds))
+    return best
+
+
+def fastest(front, budget):
+    """The shortest time within a budget; None where nothing fits."""
+    return min((seconds for peak, seconds in front if peak <= budget), default=None)
+
+
+def persistent_front(chain, offload=False):
+    """All (peak, time) of the persistent class that are worth having, exact to the byte."""
+    last = chain.blocks - 1
+    begin = chain.activation[0]
+    return [(begin + peak, seconds) for peak, seconds in _segments(chain, offload)(0, last)]
+
+
+def _segments(chain, offload):
+    """Make solve(s, t): peaks above what is held as segment s..t begins.
+
+    That is activation s and, but for the end of the chain, gradient t + 1.
+    """
+    blocks = chain.blocks
+
+    def held_gradient(t):
+        return chain.gradient[t + 1] if t < blocks - 1 else 0
+
+    def save(s, t):
+        kept = chain.saved[s]
+        first = kept + chain.saving_temporary[s]
+        if s == t:
+            coming = chain.gradient[blocks] if t == blocks - 1 else 0
+            ends = kept + coming + chain.gradient[s] + chain.backward_temporary[s]
+            yield max(first, ends), chain.forward[s] + chain.backward[s]
+            return
+        change = chain.gradient[s + 1] - held_gradient(t)
+        ends = kept + change + chain.gradient[s] + chain.backward_temporary[s]
+        for peak, seconds in solve(s + 1, t):
+            yield max(first, kept + peak, ends), chain.forward[s] + seconds + chain.backward[s]
+
+    def away(s, t):
+        if s == t:
+            return
+        kept, lone = chain.saved[s], chain.activation[s + 1]
+        first = kept + chain.saving_temporary[s]
+        change = chain.gradient[s + 1] - held_gradient(t)
+        ends = kept + change + max(0, chain.gradient[s] + chain.backward_temporary[s])
+        moves = kept / chain.offload_rate + kept / chain.load_rate
+        for peak, seconds in solve(s + 1, t):
+            total = chain.forward[s] + seconds + chain.backward[s] + moves
+            yield max(first, lone + peak, ends), total
+
+    def restart(s, t):
+        swept, seconds, above = 0, 0, 0
+        for k in range(s + 1, t + 1):
+            made = chain.activation[k]
+            swept = max(swept, above + made + chain.forward_temporary[k - 1])
+            seconds += chain.forward[k - 1]
+            above = made
+            change = chain.gradient[k] - held_gradient(t)
+            for peak_right, right in solve(k, t):
+                for peak_left, left in solve(s, k - 1):
+                    yield max(swept, made + peak_right, change + peak_left), seconds + right + left
+
+    @cache
+    def solve(s, t):
+        ways = [*save(s, t), *restart(s, t)]
+        return front_of([*ways, *away(s, t)] if offload else ways)
+
+    return solve
+
+
+def persistent_schedules(chain, offload=False):
+    """Every schedule of the persistent class, as lists of steps: for very short chains."""
+
+    def solve(s, t):
+        if s == t:
+            yield [(SAVE, s), (BACKWARD, s)]
+            return
+        for inner in solve(s + 1, t):
+            yield [(SAVE, s), *inner, (BACKWARD, s)]
+            if offload:
+                there, back = [(SAVE, s), (OFFLOAD, s)], [(DROP, s + 1), (LOAD, s), (BACKWARD, s)]
+                yield [*there, *inner, *back]
+        for k in range(s + 1, t + 1):
+            sweep = [(FORWARD, s)]
+            for i in range(s + 1, k):
+                sweep += [(FORWARD, i), (DROP, i)]
+            for right in solve(k, t):
+                for left in solve(s, k - 1):
+                    yield [*sweep, *right, (DROP, k), *left]
+
+    return solve(0, chain.blocks - 1)
+
+
+def _steps_from(chain, state, offload):
+    kinds = (FORWARD, SAVE, BACKWARD, DROP, OFFLOAD, LOAD)
+    for kind in kinds if offload else kinds[:4]:
+        for index in range(chain.blocks + (kind == DROP)):
+            if refusal(chain, state, kind, index) is None:
+                yield kind, index
+
+
+def any_front_slowly(chain, offload=False):
+    """As `any_front`, by `refusal` and `run` themselves: what judges the quicker one."""
+
+    def steps(state):
+        for kind, index in _steps_from(chain, state, offload):
+            yield run(chain, state, kind, index)
+
+    return _dijkstra(State.begin(chain), steps, lambda state: state.next_backward < 0)
+
+
+def any_front(chain, offload=False, budget=None):
+    """All (peak, time) of all valid schedules that are worth having, within a budget if given.
+
+    States are (alone, saved, host, backwards left) with sets as bits; activation 0 is no bit.
+    """
+    blocks = chain.blocks
+    held = cache(
+        lambda alone, saved: _bytes_of(chain.activation, alone) + _bytes_of(chain.saved, saved)
+    )
+
+    @cache
+    def steps(state):
+        alone, saved, host, left = state
+        now = held(alone | 1, saved) + (chain.gradient[left] if left < blocks else 0)
+        there = alone | saved << 1 | 1
+        found = []
+        for i in range(blocks):
+            bit, out = 1 << i, 2 << i
+            if there & bit and not alone & out:
+                made = chain.activation[i + 1] + chain.forward_temporary[i]
+                found.append(((alone | out, saved, host, left), now + made, chain.forward[i]))
+            if there & bit and not (saved | host) & bit:
+                made = chain.saved[i] + chain.saving_temporary[i]
+                found.append(((alone, saved | bit, host, left), now + made, chain.forward[i]))
+            if alone & out:
+                found.append(((alone ^ out, saved, host, left), now, 0))
+            if offload and saved & bit:
+                after = (alone | out, saved ^ bit, host | bit, left)
+                found.append((after, now, chain.saved[i] / chain.offload_rate))
+            if offload and host & bit:
+                after = (alone, saved | bit, host ^ bit, left)
+                found.append((after, now + chain.saved[i], chain.saved[i] / chain.load_rate))
+        i = left - 1
+        if there >> i & 1 and saved >> i & 1:
+            made = chain.gradient[i] + chain.backward_temporary[i]
+            made += chain.gradient[blocks] if left == blocks else 0
+            found.append(((alone, saved ^ 1 << i, host, i), now + made, chain.backward[i]))
+        return [step for step in found if budget is None or step[1] <= budget]
+
+    return _dijkstra((0, 0, 0, blocks), steps, lambda state: state[3] == 0)
+
+
+def _bytes_of(sizes, bits):
+    return sum(size for k, size in enumerate(sizes) if bits >> k & 1)
+
+
+def _dijkstra(begin, steps, is_end):
+    """By time, then peak: a state comes again only if on a lower peak than before."""
+    queue = [(0, 0, 0, begin)]
+    lowest, reached, count = {}, [], 0
+    while queue:
+        seconds, peak, _, state = heapq.heappop(queue)
+        if peak >= lowest.get(state, float("inf")) or (reached and peak >= reached[-1][0]):
+            continue
+        lowest[state] = peak
+        if is_end(state):
+            reached.append((peak, seconds))
+            continue
+        for after, most, taken in steps(state):
+            most = max(most, peak)
+            if most < lowest.get(after, float("inf")):
+                count += 1
+                heapq.heappush(queue, (seconds + taken, most, count, after))
+    return front_of(reached)
+
+
+def budgets_of(*fronts):
+    """Budgets at which a plan may change, and one byte on either side of them."""
+    peaks = {peak for front in fronts for peak, _ in front}
+    return sorted({peak + d for peak in peaks for d in (-1, 0, 1)})
+
+
+def random_chain(rng, blocks, kind="mixed", temporaries=True, rates=False):
+    """A chain of `kind` mixed, uniform, pyramid (bytes fall, times rise) or tokens.
+
+    In the last one the first activation is small and has no gradient.
+    """
+
+    def bytes_(low, high, size):
+        return rng.integers(low, high, size).astype(int)
+
+    def ticks(low, high):
+        return tuple((rng.integers(low, high, blocks) / 64).tolist())
+
+    activation = bytes_(1, 100, blocks + 1)
+    extra = bytes_(0, 150, blocks)
+    forward, backward = ticks(1, 256), ticks(1, 512)
+    if kind == "uniform":
+        activation[:], extra[:] = activation[0], extra[0]
+        forward, backward = forward[:1] * blocks, backward[:1] * blocks
+    elif kind == "pyramid":
+        activation = np.sort(activation)[::-1].copy()
+        extra = np.sort(extra)[::-1].copy()
+        forward = tuple(sorted(forward))
+    gradient = activation.copy()
+    if kind == "tokens":
+        activation[0], gradient[0] = 1, 0
+
+    def some():
+        return tuple(bytes_(0, 40, blocks).tolist()) if temporaries else ()
+
+    return ChainModel(
+        forward,
+        backward,
+        tuple(activation.tolist()),
+        tuple((activation[1:] + extra).tolist()),
+        tuple(gradient.tolist()),
+        some(),
+        some(),
+        some(),
+        *((float(2 ** rng.integers(4, 9)), float(2 ** rng.integers(4, 9))) if rates else ()),
+    )
+
+
+KINDS = ("mixed", "uniform", "pyramid", "tokens")
+
+
+def random_chains(seed, count, most_blocks=5, **options):
+    """A fixed set of chains: of every kind and length, from one block on."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        blocks = 1 + int(rng.integers(most_blocks))
+        yield random_chain(rng, blocks, KINDS[number % len(KINDS)], **options)
+
+
+@st.composite
+def chains(draw, most_blocks=5, most_bytes=200, rates=False):
+    """Hypothesis: chains of small numbers, zeros among them."""
+    blocks = draw(st.integers(1, most_blocks))
+
+    def lists(low, high, size):
+        return st.lists(st.integers(low, high), min_size=size, max_size=size)
+
+    def times():
+        return tuple(t / 64 for t in draw(lists(0, 640, blocks)))
+
+    activation = draw(lists(0, most_bytes, blocks + 1))
+    extra = draw(lists(0, most_bytes, blocks))
+    wanted = draw(st.booleans())
+    temporaries = [tuple(draw(lists(0, most_bytes // 4, blocks))) for _ in range(3)]
+    rate = st.sampled_from([16.0, 64.0, 1024.0])
+    return ChainModel(
+        times(),
+        times(),
+        tuple(activation),
+        tuple(made + more for made, more in zip(activation[1:], extra, strict=True)),
+        (activation[0] if wanted else 0, *activation[1:]),
+        *temporaries,
+        *((draw(rate), draw(rate)) if rates else ()),
+    )
+
+
+def is_front(front):
+    """Whether peaks rise and times fall, strictly."""
+    return all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(front))
