@@ -124,12 +124,13 @@ def refusal(chain, state, kind, index):
     reasons = {
         FORWARD: [
             (not state.has(index), f"activation {index} is not there"),
-            (index + 1 in state.alone, f"activation {index + 1} is there already"),
+            (state.has(index + 1), f"activation {index + 1} is there already"),
         ],
         SAVE: [
             (not state.has(index), f"activation {index} is not there"),
             (index in state.saved, f"saved {index} is there already"),
             (index in state.host, f"saved {index} is on the host"),
+            (state.has(index + 1), f"activation {index + 1} is there already"),
         ],
         BACKWARD: [
             (index != state.next_backward, f"backward {state.next_backward} comes next"),
@@ -147,6 +148,7 @@ def refusal(chain, state, kind, index):
         LOAD: [
             (chain.load_rate is None, "the chain has no rate"),
             (index not in state.host, f"saved {index} is not on the host"),
+            (state.has(index + 1), f"activation {index + 1} is there already"),
         ],
     }
     return next((text for bad, text in reasons[kind] if bad), None)
@@ -353,10 +355,10 @@ def any_front(chain, offload=False, budget=None):
         found = []
         for i in range(blocks):
             bit, out = 1 << i, 2 << i
-            if there & bit and not alone & out:
+            if there & bit and not there & out:
                 made = chain.activation[i + 1] + chain.forward_temporary[i]
                 found.append(((alone | out, saved, host, left), now + made, chain.forward[i]))
-            if there & bit and not (saved | host) & bit:
+            if there & bit and not there & out and not host & bit:
                 made = chain.saved[i] + chain.saving_temporary[i]
                 found.append(((alone, saved | bit, host, left), now + made, chain.forward[i]))
             if alone & out:
@@ -364,7 +366,7 @@ def any_front(chain, offload=False, budget=None):
             if offload and saved & bit:
                 after = (alone | out, saved ^ bit, host | bit, left)
                 found.append((after, now, chain.saved[i] / chain.offload_rate))
-            if offload and host & bit:
+            if offload and host & bit and not there & out:
                 after = (alone, saved | bit, host ^ bit, left)
                 found.append((after, now + chain.saved[i], chain.saved[i] / chain.load_rate))
         i = left - 1

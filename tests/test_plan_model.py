@@ -72,6 +72,8 @@ def test_fronts_of_two_blocks_by_hand():
         ([("save", 1)], 0, "activation 1 is not there"),
         ([("save", 0), ("save", 0)], 1, "saved 0 is there already"),
         ([("forward", 0), ("forward", 0)], 1, "activation 1 is there already"),
+        ([("forward", 0), ("save", 0)], 1, "activation 1 is there already"),
+        ([("save", 0), ("forward", 0)], 1, "activation 1 is there already"),
         ([("drop", 0)], 0, "activation 0 stays"),
         ([("save", 0), ("drop", 1)], 1, "does not lie by itself"),
         ([("forward", 0), ("save", 1), ("drop", 1), ("backward", 1)], 3, "activation 1 is not"),
@@ -127,7 +129,7 @@ def test_there_are_chains_where_the_persistent_class_loses():
     chains_ = [c for c in random_chains(7, 40) if c.blocks >= 3]
     lost = [
         chain
-        for chain in chains_
-        if any(fastest(any_front(chain), p) < s for p, s in persistent_front(chain))
+        for chain, front in zip(chains_, map(any_front, chains_), strict=True)
+        if any(fastest(front, p) < s for p, s in persistent_front(chain))
     ]
     assert lost
