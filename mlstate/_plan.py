@@ -1,0 +1,409 @@
+"""Schedules that fit a memory budget; public through `mlstate.activation`."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import _core
+from ._chain import Chain
+from ._text import bytes_text, table_html, table_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ._types import NDArray
+
+_ROWS = 60
+_FORMAT = "mlstate.plan"
+KINDS = ("forward", "save", "backward", "drop", "offload", "load")  # as the core numbers them
+_FORWARD, _SAVE, _BACKWARD, _DROP, _OFFLOAD, _LOAD = range(len(KINDS))
+_HEADERS = ["step", "", "before", "peak", "after", "time"]
+
+
+class Step(NamedTuple):
+    """One step of a schedule.
+
+    Attributes
+    ----------
+    kind : str
+        ``"forward"`` (run block `index` and keep its output only), ``"save"`` (run it and
+        keep what its backward run needs), ``"backward"``, ``"drop"`` (free activation
+        `index`), ``"offload"`` and ``"load"`` (move what block `index` saved to the host
+        and back).
+    index : int
+        Of the block; of the activation for ``"drop"``.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Step
+    >>> Step("drop", 3)
+    Step(kind='drop', index=3)
+    """
+
+    kind: str
+    index: int
+
+
+class Simulation(NamedTuple):
+    """What each step of a plan does; `Plan.simulate` makes these.
+
+    Attributes
+    ----------
+    before_bytes, peak_bytes, after_bytes : ndarray of int64, (steps,)
+        What is held before a step, at its worst moment, and after it.
+    seconds : ndarray of float64, (steps,)
+        Its time.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, plan
+    >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+    >>> plan(chain, 100).simulate().peak_bytes.tolist()
+    [40, 70, 90, 60]
+    """
+
+    before_bytes: NDArray
+    peak_bytes: NDArray
+    after_bytes: NDArray
+    seconds: NDArray
+
+
+def _steps_array(steps: Any) -> NDArray:
+    """Take steps as the core has them, or as pairs of a kind and an index."""
+    if isinstance(steps, np.ndarray):
+        array = np.array(steps, np.int32, order="C")
+    else:
+        pairs = []
+        for step in steps:
+            kind, index = step
+            if kind not in KINDS:
+                raise ValueError(f"step {len(pairs)}: {kind!r} is no kind of step: {KINDS}")
+            if not -1 < index < 1 << 31:
+                raise ValueError(f"step {len(pairs)}, {kind} {index}: no such block")
+            pairs.append((KINDS.index(kind), index))
+        array = np.array(pairs, np.int32).reshape(-1, 2)
+    if array.ndim != 2 or array.shape[1] != 2:
+        raise ValueError(f"steps have shape {array.shape}: expected (steps, 2)")
+    array.flags.writeable = False
+    return array
+
+
+class Plan:
+    """A schedule of a chain: valid, and with its time and its peak of memory.
+
+    `plan` and `pareto` make these. A plan never changes.
+
+    Parameters
+    ----------
+    chain : Chain
+        What is run.
+    steps : iterable of Step, or ndarray of int32, (steps, 2)
+        The schedule: pairs of a kind and an index, or their numbers.
+    budget_bytes : int, optional
+        What the peak must not exceed. Default: no limit.
+    schedules : str, optional
+        The class of schedules in which this one was looked for.
+    method : str, optional
+        How it was found.
+    exact : bool, optional
+        Whether nothing of its class is faster within the budget, to the byte.
+
+    Attributes
+    ----------
+    predicted_seconds : float
+        Time of all steps.
+    predicted_peak_bytes : int
+        The largest peak of all steps.
+
+    Raises
+    ------
+    ValueError
+        If the schedule is not valid, naming the step and what it lacks.
+    CapacityError
+        If its peak exceeds the budget.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, Plan
+    >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+    >>> made = Plan(chain, [("save", 0), ("save", 1), ("backward", 1), ("backward", 0)])
+    >>> made.predicted_seconds, made.predicted_peak_bytes
+    (6.0, 90)
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        steps: Iterable[tuple[str, int]] | NDArray,
+        *,
+        budget_bytes: int | None = None,
+        schedules: str = "any",
+        method: str = "given",
+        exact: bool = False,
+    ) -> None:
+        self.chain = chain
+        self.budget_bytes = budget_bytes
+        self.schedules = schedules
+        self.method = method
+        self.exact = exact
+        self._steps = _steps_array(steps)
+        self.predicted_seconds, self.predicted_peak_bytes = _core.chain_simulate(
+            chain._arrays, self._steps, False
+        )[:2]
+        if budget_bytes is not None and self.predicted_peak_bytes > budget_bytes:
+            raise _core.CapacityError(
+                f"the schedule's peak of {self.predicted_peak_bytes} bytes exceeds the budget "
+                f"of {budget_bytes}"
+            )
+
+    def steps(self) -> list[Step]:
+        """List the steps, for whoever runs them.
+
+        Returns
+        -------
+        list of Step
+            New.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, plan
+        >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+        >>> for kind, index in plan(chain, 80).steps():
+        ...     print(kind, index)
+        forward 0
+        save 1
+        backward 1
+        drop 1
+        save 0
+        backward 0
+        """
+        return [Step(KINDS[kind], index) for kind, index in self._steps.tolist()]
+
+    def simulate(self) -> Simulation:
+        """Run the schedule on paper.
+
+        Returns
+        -------
+        Simulation
+            Bytes held before and after each step, its peak and its time.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, plan
+        >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+        >>> plan(chain, 80).simulate().after_bytes.tolist()
+        [20, 50, 30, 20, 50, 20]
+        """
+        return Simulation(*_core.chain_simulate(self.chain._arrays, self._steps, True)[2:])
+
+    @cached_property
+    def _runs(self) -> NDArray:
+        """How often each block runs forward."""
+        forward = self._steps[:, 0] <= _SAVE
+        return np.bincount(self._steps[forward, 1], minlength=self.chain.blocks)
+
+    @property
+    def kept(self) -> list[int]:
+        """Blocks that run forward once, and whose saved memory stays on the device."""
+        away = set(self.offloaded)
+        return [i for i, runs in enumerate(self._runs.tolist()) if runs == 1 and i not in away]
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Blocks that run forward more than once."""
+        return [i for i, runs in enumerate(self._runs.tolist()) if runs > 1]
+
+    @property
+    def offloaded(self) -> list[int]:
+        """Blocks whose saved memory goes to the host."""
+        return np.unique(self._steps[self._steps[:, 0] == _OFFLOAD, 1]).tolist()
+
+    @property
+    def overhead(self) -> float:
+        """Time over that of the plain run, less one: 0.2 is a fifth more."""
+        plain = self.chain.plain_seconds
+        return self.predicted_seconds / plain - 1 if plain else 0.0
+
+    def apply(self, module: Any, **options: Any) -> Any:
+        """Run a torch model by this plan; see `mlstate.integrations.torch`.
+
+        Parameters
+        ----------
+        module : torch.nn.Sequential or sequence of torch.nn.Module
+            The blocks that the chain describes.
+        **options
+            As `mlstate.integrations.torch.apply_plan` describes them.
+
+        Returns
+        -------
+        torch.nn.Module
+            Gives the module's result and gradients, by this plan's steps.
+
+        Raises
+        ------
+        ImportError
+            If torch is not installed.
+        ValueError
+            If the module has another number of blocks.
+
+        Examples
+        --------
+        >>> import pytest
+        >>> torch = pytest.importorskip("torch")
+        >>> from mlstate.activation import Chain, plan
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> chain = Chain([1, 1], [2, 2], [64, 64, 64], [64, 128])
+        >>> planned = plan(chain, 10_000).apply(model)
+        >>> planned(torch.ones(4, 4)).shape
+        torch.Size([4, 4])
+        """
+        from .integrations.torch import apply_plan
+
+        return apply_plan(self, module, **options)
+
+    def to_json(self) -> str:
+        """Write plan and chain as JSON.
+
+        Returns
+        -------
+        str
+            As `from_json` reads it.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, Plan, plan
+        >>> made = plan(Chain([1, 1], [2, 2], [10, 10, 10], [30, 30]), 80)
+        >>> Plan.from_json(made.to_json()) == made
+        True
+        """
+        document = {
+            "format": _FORMAT,
+            "version": 1,
+            "chain": self.chain._as_dict(),
+            "budget_bytes": self.budget_bytes,
+            "schedules": self.schedules,
+            "method": self.method,
+            "exact": self.exact,
+            "steps": [list(step) for step in self.steps()],
+        }
+        return json.dumps(document)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Read a plan that `to_json` wrote, and simulate it anew.
+
+        Parameters
+        ----------
+        text : str or bytes
+            JSON.
+
+        Returns
+        -------
+        Plan
+            A new one.
+
+        Raises
+        ------
+        ValueError
+            If the text is no plan, or its schedule is not valid.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Plan
+        >>> Plan.from_json("[]")
+        Traceback (most recent call last):
+        ValueError: a plan is a JSON object, got list
+        """
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            raise ValueError(f"a plan is a JSON object, got {type(document).__name__}")
+        if document.get("format") != _FORMAT or document.get("version") != 1:
+            raise ValueError(
+                f"this is {document.get('format')!r}, version {document.get('version')!r}: "
+                f"expected {_FORMAT!r}, version 1"
+            )
+        known = ("budget_bytes", "schedules", "method", "exact")
+        options = {name: document[name] for name in known if name in document}
+        return cls(Chain._from_dict(document.get("chain")), document.get("steps", ()), **options)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return (
+            self.budget_bytes == other.budget_bytes
+            and np.array_equal(self._steps, other._steps)
+            and self.chain == other.chain
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.budget_bytes, self._steps.tobytes()))
+
+    def _title(self) -> str:
+        budget = "no budget" if self.budget_bytes is None else bytes_text(self.budget_bytes)
+        return (
+            f"{self.chain.blocks:,} blocks: {self.predicted_seconds:.4g} s "
+            f"({self.overhead:+.1%}), peak {bytes_text(self.predicted_peak_bytes)} of "
+            f"{budget}; {len(self.kept)} kept, {len(self.recomputed)} recomputed, "
+            f"{len(self.offloaded)} offloaded"
+        )
+
+    def _rows(self) -> list[list[str]]:
+        run = self.simulate()
+        names = self.chain.names
+        return [
+            [
+                f"{kind} {index}",
+                names[index] if kind != "drop" and names[index] != str(index) else "",
+                bytes_text(int(run.before_bytes[i])),
+                bytes_text(int(run.peak_bytes[i])),
+                bytes_text(int(run.after_bytes[i])),
+                f"{run.seconds[i]:.4g} s",
+            ]
+            for i, (kind, index) in enumerate(self.steps())
+        ]
+
+    def report(self) -> str:
+        """Describe the plan and its steps for a person.
+
+        Returns
+        -------
+        str
+            A few lines, then a table with at most 60 steps.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, plan
+        >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+        >>> print(plan(chain, 80).report().partition("step")[0])
+        2 blocks: 7 s (+16.7%), peak 70 B of 80 B; 1 kept, 1 recomputed, 0 offloaded
+        without a plan: 6 s, peak 90 B
+        recomputed: 0
+        the fastest of all persistent schedules within the budget, to the byte
+        <BLANKLINE>
+        """
+        plain = bytes_text(self.chain.plain_peak_bytes)
+        names = self.chain.names
+        lines = [self._title(), f"without a plan: {self.chain.plain_seconds:.4g} s, peak {plain}"]
+        for what in ("recomputed", "offloaded"):
+            blocks = getattr(self, what)
+            if blocks:
+                shown = ", ".join(names[i] for i in blocks[:20])
+                lines.append(f"{what}: {shown}{', …' if len(blocks) > 20 else ''}")
+        lines.append(self._found())
+        return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
+
+    def _found(self) -> str:
+        if self.exact:
+            of = "all" if self.schedules == "any" else f"all {self.schedules}"
+            return f"the fastest of {of} schedules within the budget, to the byte"
+        return f"found by: {self.method}, {self.schedules} schedules"
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self._title()}>"
+
+    def _repr_html_(self) -> str:
+        return table_html(f"{self._title()}; {self._found()}", _HEADERS, self._rows())
