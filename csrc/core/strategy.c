@@ -99,6 +99,22 @@ void mls_memory_aware_reset(mls_memory_aware *s, int64_t now)
     s->high = 0;
 }
 
+mls_code mls_memory_aware_restore(mls_memory_aware *s, int64_t interval,
+                                  int64_t adjusted_at, int64_t high, mls_status *st)
+{
+    if (interval < 1 || interval > LARGEST_INTERVAL || high < 0 ||
+        adjusted_at < -3 * MLS_MAX_TICKS || adjusted_at > 3 * MLS_MAX_TICKS) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "no state of a strategy: interval %" PRId64 ", %" PRId64
+                        " times high pressure",
+                        interval, high);
+    }
+    s->interval = interval;
+    s->adjusted_at = adjusted_at;
+    s->high = high;
+    return MLS_OK;
+}
+
 /* Seconds as the source has them, a double: both limits are compared with it. */
 static double seconds_since(const mls_memory_aware *s, int64_t now)
 {

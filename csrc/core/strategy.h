@@ -64,7 +64,8 @@ bool mls_size_based_decide(mls_size_based *s, size_t bytes);
 
 /* ---- memory aware ---- */
 
-/* Ticks of 100 ns, and how far they may lie from 0: differences cannot overflow. */
+/* Ticks of 100 ns, and how far a clock's may lie from 0: what is computed from them
+ * cannot overflow. */
 #define MLS_TICKS_PER_SECOND INT64_C(10000000)
 #define MLS_MAX_TICKS        (INT64_MAX / 4)
 
@@ -82,6 +83,11 @@ mls_code mls_memory_aware_init(mls_memory_aware *out, double max_share, int64_t 
 
 /* Start again at `now` with the first interval. */
 void mls_memory_aware_reset(mls_memory_aware *s, int64_t now);
+
+/* Put back a state of a strategy with these settings.  MLS_E_VALUE: no such state, and
+ * `s` is as it was. */
+mls_code mls_memory_aware_restore(mls_memory_aware *s, int64_t interval,
+                                  int64_t adjusted_at, int64_t high, mls_status *st);
 
 /* Whether ten seconds have passed since the last adjustment.  Only then need the memory
  * be read. */

@@ -249,6 +249,7 @@ extern PyMethodDef mlsp_bucket_methods[];
 extern PyMethodDef mlsp_wire_methods[];
 extern PyMethodDef mlsp_reduce_methods[];
 extern PyMethodDef mlsp_local_methods[];
+extern PyMethodDef mlsp_activation_methods[];
 extern PyMethodDef mlsp_chain_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */
@@ -262,5 +263,8 @@ int mlsp_statedict_add(PyObject *module);
 
 /* Add the heap type of py_local.c.  -1 with an exception set. */
 int mlsp_local_add(PyObject *module);
+
+/* Add the types of py_strategy.c and py_memory_aware.c.  -1 with an exception set. */
+int mlsp_strategy_add(PyObject *module);
 
 #endif

@@ -158,12 +158,13 @@ static int core_exec(PyObject *module)
         mlsp_mlpackage_methods, mlsp_names_methods,  mlsp_state_methods,
         mlsp_load_methods,      mlsp_layout_methods, mlsp_shards_methods,
         mlsp_bucket_methods,    mlsp_wire_methods,   mlsp_reduce_methods,
-        mlsp_local_methods,     mlsp_chain_methods};
+        mlsp_local_methods,     mlsp_chain_methods,  mlsp_activation_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         start_core(mlsp_state_of(module)) < 0 ||
         intern_names(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0 || mlsp_statedict_add(module) < 0 ||
-        mlsp_catalog_add(module) < 0 || mlsp_local_add(module) < 0) {
+        mlsp_catalog_add(module) < 0 || mlsp_local_add(module) < 0 ||
+        mlsp_strategy_add(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {

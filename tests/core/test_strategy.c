@@ -187,6 +187,20 @@ static void ticks_are_tenths_of_microseconds(void)
     CHECK(mls_ticks_now() >= before);
 }
 
+static void memory_aware_is_restored(void)
+{
+    mls_memory_aware s = aware(0.8);
+    mls_status st;
+    CHECK(mls_memory_aware_restore(&s, 7, SECONDS(90), 3, &st) == MLS_OK);
+    CHECK(s.interval == 7 && s.high == 3 && mls_memory_aware_is_due(&s, SECONDS(100)));
+    CHECK(mls_memory_aware_restore(&s, 0, 0, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_memory_aware_restore(&s, 11, 0, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_memory_aware_restore(&s, 2, 0, -1, &st) == MLS_E_VALUE);
+    CHECK(mls_memory_aware_restore(&s, 2, INT64_MAX, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_memory_aware_restore(&s, 2, INT64_MIN, 0, &st) == MLS_E_VALUE);
+    CHECK(s.interval == 7 && s.high == 3 && s.adjusted_at == SECONDS(90));
+}
+
 /* A clock that goes back is a clock by which nothing is due. */
 static void time_may_go_back(void)
 {
@@ -349,6 +363,7 @@ static const test_case tests[] = {
     TEST(memory_aware_decides_by_its_interval),
     TEST(memory_aware_refuses_no_share),
     TEST(ticks_are_tenths_of_microseconds),
+    TEST(memory_aware_is_restored),
     TEST(time_may_go_back),
     TEST(smart_collects_first),
     TEST(smart_has_three_reasons),

@@ -17,6 +17,7 @@ POSIX = {
     "sys/random", "sys/stat", "sys/sysctl", "sys/types", "sys/uio", "sys/utsname", "unistd",
 }
 LINUX = {"linux/futex", "sys/syscall", "sys/vfs"}  # each behind its own #if
+APPLE = {"mach/mach"}  # the same
 INTRINSICS = {"arm_acle", "arm_neon", "cpuid", "immintrin", "nmmintrin", "wmmintrin", "x86intrin"}
 WINDOWS = {"windows"}
 # fmt: on
@@ -41,7 +42,7 @@ def includes(path):
 
 @pytest.mark.parametrize("path", house.c_files(house.CORE), ids=house.relative)
 def test_core_includes_only_itself_and_the_c_and_posix_libraries(path):
-    allowed = {f"{name}.h" for name in C_LIBRARY | POSIX | LINUX | INTRINSICS | WINDOWS}
+    allowed = {f"{name}.h" for name in C_LIBRARY | POSIX | LINUX | APPLE | INTRINSICS | WINDOWS}
     for bracket, name in includes(path):
         if bracket == '"':
             assert (house.CORE / name).is_file(), f'#include "{name}" leaves csrc/core'

@@ -1,0 +1,165 @@
+/* py_activation: the size of an activation, and the memory that this process uses.
+ *
+ * An activation is asked for its shape and dtype and for nothing else: it may be on a
+ * device, on torch's meta device, or a description that has no elements at all.
+ */
+#include "strategyp.h"
+
+#include "footprint.h"
+
+/* Raise TypeError for what has no shape or no dtype; what else went wrong stays. */
+static int refuse_activation(PyObject *activation)
+{
+    if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Format(PyExc_TypeError,
+                     "activation must be a NumPy array, a torch tensor or anything with "
+                     "a shape and a dtype, got %.100s",
+                     Py_TYPE(activation)->tp_name);
+    }
+    return -1;
+}
+
+/* Multiply the sizes of a tuple into `*bytes`; 0 if all of them are sizes, 1 where the
+ * product is too large, -1 with an exception set. */
+static int multiply_sizes(PyObject *sizes, size_t *bytes)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes); i++) {
+        PyObject *number = PyNumber_Index(PyTuple_GET_ITEM(sizes, i));
+        const Py_ssize_t size = number == NULL ? -1 : PyLong_AsSsize_t(number);
+        Py_XDECREF(number);
+        if (size < 0) {
+            if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
+                PyErr_Format(PyExc_ValueError, "activation has the shape %.200R", sizes);
+            }
+            return PyErr_ExceptionMatches(PyExc_OverflowError) ? (PyErr_Clear(), 1) : -1;
+        }
+        if (!mls_size_mul(*bytes, (size_t)size, bytes)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Bytes of one element: what the dtype says itself, or what NumPy or the core make of its
+ * name.  -1 with an exception set. */
+static int item_bytes(PyObject *dtype, size_t *out)
+{
+    if (PyArray_DescrCheck(dtype)) {
+        *out = (size_t)PyDataType_ELSIZE((PyArray_Descr *)dtype);
+        return 0;
+    }
+    mls_dtype known;
+    Py_ssize_t length = 0;
+    const char *name =
+        PyUnicode_Check(dtype) ? PyUnicode_AsUTF8AndSize(dtype, &length) : NULL;
+    if (name != NULL && mls_dtype_from_name(name, (size_t)length, &known)) {
+        *out = mls_dtype_of(known)->item_bytes;
+        return 0;
+    }
+    PyErr_Clear();
+    /* torch's dtypes have the attribute; NumPy's scalar types have one that is no int */
+    PyObject *said = PyObject_GetAttrString(dtype, "itemsize");
+    const Py_ssize_t bytes =
+        said != NULL && PyLong_Check(said) ? PyLong_AsSsize_t(said) : -1;
+    Py_XDECREF(said);
+    PyErr_Clear();
+    if (bytes >= 0) {
+        *out = (size_t)bytes;
+        return 0;
+    }
+    PyArray_Descr *descr = NULL;
+    if (dtype == Py_None || PyArray_DescrConverter(dtype, &descr) != NPY_SUCCEED) {
+        PyErr_Format(PyExc_TypeError, "activation has a dtype without a size: %.200R",
+                     dtype);
+        return -1;
+    }
+    *out = (size_t)PyDataType_ELSIZE(descr);
+    Py_DECREF(descr);
+    return 0;
+}
+
+/* As mlsp_activation_bytes with the two attributes at hand; 1 for too many bytes. */
+static int bytes_of(PyObject *shape, PyObject *dtype, size_t *out)
+{
+    size_t bytes;
+    PyObject *sizes = PySequence_Tuple(shape);
+    if (sizes == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "activation has the shape %.200R", shape);
+        }
+        return -1;
+    }
+    int failed = item_bytes(dtype, &bytes);
+    if (failed == 0) {
+        failed = multiply_sizes(sizes, &bytes);
+    }
+    Py_DECREF(sizes);
+    if (failed == 0 && bytes > PTRDIFF_MAX) {
+        failed = 1;
+    }
+    if (failed == 0) {
+        *out = bytes;
+    }
+    return failed;
+}
+
+int mlsp_activation_bytes(const mlsp_state *state, PyObject *activation, size_t *out)
+{
+    int failed = 1;
+    if (PyArray_Check(activation)) {
+        failed = !mlsp_ndarray_bytes((PyArrayObject *)activation, out);
+    } else {
+        PyObject *shape = PyObject_GetAttr(activation, state->shape_name);
+        PyObject *dtype =
+            shape == NULL ? NULL : PyObject_GetAttr(activation, state->dtype_name);
+        failed =
+            dtype == NULL ? refuse_activation(activation) : bytes_of(shape, dtype, out);
+        Py_XDECREF(shape);
+        Py_XDECREF(dtype);
+    }
+    if (failed > 0) {
+        mls_status st;
+        mls_fail(&st, MLS_E_SIZE, "activation has more bytes than memory can have");
+        mlsp_raise(state, &st, NULL);
+    }
+    return failed == 0 ? 0 : -1;
+}
+
+/* What mlstate._activation_manager counts. */
+static PyObject *activation_bytes(PyObject *module, PyObject *activation)
+{
+    size_t bytes;
+    if (mlsp_activation_bytes(mlsp_state_of(module), activation, &bytes) < 0) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(bytes);
+}
+
+/* Read files of the system with the GIL released: they are short, but a system may be
+ * slow to write them. */
+static PyObject *memory_footprint(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    mls_footprint found;
+    mls_status st;
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_footprint_read(&found, &st);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        return mlsp_raise(mlsp_state_of(module), &st, NULL);
+    }
+    return Py_BuildValue("KKK", (unsigned long long)found.used,
+                         (unsigned long long)found.peak, (unsigned long long)found.total);
+}
+
+/* Used by mlstate/_memory_tracker.py and mlstate/_activation_manager.py. */
+PyMethodDef mlsp_activation_methods[] = {
+    {"activation_bytes", activation_bytes, METH_O,
+     "activation_bytes(activation, /)\n--\n\nBytes of an activation by its shape and "
+     "dtype."},
+    {"memory_footprint", memory_footprint, METH_NOARGS,
+     "memory_footprint()\n--\n\n(bytes in use, most bytes in use ever, bytes that there "
+     "are) for this process."},
+    {NULL, NULL, 0, NULL},
+};

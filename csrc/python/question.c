@@ -1,0 +1,173 @@
+/* question: what all strategies take from Python: the arguments of a decision when they
+ * are not the usual ones, lists of layers, states.
+ */
+#include "strategyp.h"
+
+/* The module's state (borrowed); NULL with TypeError set. */
+const mlsp_state *mlsp_strategy_state(PyTypeObject *type)
+{
+    PyObject *module = mlsp_module_of(type);
+    return module == NULL ? NULL : mlsp_state_of(module);
+}
+
+/* Raise what the core says; NULL, always. */
+PyObject *mlsp_strategy_fail(PyObject *self, const mls_status *st)
+{
+    const mlsp_state *state = mlsp_strategy_state(Py_TYPE(self));
+    return state == NULL ? NULL : mlsp_raise(state, st, NULL);
+}
+
+/* Put named arguments in their places.  -1 with TypeError set, as for any function. */
+static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *names,
+                           PyObject **placed)
+{
+    static const char *const known[] = {"layer_id", "activation", "layer_index"};
+    const Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    if (nargs + named > 3) {
+        PyErr_Format(PyExc_TypeError, "should_checkpoint takes 3 arguments, got %zd",
+                     nargs + named);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        placed[i] = args[i];
+    }
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *name = PyTuple_GET_ITEM(names, i);
+        int at = 0;
+        while (at < 3 && PyUnicode_CompareWithASCIIString(name, known[at]) != 0) {
+            at++;
+        }
+        if (at == 3 || placed[at] != NULL) {
+            PyErr_Format(PyExc_TypeError, "should_checkpoint got %s argument '%U'",
+                         at == 3 ? "an unknown" : "twice the", name);
+            return -1;
+        }
+        placed[at] = args[nargs + i];
+    }
+    for (int i = 0; i < 3; i++) {
+        if (placed[i] == NULL) {
+            PyErr_Format(PyExc_TypeError, "should_checkpoint lacks the argument '%s'",
+                         known[i]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Any int that is not negative, with every error there can be. */
+static int take_index(PyObject *self, PyObject *object, int64_t *out)
+{
+    const mlsp_state *state = mlsp_strategy_state(Py_TYPE(self));
+    if (state == NULL || mlsp_take_int64(state, object, "layer_index", out) < 0) {
+        return -1;
+    }
+    if (*out < 0) {
+        PyErr_Format(PyExc_ValueError, "layer_index must be 0 or more, got %lld",
+                     (long long)*out);
+        return -1;
+    }
+    return 0;
+}
+
+/* The second look: keywords, wrong counts and types, large numbers. */
+int mlsp_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                         PyObject *names, mlsp_question *q)
+{
+    PyObject *placed[3] = {NULL, NULL, NULL};
+    if (place_arguments(args, nargs, names, placed) < 0) {
+        return -1;
+    }
+    if (!PyUnicode_Check(placed[0])) {
+        PyErr_Format(PyExc_TypeError, "layer_id must be a str, got %.100s",
+                     Py_TYPE(placed[0])->tp_name);
+        return -1;
+    }
+    q->layer_id = placed[0];
+    q->activation = placed[1];
+    return take_index(self, placed[2], &q->index);
+}
+
+/* Mark all names of a tuple.  -1 with an exception set. */
+int mlsp_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
+                     mls_layer_table *table)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++) {
+        mls_layer_key key;
+        mls_status st;
+        PyObject *name = PyTuple_GET_ITEM(names, i);
+        if (!PyUnicode_Check(name)) {
+            PyErr_Format(PyExc_TypeError, "a layer id must be a str, got %.100s",
+                         Py_TYPE(name)->tp_name);
+            return -1;
+        }
+        if (mlsp_take_key(name, &key) < 0) {
+            return -1;
+        }
+        if (mls_layer_set_mark(table, &key, mark, &st) != MLS_OK) {
+            mlsp_strategy_fail(self, &st);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* New reference to a tuple of the names that have a mark, in their order. */
+PyObject *mlsp_marked_layers(const mls_layer_table *table, mls_layer_mark mark)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < table->count; i++) {
+        const mls_layer *layer = &table->layers[i];
+        if (layer->mark == mark) {
+            PyObject *name = mlsp_str_of(mls_layer_name(table, layer));
+            if (name == NULL || PyList_Append(list, name) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(name);
+        }
+    }
+    PyObject *tuple = list == NULL ? NULL : PyList_AsTuple(list);
+    Py_XDECREF(list);
+    return tuple;
+}
+
+/* An int of a setting or state.  -1 with an exception set. */
+int mlsp_strategy_number(PyObject *self, PyObject *object, const char *what, int64_t *out)
+{
+    const mlsp_state *state = mlsp_strategy_state(Py_TYPE(self));
+    return state == NULL ? -1 : mlsp_take_int64(state, object, what, out);
+}
+
+/* The one number of a state that is a count.  -1 with an exception set. */
+int mlsp_strategy_count(PyObject *self, PyObject *state, int64_t *out)
+{
+    PyObject *number;
+    if (!PyArg_ParseTuple(state, "O:_restore", &number) ||
+        mlsp_strategy_number(self, number, "checkpointed_count", out) < 0) {
+        return -1;
+    }
+    if (*out < 0) {
+        PyErr_Format(PyExc_ValueError, "checkpointed_count %lld is negative",
+                     (long long)*out);
+        return -1;
+    }
+    return 0;
+}
+
+/* `state` must be a tuple before PyArg_ParseTuple may see it. */
+int mlsp_check_strategy_state(PyObject *state)
+{
+    if (!PyTuple_Check(state)) {
+        PyErr_Format(PyExc_TypeError, "the state of a strategy is a tuple, got %.100s",
+                     Py_TYPE(state)->tp_name);
+        return -1;
+    }
+    return 0;
+}
+
+/* The end of an object that is in no cycle by itself. */
+void mlsp_strategy_free(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
