@@ -6,6 +6,7 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
+from ._apply import PlannedModel, apply_plan
 from ._ddp import all_reduce_with
 from ._fsdp2 import reduce_scatter_with
 from ._group import TorchGroup
@@ -16,8 +17,10 @@ from ._pickle import reduce_state, register, restore_state
 from ._state import arrays_of, tensors_of
 
 __all__ = [
+    "PlannedModel",
     "TorchGroup",
     "all_reduce_with",
+    "apply_plan",
     "arrays_of",
     "move",
     "note_written",

@@ -1,0 +1,101 @@
+"""Saved tensors on the host, or in a file, while the device needs the memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Away(NamedTuple):
+    """A tensor whose elements are on the host: which copy, and how it looks at them."""
+
+    copy: int
+    dtype: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Host:
+    """Copies of the memory of one block's saved tensors; tensors that share it share a copy.
+
+    Parameters
+    ----------
+    folder : str, optional
+        Where copies are files, which have no name and vanish with the process. Default: main
+        memory, pinned for the sake of accelerators.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self.outputs: list[Away] = []  # the block's output, if it is wanted back
+        self._folder = folder
+        self._copies: list[tuple[torch.Tensor, torch.device]] = []
+        self._index: dict[int, int] = {}
+        self._back: dict[int, torch.Tensor] = {}
+
+    def put(self, tensor: torch.Tensor) -> Away:
+        """Copy a tensor's memory, unless another one brought it already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._index:
+            self._index[key] = len(self._copies)
+            self._copies.append((self._copied(_bytes_of(tensor)), tensor.device))
+        return Away(
+            self._index[key],
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+
+    def get(self, away: Away) -> torch.Tensor:
+        """Bring a tensor back; those that shared memory share it again."""
+        import torch
+
+        raw = self._back.get(away.copy)
+        if raw is None:
+            host, device = self._copies[away.copy]
+            raw = torch.empty(host.numel(), dtype=torch.uint8, device=device)
+            raw.copy_(host)
+            self._back[away.copy] = raw
+        whole = torch.empty(0, dtype=away.dtype, device=raw.device)
+        return whole.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
+
+    def _copied(self, raw: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if self._folder is None:
+            pinned = raw.device.type != "cpu" and torch.accelerator.is_available()
+            host = torch.empty(raw.numel(), dtype=torch.uint8, pin_memory=pinned)
+        else:
+            host = _file(self._folder, raw.numel())
+        host.copy_(raw)
+        return host
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of the memory that a tensor lies in."""
+    import torch
+
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage())
+
+
+def _file(folder: str, count: int) -> torch.Tensor:
+    """Map a new file without a name."""
+    import torch
+
+    if not count:
+        return torch.empty(0, dtype=torch.uint8)
+    handle, path = tempfile.mkstemp(prefix="mlstate-", suffix=".saved", dir=folder)
+    try:
+        os.truncate(handle, count)
+        return torch.from_file(path, shared=True, size=count, dtype=torch.uint8)
+    finally:
+        os.close(handle)
+        Path(path).unlink()

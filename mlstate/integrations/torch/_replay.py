@@ -1,0 +1,158 @@
+"""What a run of a block depends on besides its arguments, so that it can be run again."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...errors import MLStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
+
+_Place = tuple[Any, str]  # a module, and the name of a buffer in it
+
+
+def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
+    """Return the devices, beside the CPU, on which tensors lie."""
+    import torch
+
+    return {
+        leaf.device
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")
+    }
+
+
+def _generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]:
+    import torch
+
+    states: dict[Any, torch.Tensor] = {"cpu": torch.get_rng_state()}
+    for device in devices:
+        states[device] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_generator_states(states: dict[Any, torch.Tensor]) -> None:
+    import torch
+
+    for device, state in states.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+class Buffers:
+    """The buffers of a block that its own runs change, such as BatchNorm's statistics.
+
+    The first run tells which these are: all are copied before it and compared after it. From
+    then on only those that changed are copied.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._modules = list(module.modules()) if hasattr(module, "modules") else []
+        self._known: set[_Place] | None = None
+
+    def _places(self) -> Iterator[_Place]:
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module, name
+
+    def copy(self) -> tuple[dict[_Place, Any], dict[_Place, Any]]:
+        """Copy the buffers that may change; note the versions of the others."""
+        copies, versions = {}, {}
+        for place in self._places():
+            module, name = place
+            buffer = module._buffers[name]
+            if self._known is None or place in self._known:
+                copies[place] = buffer.detach().clone()
+            else:
+                versions[place] = (buffer, buffer._version)
+        return copies, versions
+
+    def changed(
+        self, copies: dict[_Place, Any], versions: dict[_Place, Any]
+    ) -> dict[_Place, torch.Tensor]:
+        """Return those copies that differ from the buffers now."""
+        import torch
+
+        different = {}
+        for place, before in copies.items():
+            module, name = place
+            now = module._buffers[name]
+            if now is None or now.shape != before.shape or not torch.equal(now, before):
+                different[place] = before
+        self._known = (self._known or set()) | set(different)
+        for place, (buffer, version) in versions.items():
+            module, name = place
+            if module._buffers[name] is not buffer or buffer._version != version:
+                self._known.add(place)  # too late for this pass: its runs start from now
+                different[place] = module._buffers[name].detach().clone()
+        return different
+
+
+class Surroundings:
+    """Generators, autocast and buffers as they were before a block's first run."""
+
+    def __init__(self, module: Any, buffers: Buffers, leaves: Sequence[Any]) -> None:
+        import torch
+
+        self._training = getattr(module, "training", None)
+        self._buffers = buffers
+        self._devices = devices_of(leaves)
+        self._states = _generator_states(self._devices)
+        self._copies: dict[_Place, torch.Tensor] = {}
+        self._before = buffers.copy()
+        kinds = {"cpu", *(device.type for device in self._devices)}
+        cached = torch.is_autocast_cache_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
+            for kind in sorted(kinds)
+        ]
+
+    def settle(self) -> None:
+        """Forget what the first run neither used nor changed."""
+        import torch
+
+        now = _generator_states(self._devices)
+        self._states = {
+            device: state
+            for device, state in self._states.items()
+            if not torch.equal(state, now[device])
+        }
+        self._copies = self._buffers.changed(*self._before)
+        self._before = ({}, {})
+
+    @contextmanager
+    def restored(self, name: str, module: Any) -> Iterator[None]:
+        """Run a block once more as it ran first; afterwards all is as it was."""
+        import torch
+
+        if getattr(module, "training", None) != self._training:
+            words = {True: "train", False: "eval"}
+            error = MLStateError(
+                f"{name} ran in {words[bool(self._training)]} mode and is in "
+                f"{words[not self._training]} mode now: recomputation would not give the same; "
+                "change the mode after the backward pass"
+            )
+            error.name = name
+            raise error
+        places = [(m, buffer, m._buffers[buffer]) for m, buffer in self._copies]
+        states = _generator_states(self._devices) if self._states else {}
+        with ExitStack() as stack:
+            for kind, enabled, dtype, cached in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+            try:
+                for (owner, buffer), copy in self._copies.items():
+                    owner._buffers[buffer] = copy.clone()  # the buffer itself stays untouched
+                _set_generator_states(self._states)
+                yield
+            finally:
+                for owner, buffer, value in places:
+                    owner._buffers[buffer] = value
+                _set_generator_states({device: states[device] for device in self._states})
