@@ -84,7 +84,7 @@ class Chain:
         negative, ``saved_bytes[i] < activation_bytes[i + 1]``, there is no block, or one
         rate is given without the other.
     CapacityError
-        If all bytes together exceed 63 bits, or the seconds the range of a float.
+        If all bytes together exceed 62 bits, or the seconds the range of a float.
     TypeError
         If bytes are not integers.
 

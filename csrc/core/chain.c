@@ -41,7 +41,8 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
     return MLS_OK;
 }
 
-/* Bytes of every item; their sum is added to `*sum`, which stays within 63 bits. */
+/* Bytes of every item; their sum is added to `*sum`, which stays within 62 bits:
+ * planners add a little to it. */
 static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
                             int64_t *sum, mls_status *st)
 {
@@ -53,9 +54,9 @@ static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count
             mls_status_got(st, "%" PRId64, bytes[i]);
             return st->code;
         }
-        if (__builtin_add_overflow(*sum, bytes[i], sum)) {
+        if (__builtin_add_overflow(*sum, bytes[i], sum) || *sum > INT64_MAX / 2) {
             return mls_fail(st, MLS_E_SIZE,
-                            "all bytes of the chain together exceed 63 bits at %s[%zu]",
+                            "all bytes of the chain together exceed 62 bits at %s[%zu]",
                             name, i);
         }
     }
@@ -354,7 +355,7 @@ static mls_code run_step(machine *m, size_t number, mls_step step,
     return MLS_OK;
 }
 
-/* All bytes together fit into 63 bits, and nothing is held twice: no sum overflows. */
+/* All bytes together fit into 62 bits, and nothing is held twice: no sum overflows. */
 static mls_code run_all(machine *m, const mls_step *steps, size_t count,
                         mls_step_record *records, mls_totals *out, mls_status *st)
 {

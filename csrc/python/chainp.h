@@ -19,6 +19,10 @@ typedef struct mlsp_chain {
 int mlsp_take_chain(const mlsp_state *state, PyObject *tuple, mlsp_chain *out);
 void mlsp_chain_release(mlsp_chain *chain); /* accepts a zeroed one; zeroes it */
 
+/* The steps in a packed array of int32, (count, 2), which keeps them.  NULL with
+ * TypeError set. */
+const mls_step *mlsp_take_steps(PyObject *object, npy_intp *count);
+
 /* New ndarray of int32, (count, 2), with the steps. */
 PyObject *mlsp_steps_array(const mls_schedule *schedule);
 

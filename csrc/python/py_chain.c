@@ -166,8 +166,7 @@ done:
     return result;
 }
 
-/* Steps lie packed in an array of int32, (count, 2).  NULL with TypeError set. */
-static const mls_step *take_steps(PyObject *object, npy_intp *count)
+const mls_step *mlsp_take_steps(PyObject *object, npy_intp *count)
 {
     PyArrayObject *array = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_INT32 ||
@@ -188,7 +187,7 @@ static PyObject *simulate(const mlsp_state *state, const mls_chain *chain,
     mls_step_record *records = NULL;
     mls_totals totals;
     mls_status st;
-    const mls_step *steps = take_steps(steps_object, &count);
+    const mls_step *steps = mlsp_take_steps(steps_object, &count);
     if (steps == NULL) {
         return NULL;
     }

@@ -1,0 +1,340 @@
+/* plan: which solver is asked, and what happens where one cannot answer.
+ */
+#include "plan.h"
+
+#include "mem.h"
+
+#include <inttypes.h>
+#include <math.h>
+
+/* ---- budgets ---- */
+
+mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll poll,
+                              int64_t *out, mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_needs needs;
+    const int64_t input = chain->activation_bytes[0];
+    mls_code code = mls_plan_costs_init(&costs, chain, input, 0, offload, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_plan_least(&costs, poll, &needs, st);
+    if (code == MLS_OK) {
+        *out = input + needs.memory[mls_plan_cell(chain->blocks, 0, chain->blocks - 1)];
+        mls_plan_needs_fini(&needs);
+    }
+    mls_plan_costs_fini(&costs);
+    return code;
+}
+
+/* The budget above which nothing changes. */
+static mls_code enough_bytes(const mls_chain *chain, int64_t *out, mls_status *st)
+{
+    mls_plan_costs costs;
+    const int64_t input = chain->activation_bytes[0];
+    const mls_code code = mls_plan_costs_init(&costs, chain, input, 0, false, st);
+    if (code == MLS_OK) {
+        *out = input + mls_plan_enough(&costs);
+        mls_plan_costs_fini(&costs);
+    }
+    return code;
+}
+
+/* Refuse a budget, with the least one that would do. */
+static mls_code refuse(const mls_chain *chain, const mls_plan_request *r, mls_status *st)
+{
+    int64_t least;
+    const mls_code code = mls_plan_least_bytes(chain, r->offload, r->poll, &least, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    mls_fail(st, MLS_E_CAPACITY,
+             "no persistent schedule of %zu blocks fits a budget of %" PRId64
+             " bytes: the least that is enough is %" PRId64 " bytes",
+             chain->blocks, r->budget_bytes, least);
+    mls_status_expected(st, "%" PRId64, least);
+    mls_status_got(st, "%" PRId64, r->budget_bytes);
+    return st->code;
+}
+
+/* ---- the ways to a schedule ---- */
+
+/* Any schedule that fits, for budgets too tight for slots. */
+static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
+                             mls_plan *out, mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_needs needs;
+    mls_code code =
+        mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_plan_least(&costs, r->poll, &needs, st);
+    if (code == MLS_OK) {
+        out->method = MLS_PLAN_THAT_FITS;
+        code = mls_plan_trace(&costs, mls_plan_fits, &needs, r->poll, &out->schedule, st);
+        mls_plan_needs_fini(&needs);
+    }
+    mls_plan_costs_fini(&costs);
+    return code;
+}
+
+/* Slots that a table of allowed size has; 0 where it has not even one. */
+static size_t slots_that_fit(size_t blocks, size_t wanted)
+{
+    while (wanted > 0 && mls_plan_table_bytes(blocks, wanted) > MLS_PLAN_TABLE_BYTES) {
+        wanted -= wanted / 16 + 1;
+    }
+    return wanted;
+}
+
+static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
+{
+    const size_t possible = slots_that_fit(blocks, slots);
+    if (possible == slots) {
+        return MLS_OK;
+    }
+    return mls_fail(st, MLS_E_SIZE,
+                    "a table of %zu blocks and %zu slots exceeds %zu MiB: choose at most "
+                    "%zu slots, or take several blocks as one",
+                    blocks, slots, MLS_PLAN_TABLE_BYTES >> 20, possible);
+}
+
+/* By slots; MLS_E_CAPACITY where the rounded sizes do not fit. */
+static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
+                              size_t slots, mls_plan *out, mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_table table;
+    mls_code code = check_table(chain->blocks, slots, st);
+    if (code == MLS_OK) {
+        code = mls_plan_costs_init(&costs, chain, r->budget_bytes, slots, r->offload, st);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_plan_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
+    if (code == MLS_OK) {
+        out->method = MLS_PLAN_BY_SLOTS;
+        out->slots = slots;
+        code = mls_plan_trace(&costs, mls_plan_slots_value, &table, r->poll,
+                              &out->schedule, st);
+        mls_plan_table_fini(&table);
+    }
+    mls_plan_costs_fini(&costs);
+    return code;
+}
+
+/* To the byte; MLS_E_SIZE where that takes too much. */
+static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
+                           mls_plan *out, mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_fronts fronts;
+    const size_t most = r->most_points == 0 ? MLS_PLAN_EXACT_POINTS : r->most_points;
+    if (chain->blocks > MLS_PLAN_EXACT_BLOCKS) {
+        return mls_fail(st, MLS_E_SIZE, "%zu blocks are too many to plan to the byte",
+                        chain->blocks);
+    }
+    mls_code code =
+        mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_plan_exact(&costs, most, r->pool, r->poll, &fronts, st);
+    if (code == MLS_OK) {
+        out->method = MLS_PLAN_BY_BYTES;
+        out->slots = 0;
+        code = mls_plan_trace(&costs, mls_plan_exact_value, &fronts, r->poll,
+                              &out->schedule, st);
+        mls_plan_fronts_fini(&fronts);
+    }
+    mls_plan_costs_fini(&costs);
+    return code;
+}
+
+/* A request whose budget is cut to what can be used, so that slots are as small as they
+ * can be. */
+static mls_code cut_budget(const mls_chain *chain, mls_plan_request *r, mls_status *st)
+{
+    int64_t enough;
+    const mls_code code = enough_bytes(chain, &enough, st);
+    if (code == MLS_OK && r->budget_bytes > enough) {
+        r->budget_bytes = enough;
+    }
+    return code;
+}
+
+mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
+                       mls_plan *out, mls_status *st)
+{
+    mls_plan_request r = *request;
+    mls_plan plan = {0};
+    size_t slots = r.slots;
+    mls_code code = cut_budget(chain, &r, st);
+    if (code == MLS_OK && r.budget_bytes >= 0 &&
+        r.budget_bytes < chain->activation_bytes[0]) {
+        return refuse(chain, request, st);
+    }
+    if (code == MLS_OK && slots == 0) {
+        code = make_exact(chain, &r, &plan, st);
+        if (code == MLS_E_CAPACITY) {
+            return refuse(chain, request, st);
+        }
+        if (code == MLS_E_SIZE) {
+            slots = slots_that_fit(chain->blocks, MLS_PLAN_AUTO_SLOTS);
+            slots = slots == 0 ? 1 : slots;
+            code = MLS_OK;
+        }
+    }
+    if (code == MLS_OK && slots > 0) {
+        code = make_by_slots(chain, &r, slots, &plan, st);
+        if (code == MLS_E_CAPACITY) {
+            code = make_fitting(chain, &r, &plan, st);
+        }
+        if (code == MLS_E_CAPACITY) {
+            return refuse(chain, request, st);
+        }
+    }
+    if (code == MLS_OK) {
+        *out = plan;
+    }
+    return code;
+}
+
+void mls_plan_fini(mls_plan *plan)
+{
+    mls_schedule_fini(&plan->schedule);
+    *plan = (mls_plan){0};
+}
+
+/* ---- the whole curve ---- */
+
+/* Seconds without any recomputation. */
+static double plain_seconds(const mls_chain *chain)
+{
+    double seconds = 0;
+    for (size_t i = 0; i < chain->blocks; i++) {
+        seconds += chain->forward_seconds[i] + chain->backward_seconds[i];
+    }
+    return seconds;
+}
+
+/* The front of the whole chain. */
+static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *fronts,
+                                mls_plan_curve *out, mls_status *st)
+{
+    const size_t whole = mls_plan_cell(chain->blocks, 0, chain->blocks - 1);
+    const mls_plan_front *front = &fronts->fronts[whole];
+    const double plain = plain_seconds(chain);
+    mls_plan_point *points = mls_alloc(front->count, sizeof *points);
+    if (points == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for %zu points", front->count);
+    }
+    for (size_t i = 0; i < front->count; i++) {
+        points[i].memory = chain->activation_bytes[0] + front->points[i].memory;
+        points[i].seconds = plain + front->points[i].seconds;
+    }
+    *out = (mls_plan_curve){points, front->count, MLS_PLAN_BY_BYTES, 0};
+    return MLS_OK;
+}
+
+/* The row of the whole chain, where it changes.  A slot's bytes are rounded up: that is a
+ * budget which has as many slots. */
+static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *table,
+                               int64_t bytes, mls_plan_curve *out, mls_status *st)
+{
+    const int64_t slots = table->costs->budget;
+    const double plain = plain_seconds(chain);
+    mls_plan_point *points = mls_alloc((size_t)slots + 1, sizeof *points);
+    size_t count = 0;
+    double last = (double)INFINITY;
+    if (points == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for %" PRId64 " points", slots);
+    }
+    for (int64_t m = 0; m <= slots; m++) {
+        const double value = mls_plan_slots_value(table, 0, chain->blocks - 1, m);
+        if (value < last) {
+            const int64_t each = bytes / slots, rest = bytes % slots;
+            const int64_t used = m * each + (m * rest + slots - 1) / slots;
+            points[count++] =
+                (mls_plan_point){chain->activation_bytes[0] + used, plain + value};
+            last = value;
+        }
+    }
+    *out = (mls_plan_curve){points, count, MLS_PLAN_BY_SLOTS, (size_t)slots};
+    return MLS_OK;
+}
+
+static mls_code curve_exact(const mls_chain *chain, const mls_plan_request *r,
+                            mls_plan_curve *out, mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_fronts fronts;
+    const size_t most = r->most_points == 0 ? MLS_PLAN_EXACT_POINTS : r->most_points;
+    if (chain->blocks > MLS_PLAN_EXACT_BLOCKS) {
+        return mls_fail(st, MLS_E_SIZE, "%zu blocks are too many to plan to the byte",
+                        chain->blocks);
+    }
+    mls_code code =
+        mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_plan_exact(&costs, most, r->pool, r->poll, &fronts, st);
+    if (code == MLS_OK) {
+        code = curve_of_fronts(chain, &fronts, out, st);
+        mls_plan_fronts_fini(&fronts);
+    }
+    mls_plan_costs_fini(&costs);
+    return code;
+}
+
+static mls_code curve_by_slots(const mls_chain *chain, const mls_plan_request *r,
+                               size_t slots, mls_plan_curve *out, mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_table table;
+    const int64_t bytes = r->budget_bytes - chain->activation_bytes[0];
+    mls_code code = check_table(chain->blocks, slots, st);
+    if (code == MLS_OK) {
+        code = mls_plan_costs_init(&costs, chain, r->budget_bytes, slots, r->offload, st);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_plan_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
+    if (code == MLS_OK) {
+        code = curve_of_table(chain, &table, bytes, out, st);
+        mls_plan_table_fini(&table);
+    }
+    mls_plan_costs_fini(&costs);
+    return code;
+}
+
+mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request,
+                         mls_plan_curve *out, mls_status *st)
+{
+    mls_plan_request r = *request;
+    size_t slots = r.slots;
+    r.budget_bytes = INT64_MAX;
+    mls_code code = cut_budget(chain, &r, st);
+    if (code == MLS_OK && slots == 0) {
+        code = curve_exact(chain, &r, out, st);
+        if (code != MLS_E_SIZE) {
+            return code;
+        }
+        slots = slots_that_fit(chain->blocks, MLS_PLAN_AUTO_SLOTS);
+        slots = slots == 0 ? 1 : slots;
+        code = MLS_OK;
+    }
+    return code == MLS_OK ? curve_by_slots(chain, &r, slots, out, st) : code;
+}
+
+void mls_plan_curve_fini(mls_plan_curve *curve)
+{
+    mls_free(curve->points);
+    *curve = (mls_plan_curve){0};
+}

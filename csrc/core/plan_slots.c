@@ -1,0 +1,447 @@
+/* plan_slots: the table, filled diagonal by diagonal of large tiles.
+ *
+ * A segment s .. t needs what lies to the left of it in its row (s .. k - 1) and below it
+ * in its column (k .. t).  A large tile takes first, block of k by block of k, what lies
+ * in tiles that are complete; then its small tiles follow, from the diagonal outwards,
+ * each with a product for what is complete by now and its last few k segment by segment.
+ *
+ * Entries are seconds of recomputation plus the seconds of all blocks before s.  With
+ * that a restart from k costs (k, t) + (s, k - 1) - seconds before s: inner loops add two
+ * numbers and nothing else.
+ */
+#include "plan_slots.h"
+
+#include "mem.h"
+#include "plan_slots_kernels.h"
+#include "size.h"
+
+#include <math.h>
+#include <stdatomic.h>
+
+enum {
+    SMALL = MLS_PLAN_TILE,
+    LARGE = 16, /* segments along each side of a large tile, and restarts in a block */
+    STRIP = 64, /* entries that are worked on at a time */
+    LANES = MLS_PLAN_LANES,
+    NEVER = INT32_MAX / 4 /* slots that no budget has */
+};
+
+/* The table in the making. */
+typedef struct solver {
+    const mls_plan_costs *costs;
+    const mls_plan_kernels *kernels;
+    mls_plan_table *table;
+    mls_poll poll;
+    size_t n, entries;
+    uint32_t *shift;        /* activations, in slots */
+    int32_t *need;          /* by mls_plan_cell: first entry that is finite */
+    int32_t *full;          /* by mls_plan_cell: first entry without recomputation */
+    int32_t *sweep;         /* by mls_plan_cell: largest forward peak of s .. t */
+    uint32_t *begins;       /* for each task, `padded` entries of `begin` */
+    size_t tasks, distance; /* of the large tiles at hand from the diagonal */
+    atomic_size_t next;
+    atomic_bool stopped;
+} solver;
+
+static const mls_plan_kernels *kernels_of(mls_cpu cpu)
+{
+    switch (cpu) {
+#if defined(__x86_64__)
+    case MLS_CPU_AVX2:
+        return &mls_plan_avx2;
+    case MLS_CPU_AVX512:
+        return &mls_plan_avx512;
+#endif
+#if defined(__aarch64__)
+    case MLS_CPU_NEON:
+        return &mls_plan_neon;
+#endif
+    default:
+        return &mls_plan_scalar;
+    }
+}
+
+static size_t round_up(size_t value, size_t unit)
+{
+    return (value + unit - 1) / unit * unit;
+}
+
+static size_t most(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+static size_t fewest(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Sizes of 4 KiB and its multiples would put all segments into the same few places of the
+ * cache. */
+static size_t stride_of(size_t slots)
+{
+    const size_t stride = round_up(slots + 1, LANES);
+    return stride % 512 == 0 ? stride + LANES : stride;
+}
+
+size_t mls_plan_table_bytes(size_t blocks, size_t slots)
+{
+    const size_t padded = round_up(blocks, SMALL);
+    size_t cells, bytes;
+    if (!mls_size_mul(padded, padded + 1, &cells) ||
+        !mls_size_mul(cells / 2, stride_of(slots), &bytes) ||
+        !mls_size_mul(bytes, sizeof(double), &bytes)) {
+        return SIZE_MAX;
+    }
+    return bytes;
+}
+
+/* Entry 0 of a segment. */
+static double *values_of(const mls_plan_table *table, size_t s, size_t t)
+{
+    return table->values + table->rows[s] + t * table->stride;
+}
+
+double mls_plan_slots_value(const void *context, size_t s, size_t t, int64_t memory)
+{
+    const mls_plan_table *table = context;
+    if (memory < 0) {
+        return (double)INFINITY;
+    }
+    return values_of(table, s, t)[memory] - table->costs->before[s];
+}
+
+/* ---- restarts of a small tile ---- */
+
+/* First entry of a restart from k for one segment, apart from that it finds finite values
+ * in its two parts. */
+static size_t bound_of(const solver *v, size_t s, size_t t, size_t k)
+{
+    const size_t sweep = (size_t)v->sweep[mls_plan_cell(v->n, s, k - 1)];
+    return most(sweep + (size_t)v->costs->hold[t], v->shift[k]);
+}
+
+/* First entry at which both parts of a restart are finite. */
+static size_t natural_of(const solver *v, size_t s, size_t t, size_t k)
+{
+    const size_t left = (size_t)v->need[mls_plan_cell(v->n, s, k - 1)];
+    return most(left, v->shift[k] + (size_t)v->need[mls_plan_cell(v->n, k, t)]);
+}
+
+/* What a kernel leaves out: entries of one segment from its own first one to the tile's.
+ */
+static void fill_gap(const solver *v, size_t s, size_t t, size_t k, size_t begin)
+{
+    double *c = values_of(v->table, s, t);
+    const double *a = values_of(v->table, s, k - 1);
+    const double *b = values_of(v->table, k, t);
+    const size_t first = most(bound_of(v, s, t, k), natural_of(v, s, t, k));
+    for (size_t m = first; m < fewest(begin, v->entries); m++) {
+        const double sum = a[m] + b[m - v->shift[k]];
+        c[m] = sum < c[m] ? sum : c[m];
+    }
+}
+
+/* Where a kernel may start with restart k: where the rules allow it for every segment of
+ * the tile, and not before some segment has finite parts.  The rest is done here. */
+static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
+{
+    const size_t s_end = fewest(s + SMALL, v->n), t_end = fewest(t + SMALL, v->n);
+    size_t bound = v->shift[k], natural = NEVER, lowest = NEVER;
+    for (size_t i = s; i < s_end; i++) {
+        lowest = fewest(lowest, (size_t)v->need[mls_plan_cell(v->n, i, k - 1)]);
+        for (size_t l = t; l < t_end; l++) {
+            bound = most(bound, bound_of(v, i, l, k));
+        }
+    }
+    for (size_t l = t; l < t_end; l++) {
+        natural = fewest(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
+    }
+    natural = most(natural + v->shift[k], lowest) / LANES * LANES;
+    if (natural >= bound) {
+        return (uint32_t)natural;
+    }
+    const size_t begin = round_up(bound, LANES);
+    for (size_t i = s; i < s_end; i++) {
+        for (size_t l = t; l < t_end; l++) {
+            fill_gap(v, i, l, k, begin);
+        }
+    }
+    return (uint32_t)begin;
+}
+
+/* The entries of a small tile that can be anything but infinite or without recomputation.
+ */
+static size_t last_of(const solver *v, size_t s, size_t t)
+{
+    size_t full = 0;
+    for (size_t i = s; i < fewest(s + SMALL, v->n); i++) {
+        for (size_t l = t; l < fewest(t + SMALL, v->n); l++) {
+            full = most(full, (size_t)v->full[mls_plan_cell(v->n, i, l)]);
+        }
+    }
+    return round_up(fewest(full, v->entries), LANES);
+}
+
+/* Restarts `first` to before `last` for a small tile above the diagonal. */
+static void multiply(const solver *v, uint32_t *begin, size_t s, size_t t, size_t first,
+                     size_t last)
+{
+    size_t from = NEVER;
+    for (size_t k = first; k < last; k++) {
+        begin[k] = begin_of(v, s, t, k);
+        from = fewest(from, begin[k]);
+    }
+    const mls_plan_tile job = {.values = v->table->values,
+                               .rows = v->table->rows,
+                               .stride = v->table->stride,
+                               .shift = v->shift,
+                               .begin = begin,
+                               .s = s,
+                               .t = t,
+                               .first = first,
+                               .last = last,
+                               .from = from,
+                               .to = last_of(v, s, t)};
+    v->kernels->tile(&job);
+}
+
+/* ---- single segments ---- */
+
+/* A restart from k for one segment. */
+static void restart(const solver *v, size_t s, size_t t, size_t k)
+{
+    const size_t first = most(bound_of(v, s, t, k), natural_of(v, s, t, k));
+    const size_t end = fewest((size_t)v->full[mls_plan_cell(v->n, s, t)], v->entries);
+    if (first < end) {
+        v->kernels->row(values_of(v->table, s, t) + first,
+                        values_of(v->table, s, k - 1) + first,
+                        values_of(v->table, k, t) + first - v->shift[k], end - first);
+    }
+}
+
+/* Saving s, with `moved` slots held beside what follows and `seconds` more. */
+static void save(const solver *v, size_t s, size_t t, int64_t moved, double seconds)
+{
+    const mls_plan_costs *c = v->costs;
+    const size_t shift = (size_t)moved;
+    const size_t rest = shift + (size_t)v->need[mls_plan_cell(v->n, s + 1, t)];
+    const size_t first = most((size_t)mls_plan_save_need(c, s, t), rest);
+    if (first < v->entries) {
+        v->kernels->keep(values_of(v->table, s, t) + first,
+                         values_of(v->table, s + 1, t) + first - shift, c->before[s + 1],
+                         c->before[s] + seconds, v->entries - first);
+    }
+}
+
+/* The rest of a segment, once all restarts but those of its own small tile are in. */
+static void finish(const solver *v, size_t s, size_t t)
+{
+    const mls_plan_costs *c = v->costs;
+    double *values = values_of(v->table, s, t);
+    const size_t cell = mls_plan_cell(v->n, s, t);
+    const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
+    for (size_t k = s + 1; k <= t; k++) {
+        if (k < s_end || k > t_begin) {
+            restart(v, s, t, k);
+        }
+    }
+    for (size_t m = 0; m < v->entries; m++) {
+        values[m] -= c->before[s];
+    }
+    if (s == t) {
+        for (size_t m = (size_t)mls_plan_save_need(c, s, t); m < v->entries; m++) {
+            values[m] = c->before[s];
+        }
+    } else {
+        save(v, s, t, c->saved[s], 0);
+        if (isfinite(c->away[s])) {
+            save(v, s, t, c->activation[s + 1], c->away[s]);
+        }
+    }
+    size_t first = 0;
+    while (first < v->entries && !isfinite(values[first])) {
+        first++;
+    }
+    v->need[cell] = first == v->entries ? NEVER : (int32_t)first;
+}
+
+/* ---- large tiles ---- */
+
+/* Infinity everywhere, in what only pads the tile too. */
+static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t t_end)
+{
+    for (size_t i = s; i < s_end; i++) {
+        for (size_t l = most(i, t); l < t_end; l++) {
+            double *values = values_of(v->table, i, l);
+            for (size_t m = 0; m < v->table->stride; m++) {
+                values[m] = (double)INFINITY;
+            }
+        }
+    }
+}
+
+/* One small tile, once the tiles to the left and below are complete.  Restarts before
+ * `early` and after `late` are still to come. */
+static void finish_small(const solver *v, uint32_t *begin, size_t s, size_t t,
+                         size_t early, size_t late)
+{
+    if (s < t) {
+        multiply(v, begin, s, t, s + SMALL, fewest(early, t + 1));
+        multiply(v, begin, s, t, most(late + 1, s + SMALL), t + 1);
+    }
+    for (size_t i = fewest(s + SMALL, v->n); i-- > s;) {
+        for (size_t l = most(i, t); l < fewest(t + SMALL, v->n); l++) {
+            finish(v, i, l);
+        }
+    }
+}
+
+/* A large tile; false where it was stopped. */
+static bool fill_large(solver *v, uint32_t *begin, size_t s, size_t t)
+{
+    const size_t padded = v->table->padded;
+    const size_t s_end = fewest(s + LARGE, padded), t_end = fewest(t + LARGE, padded);
+    clear_tile(v, s, t, s_end, t_end);
+    for (size_t k = s_end; s < t && k <= t; k += LARGE) {
+        if (atomic_load(&v->stopped) ||
+            (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context))) {
+            atomic_store(&v->stopped, true);
+            return false;
+        }
+        for (size_t i = s; i < s_end; i += SMALL) {
+            for (size_t l = t; l < t_end; l += SMALL) {
+                multiply(v, begin, i, l, k, fewest(k + LARGE, t + 1));
+            }
+        }
+    }
+    /* the restarts s_end .. t are in; within one tile on the diagonal, none is */
+    const size_t early = s < t ? s_end : padded, late = s < t ? t : padded;
+    for (size_t i = s_end; i > s; i -= SMALL) {
+        for (size_t l = most(i - SMALL, t); l < t_end; l += SMALL) {
+            finish_small(v, begin, i - SMALL, l, early, late);
+        }
+    }
+    return true;
+}
+
+/* A thread's share of a diagonal. */
+static void work(void *context, size_t task)
+{
+    solver *v = context;
+    const size_t larges = (v->table->padded + LARGE - 1) / LARGE;
+    uint32_t *begin = v->begins + task * (v->table->padded + 1);
+    for (;;) {
+        const size_t i = atomic_fetch_add(&v->next, 1);
+        if (i + v->distance >= larges ||
+            !fill_large(v, begin, i * LARGE, (i + v->distance) * LARGE)) {
+            return;
+        }
+    }
+}
+
+/* ---- all of it ---- */
+
+/* Forward peaks, and where nothing is recomputed any more. */
+static void fill_bounds(solver *v)
+{
+    const mls_plan_costs *c = v->costs;
+    const size_t n = v->n;
+    for (size_t s = n; s-- > 0;) {
+        int64_t sweep = 0;
+        for (size_t t = s; t < n; t++) {
+            const size_t cell = mls_plan_cell(n, s, t);
+            sweep = mls_plan_sweep(c, s, t + 1, sweep);
+            v->sweep[cell] = (int32_t)sweep;
+            const int64_t need = mls_plan_save_need(c, s, t);
+            const int64_t below =
+                s == t ? 0 : c->saved[s] + v->full[mls_plan_cell(n, s + 1, t)];
+            const int64_t full = need > below ? need : below;
+            v->full[cell] = (int32_t)(full > NEVER ? NEVER : full);
+        }
+        v->shift[s] = (uint32_t)c->activation[s];
+    }
+}
+
+static void free_solver(solver *v)
+{
+    mls_free(v->shift);
+    mls_free(v->need);
+    mls_free(v->full);
+    mls_free(v->sweep);
+    mls_free(v->begins);
+}
+
+/* The table's memory and the solver's. */
+static bool make_tables(solver *v, mls_plan_table *out)
+{
+    const size_t n = v->n, padded = round_up(n, SMALL), cells = n * (n + 1) / 2;
+    *out = (mls_plan_table){
+        .costs = v->costs, .padded = padded, .stride = stride_of(v->entries - 1)};
+    v->shift = mls_alloc(n, sizeof *v->shift);
+    v->need = mls_alloc(cells, sizeof *v->need);
+    v->full = mls_alloc(cells, sizeof *v->full);
+    v->sweep = mls_alloc(cells, sizeof *v->sweep);
+    v->begins = mls_alloc(padded + 1, v->tasks * sizeof *v->begins);
+    out->rows = mls_alloc(padded, sizeof *out->rows);
+    out->values = mls_alloc(padded * (padded + 1) / 2, out->stride * sizeof(double));
+    for (size_t s = 0; out->rows != NULL && s < padded; s++) {
+        out->rows[s] = mls_plan_cell(padded, s, 0) * out->stride;
+    }
+    return v->shift != NULL && v->need != NULL && v->full != NULL && v->sweep != NULL &&
+           v->begins != NULL && out->rows != NULL && out->values != NULL;
+}
+
+void mls_plan_table_fini(mls_plan_table *table)
+{
+    mls_free(table->rows);
+    mls_free(table->values);
+    *table = (mls_plan_table){0};
+}
+
+/* Diagonals one after the other; helpers where there is enough for them to do. */
+static void run_diagonals(solver *v, mls_pool *pool)
+{
+    enum { WORTH = 64 }; /* blocks from which on helpers are worth waking */
+    const size_t larges = (v->table->padded + LARGE - 1) / LARGE;
+    for (v->distance = 0; v->distance < larges; v->distance++) {
+        atomic_store(&v->next, 0);
+        if (v->n < WORTH || larges - v->distance == 1) {
+            work(v, 0);
+        } else {
+            mls_pool_run(pool, work, v, v->tasks);
+        }
+        if (atomic_load(&v->stopped)) {
+            return;
+        }
+    }
+}
+
+mls_code mls_plan_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
+                        mls_poll poll, mls_plan_table *out, mls_status *st)
+{
+    solver v = {.costs = costs,
+                .kernels = kernels_of(cpu),
+                .table = out,
+                .poll = poll,
+                .n = costs->blocks,
+                .entries = (size_t)costs->budget + 1,
+                .tasks = pool == NULL ? 1 : mls_pool_threads(pool)};
+    mls_code code = MLS_OK;
+    if (!make_tables(&v, out)) {
+        code = mls_fail(st, MLS_E_MEMORY,
+                        "no memory for a table of %zu blocks and %zu slots", v.n,
+                        v.entries - 1);
+    } else {
+        fill_bounds(&v);
+        run_diagonals(&v, pool);
+        if (atomic_load(&v.stopped)) {
+            code = mls_fail(st, MLS_E_STOPPED, "planning was stopped");
+        }
+    }
+    free_solver(&v);
+    if (code != MLS_OK) {
+        mls_plan_table_fini(out);
+    }
+    return code;
+}

@@ -1,0 +1,52 @@
+/* plan_slots_kernels: what the kernel files share; private to plan_slots*.c.
+ *
+ * Each kernel file defines one table and nothing else that is seen outside.  Whether the
+ * machine at hand can run it is for mls_cpu_offers to say, and plan_slots.c is the one
+ * place that chooses.  All kernels do the same additions and comparisons in the same
+ * order: their results are the same bits.
+ */
+#ifndef MLS_PLAN_SLOTS_KERNELS_H
+#define MLS_PLAN_SLOTS_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    MLS_PLAN_TILE = 4, /* segments along each side of a kernel's tile */
+    MLS_PLAN_LANES = 8 /* every kernel's vector divides this many entries */
+};
+
+/* A tile of segments s .. s + 3 by t .. t + 3, and the restarts k from `first` to before
+ * `last` that are tried for all of them.  Entry m of segment s .. t lies at
+ * rows[s] + t * stride + m.  `shift` and `begin` have an entry for each k: restart k is
+ * tried from entry begin[k] on, a multiple of MLS_PLAN_LANES that is at least shift[k].
+ */
+typedef struct mls_plan_tile {
+    double *values;
+    const size_t *rows;
+    size_t stride;
+    const uint32_t *shift, *begin;
+    size_t s, t, first, last;
+    size_t from, to; /* entries, multiples of MLS_PLAN_LANES */
+} mls_plan_tile;
+
+typedef struct mls_plan_kernels {
+    /* (s, t)[m] = min over k of itself and (s, k - 1)[m] + (k, t)[m - shift[k]] */
+    void (*tile)(const mls_plan_tile *job);
+    /* c[m] = min(c[m], a[m] + b[m]) */
+    void (*row)(double *c, const double *a, const double *b, size_t count);
+    /* c[m] = min(c[m], (b[m] - minus) + plus) */
+    void (*keep)(double *c, const double *b, double minus, double plus, size_t count);
+} mls_plan_kernels;
+
+/* The tables, constant. */
+extern const mls_plan_kernels mls_plan_scalar;
+#if defined(__x86_64__)
+extern const mls_plan_kernels mls_plan_avx2;
+extern const mls_plan_kernels mls_plan_avx512;
+#endif
+#if defined(__aarch64__)
+extern const mls_plan_kernels mls_plan_neon;
+#endif
+
+#endif
