@@ -6,26 +6,36 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
+from ._activation_manager import apply_strategy, cuda_memory
 from ._apply import PlannedModel, apply_plan
+from ._chain import profile_chain
 from ._ddp import all_reduce_with
 from ._fsdp2 import reduce_scatter_with
 from ._group import TorchGroup
 from ._kv import move
 from ._memory import note_written, write_into_tensor
 from ._optimizer import optimizer_dict, optimizer_state
+from ._peak import MemoryUse, measure_peak
 from ._pickle import reduce_state, register, restore_state
+from ._recompute_check import check_recompute
 from ._state import arrays_of, tensors_of
 
 __all__ = [
+    "MemoryUse",
     "PlannedModel",
     "TorchGroup",
     "all_reduce_with",
     "apply_plan",
+    "apply_strategy",
     "arrays_of",
+    "check_recompute",
+    "cuda_memory",
+    "measure_peak",
     "move",
     "note_written",
     "optimizer_dict",
     "optimizer_state",
+    "profile_chain",
     "reduce_scatter_with",
     "reduce_state",
     "register",

@@ -170,6 +170,22 @@ def _break_graph(module: Any, args: Any) -> None:
         torch._dynamo.graph_break()
 
 
+def run_blocks(
+    modules: Sequence[Any], enter: Callable[..., Any] | None, args: Any, kwargs: Any
+) -> Any:
+    """Run blocks one after the other; those that are no modules through `enter`."""
+    import torch
+
+    out, *others = args
+    for position, block in enumerate(modules):
+        taken = (*out, *others) if isinstance(out, tuple | list) else (out, *others)
+        if isinstance(block, torch.nn.Module) or enter is None:
+            out = block(*taken, **kwargs)
+        else:
+            out = enter((position,), block, *taken, **kwargs)
+    return out
+
+
 class PlannedModel:
     """A model whose blocks run by a plan; `Plan.apply` makes these.
 
@@ -226,18 +242,10 @@ class PlannedModel:
         A list of blocks gets the first argument, a tensor or a tuple of what a block takes;
         what a block returns goes to the next one. The other arguments go to every block.
         """
-        import torch
-
         if self.module is not None:
             return self.module(*args, **kwargs)
-        out, *others = args
-        for position, block in enumerate(self._modules):
-            taken = (*out, *others) if isinstance(out, tuple | list) else (out, *others)
-            if isinstance(block, torch.nn.Module) or self._interceptor is None:
-                out = block(*taken, **kwargs)
-            else:
-                out = self._enter((position,), block, *taken, **kwargs)
-        return out
+        enter = None if self._interceptor is None else self._enter
+        return run_blocks(self._modules, enter, args, kwargs)
 
     def _enter(
         self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any

@@ -26,7 +26,8 @@ def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
     }
 
 
-def _generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]:
+def generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]:
+    """Return the states of torch's generators: the CPU's, and those of devices."""
     import torch
 
     states: dict[Any, torch.Tensor] = {"cpu": torch.get_rng_state()}
@@ -35,7 +36,8 @@ def _generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor
     return states
 
 
-def _set_generator_states(states: dict[Any, torch.Tensor]) -> None:
+def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
+    """Set generators to states that `generator_states` returned."""
     import torch
 
     for device, state in states.items():
@@ -104,7 +106,7 @@ class Surroundings:
         self._training = getattr(module, "training", None)
         self._buffers = buffers
         self._devices = devices_of(leaves)
-        self._states = _generator_states(self._devices)
+        self._states = generator_states(self._devices)
         self._copies: dict[_Place, torch.Tensor] = {}
         self._before = buffers.copy()
         kinds = {"cpu", *(device.type for device in self._devices)}
@@ -118,7 +120,7 @@ class Surroundings:
         """Forget what the first run neither used nor changed."""
         import torch
 
-        now = _generator_states(self._devices)
+        now = generator_states(self._devices)
         self._states = {
             device: state
             for device, state in self._states.items()
@@ -142,7 +144,7 @@ class Surroundings:
             error.name = name
             raise error
         places = [(m, buffer, m._buffers[buffer]) for m, buffer in self._copies]
-        states = _generator_states(self._devices) if self._states else {}
+        states = generator_states(self._devices) if self._states else {}
         with ExitStack() as stack:
             for kind, enabled, dtype, cached in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -150,9 +152,9 @@ class Surroundings:
             try:
                 for (owner, buffer), copy in self._copies.items():
                     owner._buffers[buffer] = copy.clone()  # the buffer itself stays untouched
-                _set_generator_states(self._states)
+                set_generator_states(self._states)
                 yield
             finally:
                 for owner, buffer, value in places:
                     owner._buffers[buffer] = value
-                _set_generator_states({device: states[device] for device in self._states})
+                set_generator_states({device: states[device] for device in self._states})

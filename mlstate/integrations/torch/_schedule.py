@@ -116,7 +116,7 @@ class _Slot:
         self.run = run
         self.block = block
         self.looks = looks
-        self.value: Any = None  # a tensor, _OfInput, Away, or None
+        self.value: Any = None  # _Held, _OfInput, Away, or None
 
 
 class _OfInput:
@@ -304,7 +304,7 @@ class Run:
             if kind == "save":
                 leaf = places.get(tensor.untyped_storage()._cdata) if places else None
                 if leaf is None:
-                    slot.value = tensor.detach()
+                    slot.value = _Held(tensor)
                 else:
                     geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
                     slot.value = _OfInput(leaf, geometry)
@@ -426,10 +426,10 @@ class Run:
             slot = ref()
             if slot is None or slot.value is None or isinstance(slot.value, _OfInput):
                 continue
-            storage = slot.value.untyped_storage()
+            storage = slot.value.value.untyped_storage()
             if storage._cdata in ours or storage._cdata in inputs or not storage.nbytes():
                 continue  # nbytes: FSDP frees its parameters after a forward pass
-            slot.value = host.put(slot.value)
+            slot.value = host.put(slot.value.tensor(self._blocks[i].name))
         if self._program.brings[i]:
             outputs = self._held[i + 1]
             assert outputs is not None
@@ -442,7 +442,7 @@ class Run:
         for ref in call.slots:
             slot = ref()
             if slot is not None and isinstance(slot.value, Away):
-                slot.value = host.get(slot.value)
+                slot.value = _Held(host.get(slot.value))
         if self._program.brings[i]:
             self._held[i + 1] = [_Held(host.get(away)) for away in host.outputs]
         call.host = None
@@ -508,19 +508,19 @@ class Run:
         if isinstance(value, _OfInput):
             held = self._held[slot.block]
             assert held is not None
-            value = held[value.leaf].value.as_strided(*value.geometry)
-        if not isinstance(value, torch.Tensor):
+            return held[value.leaf].tensor(name).as_strided(*value.geometry)
+        if not isinstance(value, _Held):
             error = MLStateError(
                 f"{name}: what it had saved was used and freed. A second backward pass through "
                 "a planned model needs a second forward pass; add losses and call backward once"
             )
             error.name = name
             raise error
-        return value
+        return value.tensor(name)
 
 
 class _Held:
-    """A tensor that blocks run on again, without its history."""
+    """A tensor that is needed again as it is, without its history."""
 
     __slots__ = ("value", "version")
 
@@ -532,8 +532,9 @@ class _Held:
         """Return it for a block, unless it was written to since."""
         if _version(self.value) != self.version:
             error = MLStateError(
-                f"{name}: a tensor that enters it was changed in place after the block ran, so "
-                "it cannot run on it again: use an operation that is not in place"
+                f"{name}: a tensor that its recomputation or its backward pass needs, "
+                f"{_text(_looks(self.value))}, was changed in place meanwhile: use an operation "
+                "that is not in place"
             )
             error.name = name
             raise error
@@ -568,7 +569,7 @@ class _Packer:
             looks = _looks(tensor)
             if looks != slot.looks:
                 raise _differs(self._name, f"saved tensor {k}", [slot.looks], [looks])
-            slot.value = tensor.detach()
+            slot.value = _Held(tensor)
         if k + 1 == len(self._slots) and not self._keep:
             raise _Enough
 
