@@ -221,6 +221,11 @@ class Chain:
         return self._plain[1]
 
     @cached_property
+    def least_budget_bytes(self) -> int:
+        """The least budget that a persistent schedule without offloading fits."""
+        return _core.plan_least(self._arrays, False)
+
+    @cached_property
     def _plain(self) -> tuple[float, int]:
         n = self.blocks
         steps = np.empty((2 * n, 2), np.int32)

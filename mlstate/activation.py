@@ -15,7 +15,10 @@ Examples
 """
 
 from ._activation_manager import ActivationManager, LayerDecisions
+from ._chain import Chain
 from ._memory_tracker import MemoryStats, MemoryTracker
+from ._plan import Plan, Simulation, Step
+from ._planner import Pareto, pareto, plan
 from ._strategies import (
     IntervalStrategy,
     MemoryAwareStrategy,
@@ -40,6 +43,7 @@ __all__ = [
     "ActivationManager",
     "AllOf",
     "AnyOf",
+    "Chain",
     "CheckpointConfig",
     "CheckpointStrategy",
     "FirstMatch",
@@ -49,9 +53,13 @@ __all__ = [
     "MemoryStats",
     "MemoryTracker",
     "Not",
+    "Pareto",
+    "Plan",
     "SelectiveStrategy",
+    "Simulation",
     "SizeBasedStrategy",
     "SmartStrategy",
+    "Step",
     "StrategyKind",
     "create_interval",
     "create_memory_aware",
@@ -59,5 +67,7 @@ __all__ = [
     "create_size_based",
     "create_smart",
     "create_strategy",
+    "pareto",
+    "plan",
     "register_strategy",
 ]
