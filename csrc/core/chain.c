@@ -42,14 +42,17 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
 }
 
 /* Bytes of every item; their sum is added to `*sum`, which stays within 62 bits:
- * planners add a little to it. */
+ * planners add a little to it.  Items may be below 0 by as much as `below` has there;
+ * NULL: not at all. */
 static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
-                            int64_t *sum, mls_status *st)
+                            const int64_t *below, int64_t *sum, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
-        if (bytes[i] < 0) {
-            mls_fail(st, MLS_E_VALUE, "%s[%zu] is %" PRId64 ": bytes are at least 0",
-                     name, i, bytes[i]);
+        const int64_t least = below == NULL ? 0 : -below[i];
+        if (bytes[i] < least) {
+            mls_fail(st, MLS_E_VALUE,
+                     "%s[%zu] is %" PRId64 ": bytes are at least %" PRId64, name, i,
+                     bytes[i], least);
             mls_status_name(st, name, strlen(name));
             mls_status_got(st, "%" PRId64, bytes[i]);
             return st->code;
@@ -71,18 +74,19 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
         const char *name;
         const int64_t *bytes;
         size_t count;
+        const int64_t *below;
     } arrays[] = {
-        {"activation_bytes", c->activation_bytes, n + 1},
-        {"gradient_bytes", c->gradient_bytes, n + 1},
-        {"saved_bytes", c->saved_bytes, n},
-        {"forward_temporary_bytes", c->forward_temporary_bytes, n},
-        {"saving_temporary_bytes", c->saving_temporary_bytes, n},
-        {"backward_temporary_bytes", c->backward_temporary_bytes, n},
+        {"activation_bytes", c->activation_bytes, n + 1, NULL},
+        {"gradient_bytes", c->gradient_bytes, n + 1, NULL},
+        {"saved_bytes", c->saved_bytes, n, NULL},
+        {"forward_temporary_bytes", c->forward_temporary_bytes, n, NULL},
+        {"saving_temporary_bytes", c->saving_temporary_bytes, n, NULL},
+        {"backward_temporary_bytes", c->backward_temporary_bytes, n, c->gradient_bytes},
     };
     int64_t sum = 0;
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
-        const mls_code code =
-            check_bytes(arrays[i].name, arrays[i].bytes, arrays[i].count, &sum, st);
+        const mls_code code = check_bytes(arrays[i].name, arrays[i].bytes,
+                                          arrays[i].count, arrays[i].below, &sum, st);
         if (code != MLS_OK) {
             return code;
         }

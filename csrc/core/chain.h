@@ -35,16 +35,19 @@ typedef struct mls_chain {
     const double *forward_seconds, *backward_seconds;
     const int64_t *activation_bytes, *gradient_bytes; /* n + 1; gradients may be 0 */
     const int64_t *saved_bytes;
-    const int64_t *forward_temporary_bytes;  /* beyond input and output */
-    const int64_t *saving_temporary_bytes;   /* beyond input and saved */
-    const int64_t *backward_temporary_bytes; /* beyond input, saved and both gradients */
-    double offload_rate, load_rate;          /* bytes per second; both 0: no host */
+    const int64_t *forward_temporary_bytes; /* beyond input and output */
+    const int64_t *saving_temporary_bytes;  /* beyond input and saved */
+    /* Beyond input, saved and both gradients; down to -gradient_bytes[i], where much of
+     * what was saved is free again before gradient i is there. */
+    const int64_t *backward_temporary_bytes;
+    double offload_rate, load_rate; /* bytes per second; both 0: no host */
 } mls_chain;
 
 enum { MLS_CHAIN_MAX_BLOCKS = 1 << 20 };
 
 /* MLS_E_VALUE, naming the entry: no block or more than MLS_CHAIN_MAX_BLOCKS, seconds that
- * are negative or no number, negative bytes, saved_bytes[i] < activation_bytes[i + 1],
+ * are negative or no number, negative bytes (backward_temporary_bytes[i]: below
+ * -gradient_bytes[i]), saved_bytes[i] < activation_bytes[i + 1],
  * one rate without the other, or a rate that is not above 0. MLS_E_SIZE: all bytes
  * together exceed 63 bits, or the seconds a double's range. */
 mls_code mls_chain_check(const mls_chain *chain, mls_status *st);
