@@ -70,7 +70,9 @@ class Chain:
     saving_temporary_bytes : sequence of int, (n,), optional
         Peak of a saving forward run beyond input and saved. Default: 0.
     backward_temporary_bytes : sequence of int, (n,), optional
-        Peak of a backward run beyond input, saved and both gradients. Default: 0.
+        Peak of a backward run beyond input, saved and both gradients. Default: 0. It may be
+        negative, down to ``-gradient_bytes[i]``, where much of what was saved is free again
+        before the block's gradient is there.
     names : sequence of str, (n,), optional
         For reports. Default: the numbers of the blocks.
     offload_bytes_per_second, load_bytes_per_second : float, optional
@@ -81,7 +83,8 @@ class Chain:
     ------
     ValueError
         If an array has another length, seconds are negative or not finite, bytes are
-        negative, ``saved_bytes[i] < activation_bytes[i + 1]``, there is no block, or one
+        negative or ``backward_temporary_bytes[i] < -gradient_bytes[i]``,
+        ``saved_bytes[i] < activation_bytes[i + 1]``, there is no block, or one
         rate is given without the other.
     CapacityError
         If all bytes together exceed 62 bits, or the seconds the range of a float.

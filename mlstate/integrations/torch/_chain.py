@@ -109,7 +109,7 @@ class _Bytes:
             made[0].append(saved)
             made[1].append(max(0, forward.peak - forward.before - out))
             made[2].append(max(0, save.peak - save.before - saved))
-            made[3].append(max(0, back.peak - save.before - saved - gradients))
+            made[3].append(max(-self.gradients[i], back.peak - save.before - saved - gradients))
         return made  # type: ignore[return-value]
 
 
@@ -186,9 +186,7 @@ def profile_chain(
     Memory is what torch's allocator says, see `measure_peak`: what exists after a block ran
     and did not before, and the peaks of its runs. Parameters and their gradients are not
     counted: the gradients exist while it measures. Where autograd frees saved tensors before
-    the block's gradient is there, the backward run needs less than all of them together;
-    a chain has no entry below 0, so that its predicted peak is too large by up to one
-    activation and one gradient.
+    the block's gradient is there, ``backward_temporary_bytes`` is negative.
 
     Call it under ``torch.autocast`` if training is. Half-precision copies of parameters count
     as memory of the block. Generators, buffers and gradients are as before afterwards. The
