@@ -242,11 +242,12 @@ def register_strategy(name: str, factory: Factory) -> None:
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r}")
+    name = str(name)
     if not name or name in _BUILT_IN:
         raise ValueError(f"name must not be {name!r}: mlstate's own stay what they are")
     if not callable(factory):
         raise TypeError(f"factory of {name!r} must be callable, got {type(factory).__name__}")
-    _REGISTERED[str(name)] = factory
+    _REGISTERED[name] = factory
 
 
 def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
