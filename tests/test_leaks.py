@@ -17,12 +17,14 @@ from pathlib import Path
 from threading import Thread
 
 import leaks_of_gradients  # noqa: F401 - its cases
+import leaks_of_strategies  # noqa: F401 - its cases
 import numpy as np
 import pytest
 from leak_cases import CALLS, CASES, case, each, raises
 
 import mlstate
 from mlstate import (
+    activation,
     checkpoint,
     collectives,
     coreml,
@@ -37,6 +39,7 @@ from mlstate._engine import Engine
 
 MODULES = (
     mlstate,
+    activation,
     checkpoint,
     collectives,
     coreml,
@@ -50,8 +53,10 @@ MODULES = (
 FEW = 40  # calls of those that wait for the disk
 PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage"
 
-# Names that nobody calls: a protocol for annotations.
+# Names that nobody calls: protocols for annotations.
 NOT_CALLED = {
+    "CheckpointStrategy",
+    *(f"CheckpointStrategy.{n}" for n in vars(activation.CheckpointStrategy) if n[0] != "_"),
     "MLStateLike",
     "MLStateLike.read_state",
     "MLStateLike.write_state",
