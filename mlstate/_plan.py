@@ -10,11 +10,13 @@ import numpy as np
 
 from . import _core
 from ._chain import Chain
+from ._strategy_operators import name_of
 from ._text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ._strategy_operators import CheckpointStrategy
     from ._types import NDArray
 
 _ROWS = 60
@@ -330,6 +332,128 @@ class Plan:
         options = {name: document[name] for name in known if name in document}
         return cls(Chain._from_dict(document.get("chain")), document.get("steps", ()), **options)
 
+    @classmethod
+    def from_recomputed(
+        cls,
+        chain: Chain,
+        blocks: Iterable[int],
+        *,
+        budget_bytes: int | None = None,
+        method: str = "given blocks",
+    ) -> Plan:
+        """Make the schedule that computes some blocks again, each from its own input.
+
+        What ``torch.utils.checkpoint`` does with each of these blocks: it runs forward and
+        keeps nothing but its output, and once more before its backward run.
+
+        Parameters
+        ----------
+        chain : Chain
+            What is run.
+        blocks : iterable of int
+            Numbers of the blocks, in any order.
+        budget_bytes : int, optional
+            What the peak must not exceed. Default: no limit.
+        method : str, optional
+            Who chose the blocks, for reports.
+
+        Returns
+        -------
+        Plan
+            Not searched for: `plan` finds one that is as fast or faster at this one's peak.
+
+        Raises
+        ------
+        IndexError
+            There is no such block.
+        CapacityError
+            If the peak exceeds the budget.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, Plan
+        >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+        >>> Plan.from_recomputed(chain, [0])
+        <Plan of 2 blocks: 7 s (+16.7%), peak 70 B of no budget; 1 kept, 1 recomputed, 0 offloaded>
+        """
+        n = chain.blocks
+        again = np.zeros(n, bool)
+        for block in blocks:
+            if not 0 <= block < n:
+                raise IndexError(f"block {block}: this chain has {n}, counted from 0")
+            again[block] = True
+        every = np.arange(n, dtype=np.int32)
+        forward = np.stack([np.where(again, _FORWARD, _SAVE).astype(np.int32), every], 1)
+        # backward: drop i + 1 and save i where block i is computed again, then backward i
+        kinds = np.broadcast_to(np.array([_DROP, _SAVE, _BACKWARD], np.int32), (n, 3))
+        numbers = every[:, None] + np.array([1, 0, 0], np.int32)
+        wanted = again[:, None] | np.array([False, False, True])
+        backward = np.stack([kinds, numbers], 2)[::-1][wanted[::-1]]
+        return cls(
+            chain,
+            np.concatenate([forward, backward]),
+            budget_bytes=budget_bytes,
+            schedules="given",
+            method=method,
+        )
+
+    @classmethod
+    def from_strategy(
+        cls,
+        chain: Chain,
+        strategy: CheckpointStrategy,
+        *,
+        budget_bytes: int | None = None,
+        passes: int = 2,
+    ) -> Plan:
+        """Make the schedule that a strategy's decisions amount to.
+
+        Parameters
+        ----------
+        chain : Chain
+            What is run. The strategy gets each block's name, its input as an array of as
+            many bytes, and its number, in the order of the blocks.
+        strategy : CheckpointStrategy
+            Decides; what it counts, it counts here too.
+        budget_bytes : int, optional
+            What the peak must not exceed. Default: no limit.
+        passes : int, default 2
+            Forward passes in which it is asked. The decisions of the last one count:
+            `SmartStrategy` does little but collect in the first.
+
+        Returns
+        -------
+        Plan
+            As `from_recomputed` makes it.
+
+        Raises
+        ------
+        ValueError
+            If `passes` is below 1.
+        CapacityError
+            If the peak exceeds the budget.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, IntervalStrategy, Plan
+        >>> chain = Chain([1] * 4, [2] * 4, [10] * 5, [40] * 4)
+        >>> Plan.from_strategy(chain, IntervalStrategy(2)).recomputed
+        [0, 2]
+        """
+        if passes < 1:
+            raise ValueError(f"{passes} passes: choose at least 1")
+        names, sizes = chain.names, chain.activation_bytes.tolist()
+        blocks: list[int] = []
+        for _ in range(passes):
+            blocks = [
+                i
+                for i, name in enumerate(names)
+                if strategy.should_checkpoint(name, np.broadcast_to(np.uint8(0), (sizes[i],)), i)
+            ]
+        return cls.from_recomputed(
+            chain, blocks, budget_bytes=budget_bytes, method=name_of(strategy)
+        )
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
@@ -397,6 +521,8 @@ class Plan:
         return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
 
     def _found(self) -> str:
+        if self.schedules == "given":
+            return f"not searched for: the choice of {self.method}"
         if self.exact:
             of = "all" if self.schedules == "any" else f"all {self.schedules}"
             return f"the fastest of {of} schedules within the budget, to the byte"
