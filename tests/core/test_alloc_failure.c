@@ -1,5 +1,5 @@
 /* Every allocation fails once: the n-th one for every n, in reading, writing and parsing
- * files and checkpoints, and in making and comparing trees of names.
+ * files and checkpoints, in making and comparing trees of names, and in counting layers.
  * Each must end in MLS_E_MEMORY with nothing leaked, the outputs untouched and the old
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
 #include "catalog.h"
@@ -16,6 +16,7 @@
 #include "shard_plan.h"
 #include "shard_read.h"
 #include "shards.h"
+#include "strategy.h"
 #include "verify.h"
 
 #include <stdlib.h>
@@ -511,6 +512,37 @@ static void explaining_names_survives_every_failure(void)
     CHECK(fail_each(explain_names) >= 12);
 }
 
+/* ---- strategies ---- */
+
+/* A layer that there was no memory for is in no sum, and can be asked about again. */
+static mls_code decide_layers(mls_status *st)
+{
+    enum { LAYERS = 40 };
+    char name[16];
+    bool chosen;
+    mls_code first = MLS_OK;
+    mls_smart s = {0};
+    mls_status ignored;
+    for (int i = 0; i < LAYERS; i++) {
+        const int length = snprintf(name, sizeof name, "layers.%d", i);
+        const mls_layer_key key = {.name = {name, (size_t)length}, .hash = (uint64_t)i};
+        const mls_code code = mls_smart_decide(&s, &key, 10, i, &chosen, st);
+        CHECK(s.total_bytes == 10 * s.layers.count);
+        if (code != MLS_OK) {
+            first = code;
+            CHECK(mls_smart_decide(&s, &key, 10, i, &chosen, &ignored) == MLS_OK);
+        }
+        CHECK(s.layers.count == (size_t)i + 1 && s.layers.layers[i].calls == 1);
+    }
+    mls_smart_fini(&s);
+    return first;
+}
+
+static void deciding_survives_every_failure(void)
+{
+    CHECK(fail_each(decide_layers) >= 9);
+}
+
 static const test_case tests[] = {
     TEST(parsing_json_survives_every_failure),
     TEST(reading_a_file_survives_every_failure),
@@ -524,6 +556,7 @@ static const test_case tests[] = {
     TEST(a_tree_of_names_survives_every_failure),
     TEST(outlining_names_survives_every_failure),
     TEST(explaining_names_survives_every_failure),
+    TEST(deciding_survives_every_failure),
 };
 
 int main(void)
