@@ -1,0 +1,613 @@
+/* search: Dijkstra's algorithm over what may be held.
+ *
+ * Nodes lie in one growing array; a table of open addressing finds them by their key, a
+ * binary heap of node numbers orders those that are still open.
+ */
+#include "search.h"
+
+#include "mem.h"
+#include "size.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    SAVED_AT = MLS_SEARCH_BLOCKS + 1, /* bits of a key: alone, saved, host, left */
+    HOST_AT = SAVED_AT + MLS_SEARCH_BLOCKS,
+    LEFT_AT = HOST_AT + MLS_SEARCH_BLOCKS,
+    POLL = 1023, /* nodes between two polls, less one; a mask */
+    FIRST_ROOM = 256,
+    NONE = UINT32_MAX,
+    CLOSED = UINT32_MAX - 1 /* place in the heap of a node that is done with */
+};
+
+/* One state, and the best known way to it. */
+typedef struct node {
+    uint64_t key;
+    double cost;     /* extra seconds, or in a search for the least peak nothing */
+    int64_t peak;    /* of the way; counts in a search for the least peak only */
+    uint32_t parent; /* NONE: the beginning */
+    uint32_t place;  /* in the heap, or CLOSED */
+    int8_t kind, block;
+    bool away; /* the block is offloaded right after the step */
+} node;
+
+typedef struct search {
+    const mls_stretch *stretch;
+    const mls_search_limits *limits;
+    bool by_peak;
+    bool ran_out;
+    size_t most; /* states */
+    node *nodes;
+    size_t count, room;
+    uint32_t *table; /* node number + 1, or 0; its length is a power of 2 */
+    size_t slots;
+    uint32_t *heap;
+    size_t open;
+    mls_status *st;
+} search;
+
+/* A node taken apart, as it is expanded. */
+typedef struct moment {
+    mls_stretch_state state;
+    uint64_t there; /* activations that can be read */
+    int64_t held;
+    uint32_t node;
+    double cost;
+    int64_t peak;
+} moment;
+
+static const uint64_t one = 1;
+
+/* ---- keys ---- */
+
+/* Backward passes to come, as seen from the stretch; one more than it has blocks where it
+ * does not touch any. */
+static uint64_t pack(const mls_stretch *s, const mls_stretch_state *state)
+{
+    const size_t left = state->left > s->first ? state->left - s->first : 0;
+    const uint64_t clipped = left > s->count ? s->count + 1 : left;
+    return state->alone | state->saved << SAVED_AT | state->host << HOST_AT |
+           clipped << LEFT_AT;
+}
+
+static mls_stretch_state unpack(const mls_stretch *s, uint64_t key)
+{
+    const uint64_t blocks = (one << MLS_SEARCH_BLOCKS) - 1;
+    const size_t left = (size_t)(key >> LEFT_AT);
+    return (mls_stretch_state){
+        .alone = key & (blocks << 1 | 1),
+        .saved = key >> SAVED_AT & blocks,
+        .host = key >> HOST_AT & blocks,
+        .left = left > s->count ? s->from.left : s->first + left,
+    };
+}
+
+/* Activations that may still be read: those before the block whose backward is next. */
+static uint64_t useful(const mls_stretch *s, size_t left)
+{
+    const size_t bits = left > s->first ? left - s->first : 0;
+    return bits > s->count ? (one << (s->count + 1)) - 1 : (one << bits) - 1;
+}
+
+static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
+{
+    int64_t sum = 0;
+    for (; bits != 0; bits &= bits - 1) {
+        sum += bytes[__builtin_ctzll(bits)];
+    }
+    return sum;
+}
+
+/* ---- the heap ---- */
+
+/* Whether node a comes out before node b; of equals the newer one, which is nearer to the
+ * end more often. */
+static bool before(const search *s, uint32_t a, uint32_t b)
+{
+    const node *x = &s->nodes[a], *y = &s->nodes[b];
+    if (s->by_peak) {
+        return x->peak != y->peak ? x->peak < y->peak : a > b;
+    }
+    if (x->cost < y->cost || y->cost < x->cost) {
+        return x->cost < y->cost;
+    }
+    return a > b;
+}
+
+static void put(search *s, size_t place, uint32_t number)
+{
+    s->heap[place] = number;
+    s->nodes[number].place = (uint32_t)place;
+}
+
+static void rise(search *s, size_t place)
+{
+    const uint32_t number = s->heap[place];
+    while (place > 0 && before(s, number, s->heap[(place - 1) / 2])) {
+        put(s, place, s->heap[(place - 1) / 2]);
+        place = (place - 1) / 2;
+    }
+    put(s, place, number);
+}
+
+static uint32_t take_first(search *s)
+{
+    const uint32_t first = s->heap[0], last = s->heap[--s->open];
+    s->nodes[first].place = CLOSED;
+    size_t place = 0;
+    for (size_t child = 1; child < s->open; child = 2 * place + 1) {
+        if (child + 1 < s->open && before(s, s->heap[child + 1], s->heap[child])) {
+            child++;
+        }
+        if (!before(s, s->heap[child], last)) {
+            break;
+        }
+        put(s, place, s->heap[child]);
+        place = child;
+    }
+    if (s->open > 0) {
+        put(s, place, last);
+    }
+    return first;
+}
+
+/* ---- nodes ---- */
+
+/* splitmix64's finish: keys differ in few bits. */
+static uint64_t hash(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static size_t slot_of(const search *s, uint64_t key)
+{
+    size_t slot = (size_t)hash(key) & (s->slots - 1);
+    while (s->table[slot] != 0 && s->nodes[s->table[slot] - 1].key != key) {
+        slot = (slot + 1) & (s->slots - 1);
+    }
+    return slot;
+}
+
+static mls_code no_memory(search *s)
+{
+    return mls_fail(s->st, MLS_E_MEMORY, "no memory to search through %zu states",
+                    s->count);
+}
+
+/* Twice the room, and a table twice as long as that. */
+static mls_code grow(search *s)
+{
+    const size_t room = s->room == 0 ? FIRST_ROOM : 2 * s->room;
+    node *nodes = mls_realloc(s->nodes, room, sizeof *nodes);
+    if (nodes == NULL) {
+        return no_memory(s);
+    }
+    s->nodes = nodes;
+    uint32_t *heap = mls_realloc(s->heap, room, sizeof *heap);
+    if (heap == NULL) {
+        return no_memory(s);
+    }
+    s->heap = heap;
+    uint32_t *table = mls_alloc(2 * room, sizeof *table);
+    if (table == NULL) {
+        return no_memory(s);
+    }
+    mls_free(s->table);
+    s->table = table;
+    s->slots = 2 * room;
+    s->room = room;
+    for (size_t i = 0; i < s->count; i++) {
+        s->table[slot_of(s, s->nodes[i].key)] = (uint32_t)i + 1;
+    }
+    return MLS_OK;
+}
+
+/* A way to a state: new, better than the known one, or of no use. */
+static mls_code reach(search *s, const node *way)
+{
+    if (s->count == s->room) {
+        const mls_code code = grow(s);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    const size_t slot = slot_of(s, way->key);
+    uint32_t number;
+    if (s->table[slot] == 0) {
+        if (s->count >= s->most) {
+            s->ran_out = true;
+            return MLS_OK;
+        }
+        number = (uint32_t)s->count++;
+        s->table[slot] = number + 1;
+        s->nodes[number] = *way;
+        put(s, s->open++, number);
+    } else {
+        number = s->table[slot] - 1;
+        node *known = &s->nodes[number];
+        const bool better =
+            s->by_peak ? way->peak < known->peak : way->cost < known->cost;
+        if (known->place == CLOSED || !better) {
+            return MLS_OK;
+        }
+        const uint32_t place = known->place;
+        *known = *way;
+        known->place = place;
+    }
+    rise(s, s->nodes[number].place);
+    return MLS_OK;
+}
+
+/* ---- steps ---- */
+
+/* What a step leads to; `away` says that an offload of the same block follows at once. */
+typedef struct outcome {
+    mls_stretch_state state;
+    int64_t peak;
+    mls_step_kind kind;
+    size_t block;
+    bool away;
+} outcome;
+
+static mls_code lead(search *s, const moment *m, const outcome *o)
+{
+    if (!s->by_peak && o->peak > s->limits->budget_bytes) {
+        return MLS_OK;
+    }
+    const mls_action run = {.kind = (int32_t)(o->away ? MLS_STEP_OFFLOAD : o->kind),
+                            .index = (int32_t)o->block};
+    const double cost = m->cost + mls_run_extra(s->stretch->chain, &run);
+    if (!s->by_peak && !(cost < s->limits->below)) {
+        return MLS_OK;
+    }
+    mls_stretch_state state = o->state;
+    state.alone &= useful(s->stretch, state.left) & ~(state.saved << 1);
+    return reach(s, &(node){.key = pack(s->stretch, &state),
+                            .cost = cost,
+                            .peak = o->peak > m->peak ? o->peak : m->peak,
+                            .parent = m->node,
+                            .kind = (int8_t)o->kind,
+                            .away = o->away,
+                            .block = (int8_t)(o->block - s->stretch->first)});
+}
+
+/* As it is, and with activation `bit` dropped, where it lies by itself. */
+static mls_code lead_both(search *s, const moment *m, outcome *o, uint64_t bit)
+{
+    const mls_code code = lead(s, m, o);
+    if (code != MLS_OK || (o->state.alone & bit) == 0) {
+        return code;
+    }
+    o->state.alone &= ~bit;
+    return lead(s, m, o);
+}
+
+/* Not when the output is there, or of no use any more. */
+static mls_code try_forward(search *s, const moment *m, size_t j)
+{
+    const mls_chain *c = s->stretch->chain;
+    const size_t i = s->stretch->first + j;
+    const uint64_t output = one << (j + 1);
+    if (i + 1 >= m->state.left || (m->there & output) != 0) {
+        return MLS_OK;
+    }
+    outcome o = {.state = m->state, .kind = MLS_STEP_FORWARD, .block = i};
+    o.peak = m->held + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
+    o.state.alone |= output;
+    return lead_both(s, m, &o, one << j);
+}
+
+/* Bytes that are held once the output of block first + j does not lie by itself. */
+static int64_t without_output(const search *s, const moment *m, size_t j)
+{
+    const bool alone = (m->state.alone >> (j + 1) & 1) != 0;
+    const size_t k = s->stretch->first + j + 1;
+    return alone ? m->held - s->stretch->chain->activation_bytes[k] : m->held;
+}
+
+/* What was just saved or loaded goes to the host at once: nothing is gained by keeping it
+ * for a while, since the output may stay behind. */
+static mls_code lead_away(search *s, const moment *m, outcome *o, uint64_t bit)
+{
+    o->away = true;
+    o->state.saved &= ~bit;
+    o->state.host |= bit;
+    o->state.alone = (o->state.alone & ~bit) | (m->state.alone & bit) | bit << 1;
+    for (int dropped = 0; dropped < 2; dropped++) {
+        outcome each = *o;
+        const mls_code code = lead_both(s, m, &each, bit << 1);
+        if (code != MLS_OK || (o->state.alone & bit) == 0) {
+            return code;
+        }
+        o->state.alone &= ~bit;
+    }
+    return MLS_OK;
+}
+
+static mls_code try_save(search *s, const moment *m, size_t j)
+{
+    const mls_chain *c = s->stretch->chain;
+    const mls_stretch_state *to = &s->stretch->to;
+    const size_t i = s->stretch->first + j;
+    const uint64_t bit = one << j;
+    const bool wanted = i >= to->left || ((to->saved | to->host) & bit) != 0;
+    if (i >= m->state.left || !wanted || ((m->state.saved | m->state.host) & bit) != 0) {
+        return MLS_OK;
+    }
+    outcome o = {.state = m->state, .kind = MLS_STEP_SAVE, .block = i};
+    o.peak = without_output(s, m, j) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
+    o.state.saved |= bit;
+    o.state.alone &= ~(bit << 1);
+    const mls_code code = lead_both(s, m, &o, bit);
+    return code == MLS_OK && s->stretch->offload ? lead_away(s, m, &o, bit) : code;
+}
+
+/* Back from the host: for its backward, or for an output that is not there, which may
+ * stay while the rest goes away again. */
+static mls_code try_load(search *s, const moment *m, size_t j)
+{
+    const size_t i = s->stretch->first + j;
+    const uint64_t bit = one << j;
+    const bool wanted = ((s->stretch->to.saved >> j) & 1) != 0;
+    const bool next = i + 1 == m->state.left;
+    if ((m->state.host & bit) == 0 ||
+        (!next && !wanted && (m->state.alone & bit << 1) != 0)) {
+        return MLS_OK;
+    }
+    outcome o = {.state = m->state, .kind = MLS_STEP_LOAD, .block = i};
+    o.peak = without_output(s, m, j) + s->stretch->chain->saved_bytes[i];
+    o.state.host &= ~bit;
+    o.state.saved |= bit;
+    o.state.alone &= ~(bit << 1);
+    const mls_code code = lead(s, m, &o);
+    return code == MLS_OK && !next ? lead_away(s, m, &o, bit) : code;
+}
+
+/* To the host what was saved before the stretch began. */
+static mls_code try_offload(search *s, const moment *m, size_t j)
+{
+    const uint64_t bit = one << j;
+    if ((m->state.saved & s->stretch->from.saved & bit) == 0) {
+        return MLS_OK;
+    }
+    outcome o = {.state = m->state, .kind = MLS_STEP_OFFLOAD, .peak = m->held};
+    o.block = s->stretch->first + j;
+    o.state.saved &= ~bit;
+    o.state.host |= bit;
+    o.state.alone |= bit << 1;
+    return lead_both(s, m, &o, bit << 1);
+}
+
+static mls_code try_transfer(search *s, const moment *m, size_t j)
+{
+    const mls_code code = try_load(s, m, j);
+    return code == MLS_OK ? try_offload(s, m, j) : code;
+}
+
+/* The block whose backward comes next and can be run in this stretch; SIZE_MAX: none. */
+static size_t next_backward(const search *s, const moment *m)
+{
+    const mls_stretch *t = s->stretch;
+    const size_t left = m->state.left;
+    const bool inside = left > t->first && left <= t->first + t->count;
+    return inside && left > t->to.left ? left - 1 - t->first : SIZE_MAX;
+}
+
+/* Backward, or the save or load that is all it lacks; `*done` says that nothing else
+ * needs a look. */
+static mls_code try_backward(search *s, const moment *m, size_t j, bool *done)
+{
+    const mls_chain *c = s->stretch->chain;
+    const size_t i = s->stretch->first + j;
+    const uint64_t bit = one << j;
+    *done = false;
+    if ((m->there & bit) == 0) {
+        return MLS_OK;
+    }
+    const bool saved = (m->state.saved & bit) != 0, away = (m->state.host & bit) != 0;
+    const int64_t held = m->held + (saved ? 0 : c->saved_bytes[i]);
+    const int64_t saving = held + (saved || away ? 0 : c->saving_temporary_bytes[i]);
+    const int64_t freed = (saved ? c->saved_bytes[i] : 0) +
+                          mls_held_gradient(c, m->state.left) +
+                          ((m->state.alone & bit) != 0 ? c->activation_bytes[i] : 0);
+    const int64_t limit = s->by_peak ? m->peak : s->limits->budget_bytes;
+    outcome o = {.state = m->state, .kind = MLS_STEP_BACKWARD, .block = i};
+    o.peak = held + mls_backward_makes(c, i);
+    *done = o.peak <= limit && saving <= limit && c->gradient_bytes[i] <= freed;
+    if (saved) {
+        o.state.saved &= ~bit;
+        o.state.left--;
+        return lead(s, m, &o);
+    }
+    if (!*done) {
+        return MLS_OK;
+    }
+    o.kind = away ? MLS_STEP_LOAD : MLS_STEP_SAVE;
+    o.peak = saving;
+    o.state.host &= ~bit;
+    o.state.saved |= bit;
+    return lead(s, m, &o);
+}
+
+/* ---- the search ---- */
+
+static moment moment_of(const search *s, uint32_t number)
+{
+    const mls_stretch *t = s->stretch;
+    const mls_chain *c = t->chain;
+    const node *at = &s->nodes[number];
+    moment m = {.state = unpack(t, at->key), .node = number};
+    m.cost = at->cost;
+    m.peak = at->peak;
+    m.there = m.state.alone | m.state.saved << 1 | (t->input_stays ? 1 : 0);
+    m.held = t->base + mls_held_gradient(c, m.state.left) +
+             bytes_of(c->activation_bytes + t->first, m.state.alone) +
+             bytes_of(c->saved_bytes + t->first, m.state.saved);
+    return m;
+}
+
+static mls_code expand(search *s, uint32_t number)
+{
+    const moment m = moment_of(s, number);
+    const size_t next = next_backward(s, &m);
+    mls_code code = MLS_OK;
+    if (next != SIZE_MAX) {
+        bool done;
+        code = try_backward(s, &m, next, &done);
+        if (done) {
+            return code;
+        }
+    }
+    for (size_t j = 0; j < s->stretch->count && code == MLS_OK; j++) {
+        if ((m.there >> j & 1) != 0) {
+            code = try_forward(s, &m, j);
+            if (code == MLS_OK) {
+                code = try_save(s, &m, j);
+            }
+        }
+        if (code == MLS_OK && s->stretch->offload) {
+            code = try_transfer(s, &m, j);
+        }
+    }
+    return code;
+}
+
+/* More activations than are asked for can be dropped at any time. */
+static bool is_end(const search *s, uint64_t key)
+{
+    const mls_stretch_state state = unpack(s->stretch, key), *to = &s->stretch->to;
+    return state.left == to->left && state.saved == to->saved && state.host == to->host &&
+           (state.alone & to->alone) == to->alone;
+}
+
+/* What every way holds at some moment: a block's input, what it saved, and what its
+ * backward pass needs. */
+static int64_t least_of_all(const mls_stretch *s)
+{
+    const mls_chain *c = s->chain;
+    int64_t least = s->base;
+    for (size_t i = s->first; i < s->first + s->count; i++) {
+        if (i >= s->to.left && i < s->from.left) {
+            const bool counted = i == s->first && s->input_stays;
+            const int64_t held = s->base + (counted ? 0 : c->activation_bytes[i]) +
+                                 c->saved_bytes[i] + mls_held_gradient(c, i + 1) +
+                                 mls_backward_makes(c, i);
+            least = held > least ? held : least;
+        }
+    }
+    return least;
+}
+
+static mls_code run_search(search *s, uint32_t *end)
+{
+    *end = NONE;
+    mls_code code = reach(s, &(node){.key = pack(s->stretch, &s->stretch->from),
+                                     .parent = NONE,
+                                     .peak = least_of_all(s->stretch)});
+    for (size_t taken = 0; code == MLS_OK && s->open > 0; taken++) {
+        const mls_poll *poll = &s->limits->poll;
+        if ((taken & POLL) == POLL && poll->go_on != NULL &&
+            !poll->go_on(poll->context)) {
+            return mls_fail(s->st, MLS_E_STOPPED, "the search was stopped");
+        }
+        const uint32_t number = take_first(s);
+        if (is_end(s, s->nodes[number].key)) {
+            *end = number;
+            return MLS_OK;
+        }
+        code = expand(s, number);
+        if (s->ran_out) {
+            return code;
+        }
+    }
+    return code;
+}
+
+/* The way to a node, turned round. */
+static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
+{
+    for (uint32_t at = end; s->nodes[at].parent != NONE; at = s->nodes[at].parent) {
+        const node *n = &s->nodes[at];
+        const size_t block = s->stretch->first + (size_t)n->block;
+        mls_code code = MLS_OK;
+        if (n->away) { /* backwards: what comes later goes first */
+            code = mls_schedule_push(runs, MLS_STEP_OFFLOAD, block, s->st);
+        }
+        if (code == MLS_OK) {
+            code = mls_schedule_push(runs, (mls_step_kind)n->kind, block, s->st);
+        }
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    for (size_t i = 0, j = runs->count; i + 1 < j; i++) {
+        const mls_step step = runs->steps[--j];
+        runs->steps[j] = runs->steps[i];
+        runs->steps[i] = step;
+    }
+    return MLS_OK;
+}
+
+static mls_code find(search *s, mls_found *out)
+{
+    uint32_t end;
+    mls_found found = {0};
+    mls_code code = run_search(s, &end);
+    if (code == MLS_OK && end != NONE) {
+        code = trace(s, end, &found.runs);
+        found.found = true;
+        found.extra = s->nodes[end].cost;
+        found.least = s->nodes[end].peak;
+    }
+    if (code == MLS_OK) {
+        found.ran_out = s->ran_out;
+        found.states = s->count;
+        *out = found;
+    } else {
+        mls_schedule_fini(&found.runs);
+    }
+    mls_free(s->nodes);
+    mls_free(s->heap);
+    mls_free(s->table);
+    return code;
+}
+
+static search search_of(const mls_stretch *stretch, const mls_search_limits *limits,
+                        bool by_peak, mls_status *st)
+{
+    const size_t most = limits->states == 0 ? MLS_SEARCH_STATES : limits->states;
+    return (search){.stretch = stretch,
+                    .limits = limits,
+                    .by_peak = by_peak,
+                    .most = most < CLOSED ? most : CLOSED - 1,
+                    .st = st};
+}
+
+mls_code mls_search(const mls_stretch *stretch, const mls_search_limits *limits,
+                    mls_found *out, mls_status *st)
+{
+    search s = search_of(stretch, limits, false, st);
+    return find(&s, out);
+}
+
+mls_code mls_search_least(const mls_stretch *stretch, const mls_search_limits *limits,
+                          mls_found *out, mls_status *st)
+{
+    search s = search_of(stretch, limits, true, st);
+    return find(&s, out);
+}
+
+mls_stretch mls_stretch_whole(const mls_chain *chain, bool offload)
+{
+    return (mls_stretch){.chain = chain,
+                         .first = 0,
+                         .count = chain->blocks,
+                         .input_stays = true,
+                         .offload = offload,
+                         .base = chain->activation_bytes[0],
+                         .from = {.left = chain->blocks},
+                         .to = {.left = 0}};
+}

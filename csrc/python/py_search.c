@@ -1,0 +1,99 @@
+/* py_search: the best of all schedules.  The public name is `plan` in mlstate/_plan.py;
+ * this takes positional arguments only.
+ */
+#include "chainp.h"
+#include "checkpoint.h"
+
+#include "improve.h"
+
+/* The core's poll, through the way back into Python that progress.c keeps. */
+static bool go_on(void *context)
+{
+    mlsp_progress *progress = context;
+    return progress->core.report(progress->core.context, 0);
+}
+
+/* The search itself, without the GIL; now and then this thread takes it back to look for
+ * signals.  NULL with an exception set. */
+static PyObject *search(const mlsp_state *state, const mls_chain *chain,
+                        mls_best_options *options)
+{
+    mlsp_progress progress;
+    mls_best best;
+    mls_status st;
+    if (mlsp_progress_init(&progress, Py_None) < 0) {
+        return NULL;
+    }
+    options->poll = (mls_poll){.go_on = go_on, .context = &progress};
+    mlsp_progress_begin(&progress);
+    const mls_code code = mls_best_schedule(chain, options, &best, &st);
+    mlsp_progress_end(&progress);
+    if (code != MLS_OK) {
+        return PyErr_Occurred() ? NULL : mlsp_raise(state, &st, NULL);
+    }
+    PyObject *result = NULL;
+    PyObject *steps = mlsp_steps_array(&best.schedule);
+    if (steps != NULL) {
+        result = Py_BuildValue("(NOn)", steps, best.optimal ? Py_True : Py_False,
+                               (Py_ssize_t)best.states);
+    }
+    mls_schedule_fini(&best.schedule);
+    return result;
+}
+
+/* Numbers and the schedule to start from, which the caller keeps.  -1 with an exception
+ * set. */
+static int take_options(const mlsp_state *state, PyObject *const *args,
+                        mls_best_options *out)
+{
+    int64_t states;
+    const int offload = PyObject_IsTrue(args[2]);
+    if (offload < 0 ||
+        mlsp_take_int64(state, args[1], "budget_bytes", &out->budget_bytes) < 0 ||
+        mlsp_take_int64(state, args[4], "states", &states) < 0) {
+        return -1;
+    }
+    if (states < 0) {
+        PyErr_Format(PyExc_ValueError, "states is %lld: choose at least 0",
+                     (long long)states);
+        return -1;
+    }
+    out->offload = offload != 0;
+    out->states = (size_t)states;
+    if (args[3] == Py_None) {
+        return 0;
+    }
+    npy_intp count;
+    out->start = mlsp_take_steps(args[3], &count);
+    out->start_count = (size_t)count;
+    return out->start == NULL ? -1 : 0;
+}
+
+static PyObject *search_schedules(PyObject *module, PyObject *const *args,
+                                  Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_best_options options = {0};
+    mlsp_chain chain;
+    if (mlsp_take_count("search_schedules", 5, count) < 0 ||
+        take_options(state, args, &options) < 0 ||
+        mlsp_take_chain(state, args[0], &chain) < 0) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (options.offload && !(chain.chain.offload_rate > 0)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "offload: the chain has no rates to the host and back");
+    } else {
+        result = search(state, &chain.chain, &options);
+    }
+    mlsp_chain_release(&chain);
+    return result;
+}
+
+PyMethodDef mlsp_search_methods[] = {
+    {"search_schedules", MLSP_FASTCALL(search_schedules),
+     "search_schedules(chain, budget_bytes, offload, start, states, /)\n--\n\n"
+     "The fastest schedule of any kind, whether none is faster, states looked at."},
+    {NULL, NULL, 0, NULL},
+};

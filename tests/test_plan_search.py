@@ -1,0 +1,314 @@
+"""`schedules="any"`: against every valid schedule where chains are short, else never worse."""
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_model import (
+    KINDS,
+    InvalidSchedule,
+    any_front,
+    budgets_of,
+    chains,
+    fastest,
+    persistent_front,
+    random_chain,
+    random_chains,
+    simulate,
+)
+
+from mlstate import _core
+from mlstate.activation import Chain, Plan, plan
+from mlstate.errors import CapacityError
+
+
+def chain_of(model):
+    arguments, options = model.arguments()
+    return Chain(*arguments, **options)
+
+
+def check_against_every_schedule(model, offload=False):
+    """The plan is the exhaustive optimum, and says so; below the least budget it says which."""
+    chain, front = chain_of(model), any_front(model, offload)
+    least = front[0][0]
+    for budget in budgets_of(front):
+        if budget < 0:
+            continue
+        if budget < least:
+            with pytest.raises(CapacityError, match=f" any one fits is {least}$") as caught:
+                plan(chain, budget, schedules="any", offload=offload)
+            assert caught.value.expected == f"at least {least}"
+            continue
+        made = plan(chain, budget, schedules="any", offload=offload)
+        run = simulate(model, made.steps())
+        assert run.peak_bytes == made.predicted_peak_bytes <= budget
+        assert run.total_seconds == made.predicted_seconds == fastest(front, budget)
+        assert made.exact and made.schedules == "any"
+
+
+def test_no_schedule_beats_the_plan_on_random_chains():
+    for model in random_chains(2024, 60):
+        check_against_every_schedule(model)
+
+
+@pytest.mark.long
+def test_no_schedule_beats_the_plan_on_a_thousand_random_chains():
+    for model in random_chains(2025, 1000):
+        check_against_every_schedule(model)
+
+
+def test_no_schedule_beats_the_plan_with_a_host():
+    for model in random_chains(2026, 40, most_blocks=3, rates=True):
+        check_against_every_schedule(model, offload=True)
+
+
+@pytest.mark.long
+def test_no_schedule_beats_the_plan_with_a_host_on_longer_chains():
+    for model in random_chains(2027, 60, most_blocks=4, rates=True):
+        check_against_every_schedule(model, offload=True)
+
+
+@settings(deadline=None, max_examples=40)
+@given(chains(most_blocks=4))
+def test_no_schedule_beats_the_plan_where_numbers_may_be_zero(model):
+    check_against_every_schedule(model)
+
+
+@settings(deadline=None, max_examples=25)
+@given(chains(most_blocks=3, rates=True))
+def test_no_schedule_beats_the_plan_with_a_host_where_numbers_may_be_zero(model):
+    check_against_every_schedule(model, offload=True)
+
+
+@pytest.mark.parametrize("blocks", [6, 8, 10])
+def test_ten_blocks_are_searched_through(blocks):
+    rng = np.random.default_rng(blocks)
+    won = 0
+    for kind in KINDS:
+        model = random_chain(rng, blocks, kind)
+        chain, front = chain_of(model), persistent_front(model)
+        for budget, seconds in front[:: max(1, len(front) // 8)]:
+            made = plan(chain, budget, schedules="any")
+            run = simulate(model, made.steps())
+            assert made.exact and run.peak_bytes <= budget
+            assert run.total_seconds == made.predicted_seconds <= seconds
+            won += run.total_seconds < seconds
+    assert won > 0
+
+
+def test_it_is_known_that_nothing_is_faster_with_and_without_a_start():
+    """The search below the persistent plan's time and the search from nothing agree."""
+    rng = np.random.default_rng(1)
+    for kind in KINDS:
+        model = random_chain(rng, 8, kind)
+        chain = chain_of(model)
+        for budget, _ in persistent_front(model)[::3]:
+            steps, optimal, _ = _core.search_schedules(chain._arrays, budget, False, None, 0)
+            alone = Plan(chain, steps)
+            assert optimal
+            assert alone.predicted_seconds == plan(chain, budget, schedules="any").predicted_seconds
+
+
+@pytest.mark.parametrize("blocks", [24, 60])
+@pytest.mark.parametrize("offload", [False, True])
+def test_long_chains_are_never_worse_than_the_persistent_plan(blocks, offload):
+    rng = np.random.default_rng(blocks)
+    won = 0
+    for kind in KINDS:
+        model = random_chain(rng, blocks, kind, rates=offload)
+        chain = chain_of(model)
+        least = _core.plan_least(chain._arrays, offload)
+        for share in (0.05, 0.3):
+            budget = int(least + share * (chain.plain_peak_bytes - least))
+            old = plan(chain, budget, offload=offload)
+            new = plan(chain, budget, schedules="any", offload=offload)
+            run = simulate(model, new.steps())
+            assert run.peak_bytes == new.predicted_peak_bytes <= budget
+            assert new.predicted_seconds <= old.predicted_seconds * (1 + 1e-12)
+            assert new.predicted_seconds == pytest.approx(run.total_seconds, rel=1e-12)
+            again = plan(chain, budget, schedules="any", offload=offload)
+            assert again.steps() == new.steps()
+            won += new.predicted_seconds < old.predicted_seconds
+    assert won > 0
+
+
+def test_a_long_chain_that_no_persistent_schedule_fits_is_refused():
+    chain = chain_of(random_chain(np.random.default_rng(0), 40))
+    least = _core.plan_least(chain._arrays, False)
+    with pytest.raises(CapacityError, match=f"a persistent one fits is {least}$"):
+        plan(chain, least - 1, schedules="any")
+
+
+def hardest():
+    """A chain and a budget that are searched for long."""
+    model = random_chain(np.random.default_rng(8), 16, rates=True)
+    chain = chain_of(model)
+    least = _core.plan_least(chain._arrays, True)
+    return chain, least + (chain.plain_peak_bytes - least) // 8
+
+
+def search_without_end(chain, budget):
+    return _core.search_schedules(chain._arrays, budget, True, None, 1 << 31)
+
+
+def test_control_c_stops_a_search_within_a_tenth_of_a_second():
+    chain, budget = hardest()
+    sent = []
+
+    def press():
+        sent.append(time.perf_counter())
+        signal.raise_signal(signal.SIGINT)
+
+    timer = threading.Timer(0.15, press)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        search_without_end(chain, budget)
+    assert time.perf_counter() - sent[0] < 0.1
+    timer.join()
+
+
+def test_other_threads_run_meanwhile():
+    chain, budget = hardest()
+    ticks = []
+    done = threading.Event()
+
+    def tick():
+        while not done.wait(0.01):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = plan(chain, budget, offload=True)
+    begin = time.perf_counter()
+    _core.search_schedules(chain._arrays, budget, True, start._steps, 1 << 17)
+    end = time.perf_counter()
+    done.set()
+    thread.join()
+    within = [t for t in ticks if begin < t < end]
+    assert len(within) >= 1 + (end - begin) / 0.1
+
+
+def test_few_states_are_enough_to_begin_with_the_persistent_plan():
+    model = random_chain(np.random.default_rng(4), 12)
+    chain = chain_of(model)
+    least = _core.plan_least(chain._arrays, False)
+    budget = least + (chain.plain_peak_bytes - least) // 4
+    start = plan(chain, budget)
+    steps, optimal, _ = _core.search_schedules(chain._arrays, budget, False, start._steps, 10)
+    improved = Plan(chain, steps, budget_bytes=budget)
+    assert not optimal
+    assert improved.predicted_seconds <= start.predicted_seconds
+    whole = plan(chain, budget, schedules="any")
+    assert whole.exact and whole.predicted_seconds <= improved.predicted_seconds
+
+
+STEPS = np.array([[1, 0], [2, 0]], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((50, False, STEPS[:1], 0), ValueError, "1 backward passes to go"),
+        ((50, False, STEPS[:, :1], 0), TypeError, "packed array of int32"),
+        ((50, False, STEPS.astype(np.int64), 0), TypeError, "packed array of int32"),
+        ((50, False, "steps", 0), TypeError, "packed array of int32"),
+        ((49, False, STEPS, 0), ValueError, "peak of 50 bytes, above the budget of 49"),
+        ((50, True, None, 0), ValueError, "no rates"),
+        ((50, False, None, -1), ValueError, "states is -1"),
+        ((2.5, False, None, 0), TypeError, "budget_bytes must be an integer"),
+        ((1 << 64, False, None, 0), CapacityError, "budget_bytes"),
+        ((50, False, None), TypeError, "takes 5 arguments, got 4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, error, text):
+    chain = Chain([1], [1], [10, 10], [20])
+    with pytest.raises(error, match=text):
+        _core.search_schedules(chain._arrays, *arguments)
+
+
+def test_the_largest_budget_and_bytes_do_not_overflow():
+    big = 1 << 58
+    chain = Chain([1, 1], [1, 1], [big, big, big], [big, big])
+    made = plan(chain, (1 << 63) - 1, schedules="any")
+    assert made.predicted_peak_bytes == 5 * big
+    with pytest.raises(CapacityError, match=f"fits is {5 * big}"):
+        plan(chain, 0, schedules="any")
+    with pytest.raises(ValueError, match="-9223372036854775808 bytes is negative"):
+        plan(chain, -(1 << 63), schedules="any")
+
+
+# ---- the simulator in C against the one in Python ----
+
+
+def random_steps(rng, blocks, count, offload):
+    kinds = ["forward", "save", "backward", "drop", *(["offload", "load"] if offload else [])]
+    return [(kinds[rng.integers(len(kinds))], int(rng.integers(blocks + 1))) for _ in range(count)]
+
+
+def mutated(rng, steps, blocks):
+    """A schedule that is nearly valid."""
+    steps = list(steps)
+    at, other = rng.integers(len(steps), size=2)
+    change = rng.integers(4)
+    if change == 0:
+        del steps[at]
+    elif change == 1:
+        steps.insert(at, steps[other])
+    elif change == 2:
+        steps[at], steps[other] = steps[other], steps[at]
+    else:
+        steps[at] = (steps[at][0], int(rng.integers(blocks + 1)))
+    return steps
+
+
+def check_simulators_agree(model, chain, steps):
+    """The same figures, or the same step refused; whether the schedule is valid."""
+    try:
+        run = simulate(model, steps)
+    except InvalidSchedule as refusal:
+        with pytest.raises(ValueError, match=r"step (\d+)|ends after (\d+) steps") as caught:
+            Plan(chain, steps)
+        number = refusal.number
+        text = str(caught.value)
+        assert text.startswith((f"step {number},", f"the schedule ends after {number} steps"))
+        return False
+    made = Plan(chain, steps).simulate()
+    assert made.before_bytes.tolist() == run.before
+    assert made.peak_bytes.tolist() == run.most
+    assert made.after_bytes.tolist() == run.after
+    assert made.seconds.tolist() == run.seconds
+    return True
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 1 << 30), st.booleans())
+def test_simulators_agree_on_steps_without_sense(seed, offload):
+    rng = np.random.default_rng(seed)
+    blocks = int(rng.integers(1, 5))
+    model = random_chain(rng, blocks, rates=offload)
+    chain = chain_of(model)
+    for count in (0, 1, 2, 5, 12):
+        check_simulators_agree(model, chain, random_steps(rng, blocks, count, offload))
+
+
+def test_simulators_agree_on_schedules_that_are_nearly_valid():
+    rng = np.random.default_rng(99)
+    valid = invalid = 0
+    for _ in range(60):
+        blocks = int(rng.integers(2, 9))
+        offload = bool(rng.integers(2))
+        model = random_chain(rng, blocks, KINDS[rng.integers(4)], rates=offload)
+        chain = chain_of(model)
+        least = _core.plan_least(chain._arrays, offload)
+        budget = int(rng.integers(least, chain.plain_peak_bytes + 1))
+        steps = plan(chain, budget, schedules="any", offload=offload).steps()
+        assert check_simulators_agree(model, chain, steps)
+        for _ in range(12):
+            changed = mutated(rng, steps, blocks)
+            good = check_simulators_agree(model, chain, changed)
+            valid, invalid = valid + good, invalid + (not good)
+    assert valid > 20 and invalid > 200
