@@ -5,22 +5,33 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from ._text import shorten
+from ._text import bytes_text, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
     from matplotlib.figure import Figure
 
     from ._checkpoint_groups import Group
+    from ._types import NDArray
+    from .activation import CheckpointStrategy, Pareto, Plan
     from .checkpoint import Checkpoint
     from .fsdp import BackwardReport, FSDPShardingUnit
 
-__all__ = ["plot_backward", "plot_checkpoint", "plot_occupancy", "plot_shards"]
+__all__ = [
+    "plot_backward",
+    "plot_checkpoint",
+    "plot_occupancy",
+    "plot_pareto",
+    "plot_plan",
+    "plot_shards",
+]
 
 _USED, _FREE, _TEXT = "#2b6cb0", "#e2e8f0", "#1a202c"
 _STATES = ("#2b6cb0", "#dd8a2c", "#38a169", "#8e5bb8", "#c94f63", "#4a9c9c", "#8a8f98")
+_AGAIN, _AWAY, _BUDGET, _LIGHT = "#dd8a2c", "#8e5bb8", "#c94f63", "#90b4dc"
+_MARKS = "osD^v<>"
 _BARS = 30
 
 
@@ -41,6 +52,17 @@ def _figure(width: float, height: float) -> Figure:
             return buffer.getvalue()
 
     return Picture(figsize=(width, height), layout="constrained")
+
+
+def _unit(most: float) -> tuple[float, str]:
+    """Choose the unit of an axis that goes up to so many bytes."""
+    power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
+    return 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
+
+
+def _seconds_unit(most: float) -> tuple[float, str]:
+    """Choose the unit of an axis that goes up to so many seconds."""
+    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if most >= u[0]), (1e-6, "µs"))
 
 
 def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
@@ -182,8 +204,7 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     stored = _shortened(ranks)
 
     most = max((sum(n.values()) for _, n in layers + stored), default=0)
-    power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
-    unit, label = 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
+    unit, label = _unit(most)
     space = max(len(layers), len(stored), 3)
     figure = _figure(10, 1.6 + 0.27 * space)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
@@ -335,11 +356,261 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
         columns.append(others)
     kept = _shortened(ranks)
     most = max((sum(n.values()) for _, n in kept), default=0)
-    power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
+    unit, label = _unit(most)
     figure = _figure(10, 1.6 + 0.27 * max(len(kept), 3))
     axes = figure.subplots()
-    _stack(axes, kept, columns, 1024.0**power, max(len(kept), 3))
+    _stack(axes, kept, columns, unit, max(len(kept), 3))
     axes.set_title("Gradients kept by each rank", loc="left")
-    axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
+    axes.set_xlabel(label)
     _legend(figure, axes, 4)
+    return figure
+
+
+# ---- plans ----
+
+
+def _clock(plan: Plan) -> tuple[NDArray, float, str]:
+    """Return when each step begins and the last one ends, and the axis that shows it.
+
+    Where no step takes time, each takes one.
+    """
+    import numpy as np
+
+    seconds = plan.simulate().seconds
+    if not seconds.any():
+        return np.arange(len(seconds) + 1), 1.0, "steps"
+    ends = np.concatenate([[0.0], np.cumsum(seconds)])
+    unit, label = _seconds_unit(float(ends[-1]))
+    return ends, unit, f"predicted time, {label}"
+
+
+def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
+    """Draw the peak of every step over time, with and without the plan, and the budget."""
+    import numpy as np
+
+    from ._plan import _DROP
+
+    colours = ((plain, "#a0aec0", "without a plan", 0.0), (plan, _USED, "with the plan", 0.35))
+    for each, colour, label, alpha in colours:
+        at, scale, _ = _clock(each)
+        lasting = (each._steps[:, 0] != _DROP) | (at[1:] > at[:-1])  # others are mere dents
+        edges = np.append(at[:-1][lasting], at[-1]) / scale
+        heights = each.simulate().peak_bytes[lasting] / unit
+        if alpha:
+            axes.stairs(heights, edges, fill=True, color=colour, alpha=alpha, linewidth=0)
+        axes.stairs(heights, edges, color=colour, linewidth=1.3, label=label, baseline=0)
+    if plan.budget_bytes is not None:
+        axes.axhline(plan.budget_bytes / unit, color=_BUDGET, linestyle="--", label="budget")
+    highest = max(plan.predicted_peak_bytes, plain.predicted_peak_bytes, plan.budget_bytes or 0)
+    axes.set_ylim(0, 1.06 * max(highest / unit, 1e-9))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
+    """Draw which block runs when, one row for each; return what explains the colours."""
+    import numpy as np
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Patch
+
+    at, scale, _ = _clock(plan)
+    kinds, rows = plan._steps[:, 0], plan._steps[:, 1]
+    forward = kinds <= 1
+    first = np.zeros(len(kinds), bool)
+    first[np.flatnonzero(forward)[np.unique(rows[forward], return_index=True)[1]]] = True
+    handles = []
+    for label, colour, chosen in (
+        ("forward, all saved", _USED, first & (kinds == 1)),
+        ("forward, output only", _LIGHT, first & (kinds == 0)),
+        ("forward again", _AGAIN, forward & ~first),
+        ("backward", "#8a8f98", kinds == 2),
+        ("to the host and back", _AWAY, kinds >= 4),
+    ):
+        steps = np.flatnonzero(chosen)
+        if not len(steps):
+            continue
+        left, right, row = at[steps] / scale, at[steps + 1] / scale, rows[steps]
+        corners = [(left, row - 0.4), (left, row + 0.4), (right, row + 0.4), (right, row - 0.4)]
+        shapes = np.stack([np.stack(corner, 1) for corner in corners], 1)
+        # an edge: of thousands of steps each is thinner than a dot
+        axes.add_collection(
+            PolyCollection(shapes, facecolors=colour, edgecolors=colour, linewidths=0.4)
+        )
+        handles.append(Patch(color=colour, label=label))
+    for blocks, colour in ((plan.recomputed, _AGAIN), (plan.offloaded, _AWAY)):
+        for row in blocks if plan.chain.blocks <= 20 * _BARS else ():
+            axes.axhspan(row - 0.5, row + 0.5, color=colour, alpha=0.12, linewidth=0, zorder=0)
+    axes.set_xlim(0, at[-1] / scale)
+    axes.set_ylim(plan.chain.blocks - 0.4, -0.6)
+    return handles
+
+
+def plot_plan(plan: Plan) -> Figure:
+    """Draw a plan: memory over one step of training, and which block runs when.
+
+    Parameters
+    ----------
+    plan : Plan
+        What `mlstate.activation.plan`, ``Pareto.plan`` and ``Plan.from_strategy`` return.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Above, the peak of each step of the schedule, with the plan and without, and the
+        budget. Below, a row for each block; rows of recomputed blocks are orange, of
+        offloaded ones violet, of those that are kept white. Of more than 30 blocks some
+        have no name beside them.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+
+    Notes
+    -----
+    Times and bytes are predicted, from the chain. What a step holds is drawn at its worst
+    moment, over all of its time.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, plan
+    >>> from mlstate.plot import plot_plan
+    >>> chain = Chain([1] * 4, [2] * 4, [10] * 5, [40] * 4)
+    >>> len(plot_plan(plan(chain, 120)).axes)
+    2
+    """
+    plain = type(plan).from_recomputed(plan.chain, [])
+    most = max(plan.predicted_peak_bytes, plain.predicted_peak_bytes, plan.budget_bytes or 0)
+    unit, label = _unit(most)
+    blocks = plan.chain.blocks
+    lower_height = 0.9 + 0.2 * min(max(blocks, 4), _BARS)
+    figure = _figure(10, 3.6 + lower_height)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, lower_height])
+    _draw_memory(upper, plan, plain, unit)
+    upper.set_ylabel(label)
+    upper.set_title(
+        f"Peak {bytes_text(plan.predicted_peak_bytes)} instead of "
+        f"{bytes_text(plain.predicted_peak_bytes)}, {plan.overhead:+.1%} time",
+        loc="left",
+    )
+    upper.tick_params(labelbottom=False)
+    handles = upper.get_legend_handles_labels()[0] + _draw_blocks(lower, plan)
+    ticks, names = _ticks(blocks), plan.chain.names
+    labels = [shorten(names[i], 30) for i in ticks]
+    lower.set_yticks(ticks, labels, parse_math=False, fontsize="small")
+    lower.set_ylabel("block")
+    lower.set_xlabel(_clock(plan)[2])
+    lower.xaxis.get_major_locator().set_params(integer=_clock(plan)[2] == "steps")
+    lower.set_xlim(0, max(_clock(each)[0][-1] / _clock(plan)[1] for each in (plan, plain)))
+    lower.set_title(
+        f"{len(plan.kept)} kept, {len(plan.recomputed)} recomputed, "
+        f"{len(plan.offloaded)} offloaded",
+        loc="left",
+    )
+    lower.spines[["top", "right"]].set_visible(False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _points(chain: Any, strategies: Any) -> dict[tuple[int, float], tuple[str, Plan]]:
+    """Make plans of strategies; those at the same point share it, and their names are joined."""
+    from ._plan import Plan
+
+    named = strategies.items() if hasattr(strategies, "items") else ((None, s) for s in strategies)
+    found: dict[tuple[int, float], tuple[str, Plan]] = {}
+    for name, each in named:
+        made = each if isinstance(each, Plan) else Plan.from_strategy(chain, each)
+        if made.chain != chain:
+            raise ValueError(
+                f"{repr(name) if name else made} is a plan of another chain than the curve"
+            )
+        name = name or (made.method if made.schedules == "given" else f"plan, {made.method}")
+        point = made.predicted_peak_bytes, made.predicted_seconds
+        others = f"{found[point][0]}, " if point in found else ""
+        found[point] = f"{others}{shorten(name, 38)}", made
+    return found
+
+
+def plot_pareto(
+    curve: Pareto,
+    strategies: Iterable[CheckpointStrategy | Plan] | Mapping[str, CheckpointStrategy | Plan] = (),
+) -> Figure:
+    """Draw what each amount of memory costs in time, and where strategies are.
+
+    Parameters
+    ----------
+    curve : Pareto
+        What `mlstate.activation.pareto` returns.
+    strategies : iterable or mapping of str, optional
+        Strategies, of which `Plan.from_strategy` makes plans, and plans of the same chain. In
+        a mapping each has the name that is drawn.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A strategy above the curve takes more time than the plan of the same peak; one to
+        the right of it more memory than the plan of the same time.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+    ValueError
+        A plan is one of another chain.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, IntervalStrategy, pareto
+    >>> from mlstate.plot import plot_pareto
+    >>> curve = pareto(Chain([1] * 4, [2] * 4, [10] * 5, [40] * 4))
+    >>> figure = plot_pareto(curve, [IntervalStrategy(1), IntervalStrategy(2)])
+    >>> [text.get_text() for text in figure.legends[0].get_texts()][1:]
+    ['Interval(1): 100 B, +33.3%', 'Interval(2): 130 B, +16.7%']
+    """
+    points = _points(curve.chain, strategies)
+    plain_seconds = curve.chain.plain_seconds
+    most = max(curve.chain.plain_peak_bytes, *(peak for peak, _ in points), 0)
+    unit, label = _unit(most)
+    second, second_label = _seconds_unit(max(curve[0][1], plain_seconds))
+    figure = _figure(9, 4.6 + 0.2 * (len(points) // 2))
+    axes = figure.add_subplot()
+    budgets = [*curve.budget_bytes.tolist(), max(1.04 * most, curve[-1][0])]
+    seconds = [*curve.seconds.tolist(), curve[-1][1]]
+    axes.plot(
+        [b / unit for b in budgets],
+        [s / second for s in seconds],
+        color=_USED,
+        drawstyle="steps-post",
+        linewidth=1.8,
+        label=f"fastest plan of each budget{'' if curve.exact else f', {curve.method}'}",
+    )
+    for number, ((peak, time), (name, made)) in enumerate(points.items()):
+        axes.plot(
+            peak / unit,
+            time / second,
+            color=_STATES[1:][number % (len(_STATES) - 1)],
+            marker=_MARKS[number % len(_MARKS)],
+            markersize=9,
+            markeredgecolor="white",
+            linestyle="none",
+            clip_on=False,
+            label=f"{name}: {bytes_text(peak)}, {made.overhead:+.1%}",
+        )
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"peak of memory, {label}")
+    axes.set_ylabel(f"predicted time of a step, {second_label}")
+    axes.margins(x=0)
+    title = f"From {bytes_text(curve[0][0])} to {bytes_text(curve[-1][0])}"
+    if plain_seconds:
+        scale = 100 * second / plain_seconds
+        over = axes.secondary_yaxis(
+            "right", functions=(lambda t: t * scale - 100, lambda p: (p + 100) / scale)
+        )
+        over.set_ylabel("% over the time without a plan")
+        title += f", for {curve[0][1] / plain_seconds - 1:.1%} more time at most"
+    axes.set_title(title, loc="left")
+    axes.grid(alpha=0.25)
+    axes.spines[["top"]].set_visible(False)
+    legend = figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return figure

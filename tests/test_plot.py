@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import mlstate
+from mlstate import plot
+from mlstate.activation import Chain, IntervalStrategy, Plan, SelectiveStrategy, pareto
 from mlstate.checkpoint import reshard
-from mlstate.plot import plot_checkpoint, plot_occupancy
+from mlstate.plot import plot_checkpoint, plot_occupancy, plot_pareto, plot_plan
 
 STAGES = [("prefill", 184, 512), ("compact", 184, 256), ("empty", 0, 0)]
 
@@ -103,3 +105,127 @@ def test_an_empty_checkpoint_and_odd_names_are_drawn(tmp_path):
     layers, _ = plot_checkpoint(odd).axes
     assert layers.get_yticklabels()[0].get_text() == "$x_$^"
     assert plot_checkpoint(odd)._repr_png_()
+
+
+CHAIN = Chain(
+    [1, 1, 1, 1],
+    [2, 2, 2, 2],
+    [1024] * 5,
+    [4096, 4096, 4096, 1024],
+    names=["a", "b", "$x_$^", "d"],
+    offload_bytes_per_second=1e9,
+    load_bytes_per_second=1e9,
+)
+
+
+def heights(axes, label):
+    """The steps of a line: their edges, and how high each is."""
+    patch = next(patch for patch in axes.patches if patch.get_label() == label)
+    values, edges, _ = patch.get_data()
+    return edges.tolist(), values.tolist()
+
+
+def test_memory_of_a_plan_is_drawn_over_time():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    made = Plan.from_recomputed(CHAIN, [1, 2], budget_bytes=12 << 10)
+    upper, lower = plot_plan(made).axes
+    edges, values = heights(upper, "without a plan")
+    assert edges == [0, 1, 2, 3, 4, 6, 8, 10, 12]
+    assert values == [5, 9, 13, 14, 16, 15, 11, 7]
+    run = made.simulate()
+    edges, values = heights(upper, "with the plan")
+    lasting = run.seconds > 0
+    assert values == (run.peak_bytes[lasting] / 1024).tolist()
+    assert edges == [0, *run.seconds[lasting].cumsum()]
+    (budget,) = (line for line in upper.lines if line.get_label() == "budget")
+    assert set(budget.get_ydata()) == {12.0}
+    assert upper.get_ylim()[1] > 16
+    assert "Peak 12.00 KiB instead of 16.00 KiB, +16.7% time" in upper.get_title(loc="left")
+    assert upper.get_ylabel() == "KiB"
+    assert lower.get_xlabel() == "predicted time, s"
+
+
+def rows_of(axes, colour):
+    """Row, beginning and end of what is drawn in a colour."""
+    from matplotlib.colors import to_rgba
+
+    shapes = [c for c in axes.collections if tuple(c.get_facecolor()[0]) == to_rgba(colour)]
+    corners = [path.vertices[:4] for shape in shapes for path in shape.get_paths()]
+    return sorted((c[:, 1].mean().round(), c[:, 0].min(), c[:, 0].max()) for c in corners)
+
+
+def test_blocks_of_a_plan_are_drawn_when_they_run():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    steps = [("save", 0), ("offload", 0), ("forward", 1), ("save", 2), ("save", 3)]
+    steps += [("backward", 3), ("backward", 2), ("drop", 2), ("save", 1), ("backward", 1)]
+    rates = {"offload_bytes_per_second": 1, "load_bytes_per_second": 2}
+    chain = Chain([4] * 4, [8] * 4, [1] * 5, [4] * 4, names=CHAIN.names, **rates)
+    figure = plot_plan(Plan(chain, [*steps, ("drop", 1), ("load", 0), ("backward", 0)]))
+    lower = figure.axes[1]
+    assert rows_of(lower, plot._USED) == [(0, 0, 4), (2, 12, 16), (3, 16, 20)]
+    assert rows_of(lower, plot._LIGHT) == [(1, 8, 12)]
+    assert rows_of(lower, plot._AGAIN) == [(1, 36, 40)]
+    assert rows_of(lower, plot._AWAY) == [(0, 4, 8), (0, 48, 50)]
+    assert [label.get_text() for label in lower.get_yticklabels()] == list(CHAIN.names)
+    assert lower.get_title(loc="left") == "2 kept, 1 recomputed, 1 offloaded"
+    assert lower.yaxis_inverted()
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == [
+        "without a plan",
+        "with the plan",
+        "forward, all saved",
+        "forward, output only",
+        "forward again",
+        "backward",
+        "to the host and back",
+    ]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_long_plans_and_those_without_times_are_drawn():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    long = Chain([1e-4] * 2000, [2e-4] * 2000, [1 << 20] * 2001, [4 << 20] * 2000)
+    upper, lower = plot_plan(Plan.from_recomputed(long, range(0, 2000, 2))).axes
+    assert len(lower.get_yticks()) <= 30
+    assert upper.get_ylabel() == "GiB"
+    assert not [line for line in upper.lines if line.get_label() == "budget"]
+    timeless = Chain([0, 0], [0, 0], [1, 1, 1], [2, 2])
+    upper, lower = plot_plan(Plan.from_recomputed(timeless, [1])).axes
+    assert lower.get_xlabel() == "steps"
+    assert heights(upper, "with the plan")[0] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_strategies_are_points_on_the_curve_of_plans():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    curve = pareto(CHAIN)
+    strategies = [IntervalStrategy(2), SelectiveStrategy(["a", "$x_$^"]), IntervalStrategy(1)]
+    figure = plot_pareto(curve, [*strategies, curve.plan(0)])
+    line, *points = figure.axes[0].lines
+    assert line.get_drawstyle() == "steps-post"
+    assert list(line.get_ydata()[:-1]) == curve.seconds.tolist()
+    assert (np.array(line.get_xdata()[:-1]) * 1024).tolist() == curve.budget_bytes.tolist()
+    plans = [Plan.from_strategy(CHAIN, strategies[i]) for i in (0, 2)] + [curve.plan(0)]
+    drawn = [(float(*point.get_xdata()), float(*point.get_ydata())) for point in points]
+    assert drawn == [(made.predicted_peak_bytes / 1024, made.predicted_seconds) for made in plans]
+    fastest, both, every, tight = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert fastest == "fastest plan of each budget"
+    assert both.startswith("Interval(2), Selective: ") and both.endswith(" KiB, +16.7%")
+    assert every.startswith("Interval(1): ") and every.endswith("+33.3%")
+    assert tight.startswith("plan, to the byte: ")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_points_may_have_any_names_and_times():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    timeless = Chain([0, 0], [0, 0], [1, 1, 1], [2, 2])
+    figure = plot_pareto(pareto(timeless), {"$x_$^": IntervalStrategy()})
+    assert figure.legends[0].get_texts()[1].get_text().startswith("$x_$^: ")
+    assert figure._repr_png_()
+    rounded = plot_pareto(pareto(CHAIN, slots=40))
+    assert rounded.legends[0].get_texts()[0].get_text().endswith("budget, 40 slots of memory")
+
+
+def test_a_plan_of_another_chain_is_refused():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    other = Plan.from_recomputed(Chain([1], [1], [1, 1], [1]), [])
+    with pytest.raises(ValueError, match="'mine' is a plan of another chain"):
+        plot_pareto(pareto(CHAIN), {"mine": other})
