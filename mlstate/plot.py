@@ -356,10 +356,10 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
         columns.append(others)
     kept = _shortened(ranks)
     most = max((sum(n.values()) for _, n in kept), default=0)
-    unit, label = _unit(most)
+    scale, label = _unit(most)
     figure = _figure(10, 1.6 + 0.27 * max(len(kept), 3))
     axes = figure.subplots()
-    _stack(axes, kept, columns, unit, max(len(kept), 3))
+    _stack(axes, kept, columns, scale, max(len(kept), 3))
     axes.set_title("Gradients kept by each rank", loc="left")
     axes.set_xlabel(label)
     _legend(figure, axes, 4)
@@ -430,15 +430,15 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
             continue
         left, right, row = at[steps] / scale, at[steps + 1] / scale, rows[steps]
         corners = [(left, row - 0.4), (left, row + 0.4), (right, row + 0.4), (right, row - 0.4)]
-        shapes = np.stack([np.stack(corner, 1) for corner in corners], 1)
+        shapes: Any = np.stack([np.stack(corner, 1) for corner in corners], 1)
         # an edge: of thousands of steps each is thinner than a dot
         axes.add_collection(
             PolyCollection(shapes, facecolors=colour, edgecolors=colour, linewidths=0.4)
         )
         handles.append(Patch(color=colour, label=label))
     for blocks, colour in ((plan.recomputed, _AGAIN), (plan.offloaded, _AWAY)):
-        for row in blocks if plan.chain.blocks <= 20 * _BARS else ():
-            axes.axhspan(row - 0.5, row + 0.5, color=colour, alpha=0.12, linewidth=0, zorder=0)
+        for block in blocks if plan.chain.blocks <= 20 * _BARS else ():
+            axes.axhspan(block - 0.5, block + 0.5, color=colour, alpha=0.12, linewidth=0, zorder=0)
     axes.set_xlim(0, at[-1] / scale)
     axes.set_ylim(plan.chain.blocks - 0.4, -0.6)
     return handles
@@ -602,9 +602,14 @@ def plot_pareto(
     title = f"From {bytes_text(curve[0][0])} to {bytes_text(curve[-1][0])}"
     if plain_seconds:
         scale = 100 * second / plain_seconds
-        over = axes.secondary_yaxis(
-            "right", functions=(lambda t: t * scale - 100, lambda p: (p + 100) / scale)
-        )
+
+        def percent(time: Any) -> Any:
+            return time * scale - 100
+
+        def time_of(percent: Any) -> Any:
+            return (percent + 100) / scale
+
+        over = axes.secondary_yaxis("right", functions=(percent, time_of))
         over.set_ylabel("% over the time without a plan")
         title += f", for {curve[0][1] / plain_seconds - 1:.1%} more time at most"
     axes.set_title(title, loc="left")
