@@ -230,20 +230,23 @@ class Plan:
         plain = self.chain.plain_seconds
         return self.predicted_seconds / plain - 1 if plain else 0.0
 
-    def apply(self, module: Any, **options: Any) -> Any:
-        """Run a torch model by this plan; see `mlstate.integrations.torch`.
+    def apply(self, module: Any = None, **options: Any) -> Any:
+        """Run the blocks of a torch model by this plan's steps.
 
         Parameters
         ----------
-        module : torch.nn.Sequential or sequence of torch.nn.Module
-            The blocks that the chain describes.
+        module : torch.nn.Module or sequence of blocks, optional
+            A model in which the blocks are that the chain describes.
         **options
-            As `mlstate.integrations.torch.apply_plan` describes them.
+            ``blocks=`` says which modules these are (``"layers.*"``, or a list),
+            ``offload_to=`` names a folder, ``observe=`` a function that hears of each step: see
+            `mlstate.integrations.torch.apply_plan`.
 
         Returns
         -------
-        torch.nn.Module
-            Gives the module's result and gradients, by this plan's steps.
+        PlannedModel
+            Calls the model. The model itself runs by the plan too, until ``remove()`` or the
+            end of a ``with`` block.
 
         Raises
         ------

@@ -93,7 +93,7 @@ def _named(module: Any, pattern: str) -> list[tuple[str, Any]]:
     found = []
     for name, child in module.named_modules(remove_duplicate=False):
         mine = name.split(".")
-        if len(mine) == len(parts) and all(map(fnmatchcase, mine, parts)):
+        if name and len(mine) == len(parts) and all(map(fnmatchcase, mine, parts)):
             found.append((name, child))
     return found
 
@@ -256,8 +256,8 @@ class PlannedModel:
         if self._compiled is None:
             import torch
 
-            disable: Any = torch.compiler.disable
-            self._compiled = disable(self._run, recursive=False)
+            disable: Any = torch.compiler.disable  # recomputation would not be compiled either
+            self._compiled = disable(self._run)
         assert self._compiled is not None
         return self._compiled(positions, original, args, kwargs)
 
@@ -366,8 +366,8 @@ def apply_plan(
     Copies that autocast makes of parameters live as long as its ``with`` block, planned or
     not. Recomputation ends as soon as the last saved tensor is there.
 
-    ``torch.compile``: compile the blocks, before or after. A model that is compiled whole is
-    cut at each block; ``fullgraph=True`` refuses that.
+    ``torch.compile``: compile the blocks before the plan is applied. In a model that is
+    compiled whole the blocks run by the plan, but not compiled; ``fullgraph=True`` fails.
 
     Examples
     --------

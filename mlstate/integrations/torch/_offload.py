@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -95,7 +96,7 @@ def _file(folder: str, count: int) -> torch.Tensor:
     handle, path = tempfile.mkstemp(prefix="mlstate-", suffix=".saved", dir=folder)
     try:
         os.truncate(handle, count)
-        return torch.from_file(path, shared=True, size=count, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(handle, count), dtype=torch.uint8)
     finally:
         os.close(handle)
         Path(path).unlink()

@@ -45,8 +45,7 @@ class Program:
         self.offloads = [False] * n
         self.input_leaves = [False] * n  # the block's input is dropped while it is saved
         self._read()
-        self.keeps = [False] * len(self.steps)  # a later step runs a block on what this one makes
-        self.brings = [False] * n  # loading must bring the block's output
+        self.keeps = [False] * len(self.steps)  # a later step runs a block on the output
         self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations, by step
         self.keeps_input = self._look_back()
 
@@ -70,6 +69,7 @@ class Program:
     def _look_back(self) -> bool:
         """Find the last use of each activation; say whether the first one has any."""
         wanted = [False] * (self.blocks + 1)
+        loads = [False] * self.blocks  # the next load of a block brings its output
         for at in range(len(self.steps) - 1, -1, -1):
             kind, i = self.steps[at]
             uses: list[int] = []
@@ -79,9 +79,10 @@ class Program:
                 if at != self.first[i]:  # a first run takes what the model gives it
                     uses = [i]
             elif kind == "load":
-                self.brings[i] = wanted[i + 1]
+                self.keeps[at] = loads[i] = wanted[i + 1]
                 wanted[i + 1] = False
-            elif kind == "offload" and self.brings[i]:
+            elif kind == "offload" and loads[i]:
+                self.keeps[at] = True
                 uses = [i + 1]
             elif kind == "backward" and self.input_leaves[i]:
                 uses = [i]
@@ -363,9 +364,9 @@ class Run:
         elif kind == "drop":
             self._held[i] = None
         elif kind == "offload":
-            self._offload(i)
+            self._offload(i, self._program.keeps[at])
         elif kind == "load":
-            self._load(i)
+            self._load(i, self._program.keeps[at])
         if kind == "backward":
             self._free_later = self._program.free_after[at]
         else:
@@ -416,7 +417,7 @@ class Run:
             made.append(value)
         return made
 
-    def _offload(self, i: int) -> None:
+    def _offload(self, i: int, output: bool) -> None:
         call = self._calls[i]
         assert call is not None
         host = call.host = Host(self._folder)
@@ -430,12 +431,12 @@ class Run:
             if storage._cdata in ours or storage._cdata in inputs or not storage.nbytes():
                 continue  # nbytes: FSDP frees its parameters after a forward pass
             slot.value = host.put(slot.value.tensor(self._blocks[i].name))
-        if self._program.brings[i]:
+        if output:
             outputs = self._held[i + 1]
             assert outputs is not None
             host.outputs = [host.put(held.value) for held in outputs]
 
-    def _load(self, i: int) -> None:
+    def _load(self, i: int, output: bool) -> None:
         call = self._calls[i]
         assert call is not None and call.host is not None
         host = call.host
@@ -443,7 +444,7 @@ class Run:
             slot = ref()
             if slot is not None and isinstance(slot.value, Away):
                 slot.value = _Held(host.get(slot.value))
-        if self._program.brings[i]:
+        if output:
             self._held[i + 1] = [_Held(host.get(away)) for away in host.outputs]
         call.host = None
 

@@ -1,0 +1,204 @@
+"""Models, schedules and comparisons for the tests of plans on torch."""
+
+import torch
+from torch import nn
+
+from mlstate.activation import Chain
+
+
+class TransformerBlock(nn.Module):
+    """A small block with attention, a mask if one is given, and dropout."""
+
+    def __init__(self, width=32, heads=2, dropout=0.1):
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x, mask=None):
+        batch, time, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mixed = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        x = x + nn.functional.dropout(mixed, self.dropout, self.training)
+        more = self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return x + nn.functional.dropout(more, self.dropout, self.training)
+
+
+class Language(nn.Module):
+    """Token ids in; a loop over blocks in the middle; the embedding is the head's weight too."""
+
+    def __init__(self, blocks=4, width=32, tokens=50):
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.layers = nn.ModuleList(TransformerBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        time = ids.shape[1]
+        mask = torch.ones(time, time, dtype=torch.bool).tril()
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return self.head(x)
+
+
+def transformer(blocks=6, width=32):
+    """Blocks and an input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(TransformerBlock(width) for _ in range(blocks)))
+    return model, torch.randn(2, 16, width)
+
+
+def pyramid(stages=3, each=2, side=12):
+    """Convolutions that get smaller and wider, and an input."""
+    torch.manual_seed(0)
+    layers, before = [], 3
+    for stage in range(stages):
+        for k in range(each):
+            width = 8 << min(stage, 2)
+            conv = nn.Conv2d(before, width, 3, padding=1, stride=2 if stage and not k else 1)
+            layers.append(nn.Sequential(conv, nn.BatchNorm2d(width), nn.ReLU()))
+            before = width
+    return nn.Sequential(*layers), torch.randn(2, 3, side, side)
+
+
+def perceptron(blocks=5, width=16, batch=8):
+    """Linear, BatchNorm, GELU and dropout, and an input."""
+    torch.manual_seed(0)
+
+    def block():
+        parts = (nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.2))
+        return nn.Sequential(*parts)
+
+    return nn.Sequential(*(block() for _ in range(blocks))), torch.randn(batch, width)
+
+
+def chain_of(blocks, *, host=False):
+    """A chain of so many blocks; what it says of their sizes does not matter to torch."""
+    rates = {"offload_bytes_per_second": 1e9, "load_bytes_per_second": 1e9} if host else {}
+    ones = [1] * blocks
+    return Chain(ones, ones, [*ones, 1], [3] * blocks, **rates)
+
+
+def segments(blocks, size, first=0):
+    """Steps that keep a segment of `size` blocks at a time."""
+    last = blocks
+    if last - first <= size:
+        inside = range(first, last)
+        saves = [("save", i) for i in inside]
+        return saves + [("backward", i) for i in reversed(inside)]
+    k = first + size
+    steps = [("forward", first)]
+    for i in range(first + 1, k):
+        steps += [("forward", i), ("drop", i)]
+    return [*steps, *segments(last, size, k), ("drop", k), *segments(k, size, first)]
+
+
+class _Walk:
+    """A schedule that is valid, and otherwise made at random."""
+
+    def __init__(self, blocks, rng, host):
+        self.rng, self.host, self.left = rng, host, blocks
+        self.alone, self.saved, self.steps = {0}, {}, []
+
+    def held(self, k):
+        return k in self.alone or self.saved.get(k - 1) == "device"
+
+    def take(self, kind, i):
+        self.steps.append((kind, i))
+        if kind == "forward":
+            self.alone.add(i + 1)
+        elif kind == "save":
+            self.saved[i] = "device"
+        elif kind == "drop":
+            self.alone.discard(i)
+        elif kind == "offload":
+            self.saved[i] = "host"
+            self.alone.add(i + 1)
+        elif kind == "load":
+            self.saved[i] = "device"
+        else:
+            self.left = i
+            del self.saved[i]
+
+    def possible(self):
+        """All steps but backward that are allowed now."""
+        found = [("drop", k) for k in self.alone if k]
+        for i in range(self.left):
+            if self.held(i) and not self.held(i + 1):
+                found.append(("forward", i))
+                if i not in self.saved:
+                    found.append(("save", i))
+            if self.host and self.saved.get(i) == "device":
+                found.append(("offload", i))
+            if self.saved.get(i) == "host" and i + 1 not in self.alone:
+                found.append(("load", i))
+        return found
+
+    def towards(self):
+        """The next step on the way to the next backward run."""
+        i = self.left - 1
+        if i + 1 in self.alone and self.saved.get(i) != "device":
+            return "drop", i + 1
+        if self.saved.get(i) == "host":
+            return "load", i
+        if not self.held(i):
+            return "forward", max(k for k in range(i) if self.held(k))
+        return ("backward", i) if i in self.saved else ("save", i)
+
+    def run(self, wander):
+        while self.left:
+            others = self.possible()
+            if others and self.rng.random() < wander:
+                self.take(*self.rng.choice(others))
+            else:
+                self.take(*self.towards())
+        return self.steps
+
+
+def random_steps(blocks, rng, *, host=False, wander=0.35):
+    """Steps of a valid schedule, hardly ever a persistent one."""
+    return _Walk(blocks, rng, host).run(wander)
+
+
+def loss_of(out):
+    """A loss that all outputs have a part in."""
+    if isinstance(out, torch.Tensor):
+        return out.float().square().mean()
+    return sum(loss_of(part) for part in out)
+
+
+def results(model, inputs, call=None, passes=2, seed=7, **kwargs):
+    """Train for some passes; return outputs, gradients, buffers and the next random numbers."""
+    torch.manual_seed(seed)
+    made = []
+    for _ in range(passes):
+        fresh = [
+            t.detach().clone().requires_grad_(t.is_floating_point()) if torch.is_tensor(t) else t
+            for t in inputs
+        ]
+        out = (call or model)(*fresh, **kwargs)
+        loss_of(out).backward()
+        tensors = out if isinstance(out, tuple) else (out,)
+        made += [t.detach() for t in tensors] + [t.grad for t in fresh if torch.is_tensor(t)]
+    made += [parameter.grad for parameter in model.parameters()]
+    made += [buffer.clone() for buffer in model.buffers()]
+    model.zero_grad()
+    return [*made, torch.rand(2)]
+
+
+def assert_same_bits(first, second):
+    """Compare lists of tensors and None."""
+    assert len(first) == len(second)
+    for k, (one, two) in enumerate(zip(first, second, strict=True)):
+        if one is None or two is None:
+            assert one is two, k
+        else:
+            assert one.dtype == two.dtype, k
+            raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, two)]
+            assert torch.equal(*raw), f"tensor {k} differs: {(one != two).sum()} elements"
