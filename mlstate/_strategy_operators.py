@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 
 @runtime_checkable
@@ -102,6 +102,8 @@ class Composite(Operators):
         if not members:
             raise TypeError(f"{type(self).__name__} needs at least one strategy")
         self._members = tuple(check_strategy(member) for member in members)
+        self._asks: list[Callable[..., Any]] = [m.should_checkpoint for m in self._members]
+        self._opinions = [getattr(m, "opinion", m.should_checkpoint) for m in self._members]
 
     @property
     def members(self) -> tuple[CheckpointStrategy, ...]:
@@ -118,25 +120,27 @@ class Composite(Operators):
         for member in self._members:
             member.reset()
 
-    def _answers(self, layer_id: str, activation: Any, layer_index: int) -> Iterator[Any]:
-        """What the members decide; all are asked before the first answer is given."""
-        return iter([m.should_checkpoint(layer_id, activation, layer_index) for m in self._members])
-
-    def _opinions(self, layer_id: str, activation: Any, layer_index: int) -> list[Any]:
-        """What the members say who may leave the decision to others."""
-        asked = [getattr(m, "opinion", m.should_checkpoint) for m in self._members]
-        return [ask(layer_id, activation, layer_index) for ask in asked]
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        return vars(self) == vars(other)
+        return self._settings() == other._settings()
 
     def __hash__(self) -> int:
         return hash((type(self).__name__, self.name))
+
+    # members' methods are bound to them: a copy has members of its own
+    def __getstate__(self) -> dict[str, Any]:
+        return self._settings()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Composite.__init__(self, *state.pop("_members"))
+        vars(self).update(state)
+
+    def _settings(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("_asks", "_opinions")}
 
 
 class AllOf(Composite):
@@ -175,11 +179,15 @@ class AllOf(Composite):
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Whether all members checkpoint the layer."""
-        return all(self._answers(layer_id, activation, layer_index))
+        chosen = True
+        for ask in self._asks:
+            if not ask(layer_id, activation, layer_index):
+                chosen = False
+        return chosen
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """As `should_checkpoint`, but None where a member has none and the others agree."""
-        said = self._opinions(layer_id, activation, layer_index)
+        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
         if any(answer is not None and not answer for answer in said):
             return False
         return None if None in said else True
@@ -217,11 +225,15 @@ class AnyOf(Composite):
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Whether any member checkpoints the layer."""
-        return any(self._answers(layer_id, activation, layer_index))
+        chosen = False
+        for ask in self._asks:
+            if ask(layer_id, activation, layer_index):
+                chosen = True
+        return chosen
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """As `should_checkpoint`, but None where a member has none and no other says yes."""
-        said = self._opinions(layer_id, activation, layer_index)
+        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
         if any(said):
             return True
         return None if None in said else False
@@ -258,11 +270,11 @@ class Not(Composite):
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Whether the member does not checkpoint the layer."""
-        return not self._members[0].should_checkpoint(layer_id, activation, layer_index)
+        return not self._asks[0](layer_id, activation, layer_index)
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """As `should_checkpoint`, but None where the member has none."""
-        (said,) = self._opinions(layer_id, activation, layer_index)
+        said = self._opinions[0](layer_id, activation, layer_index)
         return None if said is None else not said
 
 
@@ -302,15 +314,21 @@ class FirstMatch(Composite):
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Decide as the first member that has an opinion, or as `default` says."""
-        said = self.opinion(layer_id, activation, layer_index)
-        return self.default if said is None else said
+        chosen = None
+        for ask in self._opinions:
+            said = ask(layer_id, activation, layer_index)
+            if chosen is None:
+                chosen = said
+        return self.default if chosen is None else bool(chosen)
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """As `should_checkpoint`, but None where no member has an opinion."""
-        for answer in self._opinions(layer_id, activation, layer_index):
-            if answer is not None:
-                return bool(answer)
-        return None
+        chosen = None
+        for ask in self._opinions:
+            said = ask(layer_id, activation, layer_index)
+            if chosen is None:
+                chosen = said
+        return None if chosen is None else bool(chosen)
 
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._members))

@@ -52,8 +52,9 @@ typedef struct mlsp_state {
     PyTypeObject *catalog_type;
     PyTypeObject *local_link_type;
     PyObject *shape_name, *dtype_name; /* interned: types look these up in their caches */
-    const mls_kernels *kernels;        /* constant table, chosen at import */
-    mls_pool *pool;                    /* owned; NULL until start_core */
+    PyObject *itemsize_name, *nbytes_name;
+    const mls_kernels *kernels; /* constant table, chosen at import */
+    mls_pool *pool;             /* owned; NULL until start_core */
 } mlsp_state;
 
 /* The state of the module object that every function gets as `self`. */

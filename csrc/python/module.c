@@ -145,7 +145,12 @@ static int intern_names(mlsp_state *state)
 {
     state->shape_name = PyUnicode_InternFromString("shape");
     state->dtype_name = PyUnicode_InternFromString("dtype");
-    return state->shape_name == NULL || state->dtype_name == NULL ? -1 : 0;
+    state->itemsize_name = PyUnicode_InternFromString("itemsize");
+    state->nbytes_name = PyUnicode_InternFromString("nbytes");
+    return state->shape_name == NULL || state->dtype_name == NULL ||
+                   state->itemsize_name == NULL || state->nbytes_name == NULL
+               ? -1
+               : 0;
 }
 
 /* NumPy before the steps that may use its API; whether we may load at all even before
@@ -190,6 +195,8 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->local_link_type);
     Py_VISIT(state->shape_name);
     Py_VISIT(state->dtype_name);
+    Py_VISIT(state->itemsize_name);
+    Py_VISIT(state->nbytes_name);
     return 0;
 }
 
@@ -207,6 +214,8 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->local_link_type);
     Py_CLEAR(state->shape_name);
     Py_CLEAR(state->dtype_name);
+    Py_CLEAR(state->itemsize_name);
+    Py_CLEAR(state->nbytes_name);
     return 0;
 }
 

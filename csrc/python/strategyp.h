@@ -134,7 +134,12 @@ static inline int mlsp_take_key(PyObject *layer_id, mls_layer_key *out)
     } else if (mlsp_take_text(layer_id, "layer_id", &out->name) < 0) {
         return -1;
     }
-    out->hash = (uint64_t)PyUnicode_Type.tp_hash(layer_id);
+#if defined(Py_GIL_DISABLED)
+    const Py_hash_t kept = -1;
+#else
+    const Py_hash_t kept = ((PyASCIIObject *)layer_id)->hash; /* -1: not computed yet */
+#endif
+    out->hash = (uint64_t)(kept != -1 ? kept : PyUnicode_Type.tp_hash(layer_id));
     return 0;
 }
 

@@ -100,6 +100,28 @@ static void names_are_bytes_of_any_kind(void)
     mls_layer_table_fini(&t);
 }
 
+/* Equal hashes and lengths, and one byte that differs, at every place of every length. */
+static void names_are_compared_to_the_last_byte(void)
+{
+    enum { LONGEST = 40 };
+    char name[LONGEST];
+    mls_status st;
+    memset(name, 'n', sizeof name);
+    for (size_t length = 1; length <= LONGEST; length++) {
+        mls_layer_table t = {0};
+        mls_layer *layer = NULL;
+        const mls_layer_key key = {.name = {name, length}, .hash = 5};
+        REQUIRE(mls_layer_add(&t, &key, &layer, &st) == MLS_OK);
+        for (size_t at = 0; at < length; at++) {
+            name[at] = 'x';
+            CHECK(mls_layer_find(&t, &key) == NULL);
+            name[at] = 'n';
+        }
+        CHECK(mls_layer_find(&t, &key) == &t.layers[0]);
+        mls_layer_table_fini(&t);
+    }
+}
+
 static void a_layer_has_one_mark(void)
 {
     mls_layer_table t = {0};
@@ -117,8 +139,11 @@ static void a_layer_has_one_mark(void)
 }
 
 static const test_case tests[] = {
-    TEST(an_empty_table_knows_nobody), TEST(every_layer_is_found_whatever_the_hash),
-    TEST(adding_again_finds_the_same), TEST(names_are_bytes_of_any_kind),
+    TEST(an_empty_table_knows_nobody),
+    TEST(every_layer_is_found_whatever_the_hash),
+    TEST(adding_again_finds_the_same),
+    TEST(names_are_bytes_of_any_kind),
+    TEST(names_are_compared_to_the_last_byte),
     TEST(a_layer_has_one_mark),
 };
 
