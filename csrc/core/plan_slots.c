@@ -21,6 +21,7 @@
 enum {
     SMALL = MLS_PLAN_TILE,
     LARGE = 16, /* segments along each side of a large tile, and restarts in a block */
+    TILES = (LARGE / SMALL) * (LARGE / SMALL),
     STRIP = 64, /* entries that are worked on at a time */
     LANES = MLS_PLAN_LANES,
     NEVER = INT32_MAX / 4 /* slots that no budget has */
@@ -37,7 +38,6 @@ typedef struct solver {
     int32_t *need;          /* by mls_plan_cell: first entry that is finite */
     int32_t *full;          /* by mls_plan_cell: first entry without recomputation */
     int32_t *sweep;         /* by mls_plan_cell: largest forward peak of s .. t */
-    uint32_t *begins;       /* for each task, `padded` entries of `begin` */
     size_t tasks, distance; /* of the large tiles at hand from the diagonal */
     atomic_size_t next;
     atomic_bool stopped;
@@ -81,7 +81,7 @@ static size_t fewest(size_t a, size_t b)
 static size_t stride_of(size_t slots)
 {
     const size_t stride = round_up(slots + 1, LANES);
-    return stride % 512 == 0 ? stride + LANES : stride;
+    return stride % 1024 == 0 ? stride + LANES : stride;
 }
 
 size_t mls_plan_table_bytes(size_t blocks, size_t slots)
@@ -90,14 +90,14 @@ size_t mls_plan_table_bytes(size_t blocks, size_t slots)
     size_t cells, bytes;
     if (!mls_size_mul(padded, padded + 1, &cells) ||
         !mls_size_mul(cells / 2, stride_of(slots), &bytes) ||
-        !mls_size_mul(bytes, sizeof(double), &bytes)) {
+        !mls_size_mul(bytes, sizeof(float), &bytes)) {
         return SIZE_MAX;
     }
     return bytes;
 }
 
 /* Entry 0 of a segment. */
-static double *values_of(const mls_plan_table *table, size_t s, size_t t)
+static float *values_of(const mls_plan_table *table, size_t s, size_t t)
 {
     return table->values + table->rows[s] + t * table->stride;
 }
@@ -108,10 +108,16 @@ double mls_plan_slots_value(const void *context, size_t s, size_t t, int64_t mem
     if (memory < 0) {
         return (double)INFINITY;
     }
-    return values_of(table, s, t)[memory] - table->costs->before[s];
+    return (double)values_of(table, s, t)[memory];
 }
 
 /* ---- restarts of a small tile ---- */
+
+/* Seconds of the blocks s .. k - 1, which a restart runs once more. */
+static float again_of(const solver *v, size_t s, size_t k)
+{
+    return (float)(v->costs->before[k] - v->costs->before[s]);
+}
 
 /* First entry of a restart from k for one segment, apart from that it finds finite values
  * in its two parts. */
@@ -132,12 +138,13 @@ static size_t natural_of(const solver *v, size_t s, size_t t, size_t k)
  */
 static void fill_gap(const solver *v, size_t s, size_t t, size_t k, size_t begin)
 {
-    double *c = values_of(v->table, s, t);
-    const double *a = values_of(v->table, s, k - 1);
-    const double *b = values_of(v->table, k, t);
+    float *c = values_of(v->table, s, t);
+    const float *a = values_of(v->table, s, k - 1);
+    const float *b = values_of(v->table, k, t);
+    const float again = again_of(v, s, k);
     const size_t first = most(bound_of(v, s, t, k), natural_of(v, s, t, k));
     for (size_t m = first; m < fewest(begin, v->entries); m++) {
-        const double sum = a[m] + b[m - v->shift[k]];
+        const float sum = a[m] + (b[m - v->shift[k]] + again);
         c[m] = sum < c[m] ? sum : c[m];
     }
 }
@@ -183,27 +190,74 @@ static size_t last_of(const solver *v, size_t s, size_t t)
     return round_up(fewest(full, v->entries), LANES);
 }
 
-/* Restarts `first` to before `last` for a small tile above the diagonal. */
-static void multiply(const solver *v, uint32_t *begin, size_t s, size_t t, size_t first,
-                     size_t last)
+/* What a kernel is told of a block of restarts. */
+typedef struct block {
+    uint32_t begin[LARGE];
+    float plus[LARGE];
+} block;
+
+/* Make ready a small tile above the diagonal for restarts `first` to before `last`. */
+static mls_plan_tile prepare(const solver *v, block *b, size_t s, size_t t, size_t first,
+                             size_t last)
 {
-    size_t from = NEVER;
-    for (size_t k = first; k < last; k++) {
-        begin[k] = begin_of(v, s, t, k);
-        from = fewest(from, begin[k]);
+    const size_t s_last = fewest(s + SMALL, v->n) - 1;
+    mls_plan_tile job = {.values = v->table->values,
+                         .rows = v->table->rows,
+                         .stride = v->table->stride,
+                         .shift = v->shift,
+                         .begin = b->begin,
+                         .plus = b->plus,
+                         .s = s,
+                         .t = t,
+                         .first = first,
+                         .last = last,
+                         .from = NEVER,
+                         .to = last_of(v, s, t)};
+    for (size_t i = 0; i < SMALL; i++) {
+        job.rest[i] = s + i < s_last ? again_of(v, s + i, s_last) : 0;
     }
-    const mls_plan_tile job = {.values = v->table->values,
-                               .rows = v->table->rows,
-                               .stride = v->table->stride,
-                               .shift = v->shift,
-                               .begin = begin,
-                               .s = s,
-                               .t = t,
-                               .first = first,
-                               .last = last,
-                               .from = from,
-                               .to = last_of(v, s, t)};
-    v->kernels->tile(&job);
+    for (size_t k = first; k < last; k++) {
+        b->begin[k - first] = begin_of(v, s, t, k);
+        b->plus[k - first] = again_of(v, s_last, k);
+        job.from = fewest(job.from, b->begin[k - first]);
+    }
+    return job;
+}
+
+/* Restarts for one small tile. */
+static void multiply(const solver *v, size_t s, size_t t, size_t first, size_t last)
+{
+    block b;
+    for (size_t k = first; k < last; k += LARGE) {
+        const mls_plan_tile job = prepare(v, &b, s, t, k, fewest(k + LARGE, last));
+        v->kernels->tile(&job);
+    }
+}
+
+/* A block of restarts for a large tile above the diagonal, strip by strip: what is read
+ * for one strip stays in the cache for all small tiles. */
+static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
+                           size_t t_end, size_t first, size_t last)
+{
+    block blocks[TILES];
+    mls_plan_tile jobs[TILES];
+    size_t count = 0, from = NEVER, to = 0;
+    for (size_t i = s; i < s_end; i += SMALL) {
+        for (size_t l = t; l < t_end; l += SMALL) {
+            jobs[count] = prepare(v, &blocks[count], i, l, first, last);
+            from = fewest(from, jobs[count].from);
+            to = most(to, jobs[count].to);
+            count++;
+        }
+    }
+    for (size_t strip = from; strip < to; strip += STRIP) {
+        for (size_t i = 0; i < count; i++) {
+            mls_plan_tile job = jobs[i];
+            job.from = most(job.from, strip);
+            job.to = fewest(job.to, strip + STRIP);
+            v->kernels->tile(&job);
+        }
+    }
 }
 
 /* ---- single segments ---- */
@@ -216,7 +270,8 @@ static void restart(const solver *v, size_t s, size_t t, size_t k)
     if (first < end) {
         v->kernels->row(values_of(v->table, s, t) + first,
                         values_of(v->table, s, k - 1) + first,
-                        values_of(v->table, k, t) + first - v->shift[k], end - first);
+                        values_of(v->table, k, t) + first - v->shift[k],
+                        again_of(v, s, k), end - first);
     }
 }
 
@@ -229,8 +284,8 @@ static void save(const solver *v, size_t s, size_t t, int64_t moved, double seco
     const size_t first = most((size_t)mls_plan_save_need(c, s, t), rest);
     if (first < v->entries) {
         v->kernels->keep(values_of(v->table, s, t) + first,
-                         values_of(v->table, s + 1, t) + first - shift, c->before[s + 1],
-                         c->before[s] + seconds, v->entries - first);
+                         values_of(v->table, s + 1, t) + first - shift, (float)seconds,
+                         v->entries - first);
     }
 }
 
@@ -238,7 +293,7 @@ static void save(const solver *v, size_t s, size_t t, int64_t moved, double seco
 static void finish(const solver *v, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
-    double *values = values_of(v->table, s, t);
+    float *values = values_of(v->table, s, t);
     const size_t cell = mls_plan_cell(v->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
     for (size_t k = s + 1; k <= t; k++) {
@@ -246,12 +301,9 @@ static void finish(const solver *v, size_t s, size_t t)
             restart(v, s, t, k);
         }
     }
-    for (size_t m = 0; m < v->entries; m++) {
-        values[m] -= c->before[s];
-    }
     if (s == t) {
         for (size_t m = (size_t)mls_plan_save_need(c, s, t); m < v->entries; m++) {
-            values[m] = c->before[s];
+            values[m] = 0;
         }
     } else {
         save(v, s, t, c->saved[s], 0);
@@ -273,9 +325,9 @@ static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t
 {
     for (size_t i = s; i < s_end; i++) {
         for (size_t l = most(i, t); l < t_end; l++) {
-            double *values = values_of(v->table, i, l);
+            float *values = values_of(v->table, i, l);
             for (size_t m = 0; m < v->table->stride; m++) {
-                values[m] = (double)INFINITY;
+                values[m] = INFINITY;
             }
         }
     }
@@ -283,12 +335,11 @@ static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t
 
 /* One small tile, once the tiles to the left and below are complete.  Restarts before
  * `early` and after `late` are still to come. */
-static void finish_small(const solver *v, uint32_t *begin, size_t s, size_t t,
-                         size_t early, size_t late)
+static void finish_small(const solver *v, size_t s, size_t t, size_t early, size_t late)
 {
     if (s < t) {
-        multiply(v, begin, s, t, s + SMALL, fewest(early, t + 1));
-        multiply(v, begin, s, t, most(late + 1, s + SMALL), t + 1);
+        multiply(v, s, t, s + SMALL, fewest(early, t + 1));
+        multiply(v, s, t, most(late + 1, s + SMALL), t + 1);
     }
     for (size_t i = fewest(s + SMALL, v->n); i-- > s;) {
         for (size_t l = most(i, t); l < fewest(t + SMALL, v->n); l++) {
@@ -298,7 +349,7 @@ static void finish_small(const solver *v, uint32_t *begin, size_t s, size_t t,
 }
 
 /* A large tile; false where it was stopped. */
-static bool fill_large(solver *v, uint32_t *begin, size_t s, size_t t)
+static bool fill_large(solver *v, size_t s, size_t t)
 {
     const size_t padded = v->table->padded;
     const size_t s_end = fewest(s + LARGE, padded), t_end = fewest(t + LARGE, padded);
@@ -309,17 +360,13 @@ static bool fill_large(solver *v, uint32_t *begin, size_t s, size_t t)
             atomic_store(&v->stopped, true);
             return false;
         }
-        for (size_t i = s; i < s_end; i += SMALL) {
-            for (size_t l = t; l < t_end; l += SMALL) {
-                multiply(v, begin, i, l, k, fewest(k + LARGE, t + 1));
-            }
-        }
+        multiply_large(v, s, t, s_end, t_end, k, fewest(k + LARGE, t + 1));
     }
     /* the restarts s_end .. t are in; within one tile on the diagonal, none is */
     const size_t early = s < t ? s_end : padded, late = s < t ? t : padded;
     for (size_t i = s_end; i > s; i -= SMALL) {
         for (size_t l = most(i - SMALL, t); l < t_end; l += SMALL) {
-            finish_small(v, begin, i - SMALL, l, early, late);
+            finish_small(v, i - SMALL, l, early, late);
         }
     }
     return true;
@@ -328,13 +375,13 @@ static bool fill_large(solver *v, uint32_t *begin, size_t s, size_t t)
 /* A thread's share of a diagonal. */
 static void work(void *context, size_t task)
 {
+    (void)task;
     solver *v = context;
     const size_t larges = (v->table->padded + LARGE - 1) / LARGE;
-    uint32_t *begin = v->begins + task * (v->table->padded + 1);
     for (;;) {
         const size_t i = atomic_fetch_add(&v->next, 1);
         if (i + v->distance >= larges ||
-            !fill_large(v, begin, i * LARGE, (i + v->distance) * LARGE)) {
+            !fill_large(v, i * LARGE, (i + v->distance) * LARGE)) {
             return;
         }
     }
@@ -369,7 +416,6 @@ static void free_solver(solver *v)
     mls_free(v->need);
     mls_free(v->full);
     mls_free(v->sweep);
-    mls_free(v->begins);
 }
 
 /* The table's memory and the solver's. */
@@ -382,14 +428,16 @@ static bool make_tables(solver *v, mls_plan_table *out)
     v->need = mls_alloc(cells, sizeof *v->need);
     v->full = mls_alloc(cells, sizeof *v->full);
     v->sweep = mls_alloc(cells, sizeof *v->sweep);
-    v->begins = mls_alloc(padded + 1, v->tasks * sizeof *v->begins);
     out->rows = mls_alloc(padded, sizeof *out->rows);
-    out->values = mls_alloc(padded * (padded + 1) / 2, out->stride * sizeof(double));
+    out->values = mls_alloc(padded * (padded + 1) / 2, out->stride * sizeof(float));
+    if (out->values != NULL) { /* neighbours of a segment lie a small page away each */
+        mls_advise_pages(out->values, mls_plan_table_bytes(n, v->entries - 1), true);
+    }
     for (size_t s = 0; out->rows != NULL && s < padded; s++) {
         out->rows[s] = mls_plan_cell(padded, s, 0) * out->stride;
     }
     return v->shift != NULL && v->need != NULL && v->full != NULL && v->sweep != NULL &&
-           v->begins != NULL && out->rows != NULL && out->values != NULL;
+           out->rows != NULL && out->values != NULL;
 }
 
 void mls_plan_table_fini(mls_plan_table *table)
@@ -406,7 +454,7 @@ static void run_diagonals(solver *v, mls_pool *pool)
     const size_t larges = (v->table->padded + LARGE - 1) / LARGE;
     for (v->distance = 0; v->distance < larges; v->distance++) {
         atomic_store(&v->next, 0);
-        if (v->n < WORTH || larges - v->distance == 1) {
+        if (v->n < (size_t)WORTH || larges - v->distance == 1) {
             work(v, 0);
         } else {
             mls_pool_run(pool, work, v, v->tasks);

@@ -1,4 +1,4 @@
-/* plan_slots_avx2: min-plus products with AVX2, 4 doubles at a time.
+/* plan_slots_avx2: min-plus products with AVX2, 8 floats at a time.
  *
  * The loops are those of plan_slots_lanes.h; here is what one register does.
  */
@@ -11,40 +11,35 @@
 #    define TARGET         __attribute__((target("avx2")))
 #    define MLS_PLAN_TABLE mls_plan_avx2
 
-enum { LANES = 4, COLUMNS = 2 };
-typedef __m256d doubles;
+enum { LANES = 8, COLUMNS = 2 };
+typedef __m256 floats;
 
 /* From any address, and to any. */
-TARGET static inline doubles load(const double *p)
+TARGET static inline floats load(const float *p)
 {
-    return _mm256_loadu_pd(p);
+    return _mm256_loadu_ps(p);
 }
 
-TARGET static inline void store(double *p, doubles values)
+TARGET static inline void store(float *p, floats values)
 {
-    _mm256_storeu_pd(p, values);
+    _mm256_storeu_ps(p, values);
 }
 
 /* The same number in all lanes. */
-TARGET static inline doubles repeat(double value)
+TARGET static inline floats repeat(float value)
 {
-    return _mm256_set1_pd(value);
+    return _mm256_set1_ps(value);
 }
 
-TARGET static inline doubles add(doubles a, doubles b)
+TARGET static inline floats add(floats a, floats b)
 {
-    return _mm256_add_pd(a, b);
-}
-
-TARGET static inline doubles subtract(doubles a, doubles b)
-{
-    return _mm256_sub_pd(a, b);
+    return _mm256_add_ps(a, b);
 }
 
 /* Without NaN, of which there is none. */
-TARGET static inline doubles least(doubles a, doubles b)
+TARGET static inline floats least(floats a, floats b)
 {
-    return _mm256_min_pd(a, b);
+    return _mm256_min_ps(a, b);
 }
 
 #    include "plan_slots_lanes.h"

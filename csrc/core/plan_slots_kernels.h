@@ -12,31 +12,34 @@
 #include <stdint.h>
 
 enum {
-    MLS_PLAN_TILE = 4, /* segments along each side of a kernel's tile */
-    MLS_PLAN_LANES = 8 /* every kernel's vector divides this many entries */
+    MLS_PLAN_TILE = 4,  /* segments along each side of a kernel's tile */
+    MLS_PLAN_LANES = 16 /* every kernel's vector divides this many entries */
 };
 
 /* A tile of segments s .. s + 3 by t .. t + 3, and the restarts k from `first` to before
  * `last` that are tried for all of them.  Entry m of segment s .. t lies at
- * rows[s] + t * stride + m.  `shift` and `begin` have an entry for each k: restart k is
- * tried from entry begin[k] on, a multiple of MLS_PLAN_LANES that is at least shift[k].
- */
+ * rows[s] + t * stride + m.  Restart k is tried from entry begin[k - first] on, a
+ * multiple of MLS_PLAN_LANES that is at least shift[k]; it costs plus[k - first] more,
+ * and row i of the tile rest[i] more than that. */
 typedef struct mls_plan_tile {
-    double *values;
+    float *values;
     const size_t *rows;
     size_t stride;
     const uint32_t *shift, *begin;
+    const float *plus;
+    float rest[MLS_PLAN_TILE];
     size_t s, t, first, last;
     size_t from, to; /* entries, multiples of MLS_PLAN_LANES */
 } mls_plan_tile;
 
 typedef struct mls_plan_kernels {
-    /* (s, t)[m] = min over k of itself and (s, k - 1)[m] + (k, t)[m - shift[k]] */
+    /* (s, t)[m] = the least of itself and for all k, rest + (s, k - 1)[m] +
+     * ((k, t)[m - shift[k]] + plus) */
     void (*tile)(const mls_plan_tile *job);
-    /* c[m] = min(c[m], a[m] + b[m]) */
-    void (*row)(double *c, const double *a, const double *b, size_t count);
-    /* c[m] = min(c[m], (b[m] - minus) + plus) */
-    void (*keep)(double *c, const double *b, double minus, double plus, size_t count);
+    /* c[m] = the least of c[m] and a[m] + (b[m] + plus) */
+    void (*row)(float *c, const float *a, const float *b, float plus, size_t count);
+    /* c[m] = the least of c[m] and b[m] + plus */
+    void (*keep)(float *c, const float *b, float plus, size_t count);
 } mls_plan_kernels;
 
 /* The tables, constant. */

@@ -1,16 +1,18 @@
 /* plan_slots_lanes: the loops of a kernel file, which comes with
  *
  *   TARGET      the function attribute that allows its instructions
- *   LANES       doubles in one register
+ *   LANES       floats in one register
  *   COLUMNS     segments along t that are worked on at a time: 2 or 4
- *   doubles     the register
- *   load, store, repeat, add, subtract, least
+ *   floats      the register
+ *   load, store, repeat, add, least
  *
  * and names its table with MLS_PLAN_TABLE.  Included once by each kernel file.  What
  * fills no register is done one by one with the same operations.
  */
 #ifndef MLS_PLAN_SLOTS_LANES_H
 #define MLS_PLAN_SLOTS_LANES_H
+
+#include <math.h>
 
 /* Loops over a tile are short and constant: written out, they need no memory. */
 #if defined(__clang__)
@@ -23,29 +25,30 @@
  * The sums stay in registers from the first restart to the last. */
 TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 {
-    doubles sums[MLS_PLAN_TILE][COLUMNS];
-    double *cells[MLS_PLAN_TILE];
+    floats sums[MLS_PLAN_TILE][COLUMNS];
+    float *cells[MLS_PLAN_TILE];
     MLS_UNROLL
     for (size_t i = 0; i < MLS_PLAN_TILE; i++) {
         cells[i] = j->values + j->rows[j->s + i] + m;
         MLS_UNROLL
         for (size_t l = 0; l < COLUMNS; l++) {
-            sums[i][l] = load(cells[i] + (t + l) * j->stride);
+            sums[i][l] = repeat(INFINITY);
         }
     }
     for (size_t k = j->first; k < j->last; k++) {
-        if (j->begin[k] > m) {
+        if (j->begin[k - j->first] > m) {
             continue;
         }
-        const double *right = j->values + j->rows[k] + t * j->stride + m - j->shift[k];
-        doubles columns[COLUMNS];
+        const float *right = j->values + j->rows[k] + t * j->stride + m - j->shift[k];
+        const floats plus = repeat(j->plus[k - j->first]);
+        floats columns[COLUMNS];
         MLS_UNROLL
         for (size_t l = 0; l < COLUMNS; l++) {
-            columns[l] = load(right + l * j->stride);
+            columns[l] = add(load(right + l * j->stride), plus);
         }
         MLS_UNROLL
         for (size_t i = 0; i < MLS_PLAN_TILE; i++) {
-            const doubles left = load(cells[i] + (k - 1) * j->stride);
+            const floats left = load(cells[i] + (k - 1) * j->stride);
             MLS_UNROLL
             for (size_t l = 0; l < COLUMNS; l++) {
                 sums[i][l] = least(sums[i][l], add(left, columns[l]));
@@ -54,9 +57,11 @@ TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
     }
     MLS_UNROLL
     for (size_t i = 0; i < MLS_PLAN_TILE; i++) {
+        const floats rest = repeat(j->rest[i]);
         MLS_UNROLL
         for (size_t l = 0; l < COLUMNS; l++) {
-            store(cells[i] + (t + l) * j->stride, sums[i][l]);
+            float *cell = cells[i] + (t + l) * j->stride;
+            store(cell, least(load(cell), add(sums[i][l], rest)));
         }
     }
 }
@@ -71,31 +76,31 @@ TARGET static void tile(const mls_plan_tile *j)
 }
 
 /* Two lists added, where that is less. */
-TARGET static void row(double *c, const double *a, const double *b, size_t count)
+TARGET static void row(float *c, const float *a, const float *b, float plus, size_t count)
 {
+    const floats more = repeat(plus);
     size_t m = 0;
     for (; m + LANES <= count; m += LANES) {
-        store(c + m, least(load(c + m), add(load(a + m), load(b + m))));
+        const floats right = add(load(b + m), more);
+        store(c + m, least(load(c + m), add(load(a + m), right)));
     }
     for (; m < count; m++) {
-        const double sum = a[m] + b[m];
+        const float sum = a[m] + (b[m] + plus);
         c[m] = sum < c[m] ? sum : c[m];
     }
 }
 
-/* One list moved, where that is less. */
-TARGET static void keep(double *c, const double *b, double minus, double plus,
-                        size_t count)
+/* One list and a constant, where that is less. */
+TARGET static void keep(float *c, const float *b, float plus, size_t count)
 {
-    const doubles less = repeat(minus), more = repeat(plus);
+    const floats more = repeat(plus);
     size_t m = 0;
     for (; m + LANES <= count; m += LANES) {
-        const doubles moved = add(subtract(load(b + m), less), more);
-        store(c + m, least(load(c + m), moved));
+        store(c + m, least(load(c + m), add(load(b + m), more)));
     }
     for (; m < count; m++) {
-        const double moved = (b[m] - minus) + plus;
-        c[m] = moved < c[m] ? moved : c[m];
+        const float sum = b[m] + plus;
+        c[m] = sum < c[m] ? sum : c[m];
     }
 }
 

@@ -1,4 +1,4 @@
-/* plan_slots_neon: min-plus products with NEON, 2 doubles at a time.
+/* plan_slots_neon: min-plus products with NEON, 4 floats at a time.
  *
  * The loops are those of plan_slots_lanes.h; here is what one register does.
  */
@@ -11,40 +11,35 @@
 #    define TARGET
 #    define MLS_PLAN_TABLE mls_plan_neon
 
-enum { LANES = 2, COLUMNS = 4 };
-typedef float64x2_t doubles;
+enum { LANES = 4, COLUMNS = 4 };
+typedef float32x4_t floats;
 
 /* From any address, and to any. */
-TARGET static inline doubles load(const double *p)
+TARGET static inline floats load(const float *p)
 {
-    return vld1q_f64(p);
+    return vld1q_f32(p);
 }
 
-TARGET static inline void store(double *p, doubles values)
+TARGET static inline void store(float *p, floats values)
 {
-    vst1q_f64(p, values);
+    vst1q_f32(p, values);
 }
 
 /* The same number in all lanes. */
-TARGET static inline doubles repeat(double value)
+TARGET static inline floats repeat(float value)
 {
-    return vdupq_n_f64(value);
+    return vdupq_n_f32(value);
 }
 
-TARGET static inline doubles add(doubles a, doubles b)
+TARGET static inline floats add(floats a, floats b)
 {
-    return vaddq_f64(a, b);
-}
-
-TARGET static inline doubles subtract(doubles a, doubles b)
-{
-    return vsubq_f64(a, b);
+    return vaddq_f32(a, b);
 }
 
 /* Without NaN, of which there is none. */
-TARGET static inline doubles least(doubles a, doubles b)
+TARGET static inline floats least(floats a, floats b)
 {
-    return vminq_f64(a, b);
+    return vminq_f32(a, b);
 }
 
 #    include "plan_slots_lanes.h"

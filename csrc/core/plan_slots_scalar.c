@@ -1,6 +1,6 @@
 /* plan_slots_scalar: the oracle, one number at a time.
  *
- * The loops are those of all kernels; a register is a double here.
+ * The loops are those of all kernels; a register is a float here.
  */
 #include "plan_slots_kernels.h"
 
@@ -8,35 +8,30 @@
 #define MLS_PLAN_TABLE mls_plan_scalar
 
 enum { LANES = 1, COLUMNS = 2 };
-typedef double doubles;
+typedef float floats;
 
-static inline doubles load(const double *p)
+static inline floats load(const float *p)
 {
     return *p;
 }
 
-static inline void store(double *p, doubles value)
+static inline void store(float *p, floats value)
 {
     *p = value;
 }
 
-static inline doubles repeat(double value)
+static inline floats repeat(float value)
 {
     return value;
 }
 
-static inline doubles add(doubles a, doubles b)
+static inline floats add(floats a, floats b)
 {
     return a + b;
 }
 
-static inline doubles subtract(doubles a, doubles b)
-{
-    return a - b;
-}
-
 /* Nothing here is NaN: infinities are added, never subtracted from each other. */
-static inline doubles least(doubles a, doubles b)
+static inline floats least(floats a, floats b)
 {
     return b < a ? b : a;
 }
