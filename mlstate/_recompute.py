@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._text import table_html, table_text
+from ._text import table_html
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,18 +80,22 @@ class RecomputeReport:
     def _title(self) -> str:
         count = len(self.checked)
         blocks = "1 block was" if count == 1 else f"{count:,} blocks were"
-        if not self.findings:
+        found = len(self.findings)
+        if not found:
             return f"{blocks} run again: all gave the same bits"
-        bad = len({finding.block for finding in self.findings})
-        return f"{blocks} run again: {len(self.findings):,} findings in {bad:,} of them"
+        return f"{blocks} run again: {found:,} finding{'' if found == 1 else 's'}"
 
     def _rows(self) -> list[list[str]]:
         return [[f.block, f.where, f.kind, f.text] for f in self.findings]
 
     def __str__(self) -> str:
-        if not self.findings:
-            return self._title()
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS, width=100)}"
+        lines = [
+            f"- {f.block}{', ' if f.where else ''}{f.where} ({f.kind}): {f.text}"
+            for f in self.findings[:_ROWS]
+        ]
+        hidden = len(self.findings) - _ROWS
+        more = [f"… {hidden:,} more"] if hidden > 0 else []
+        return "\n".join([self._title(), *lines, *more])
 
     def __repr__(self) -> str:
         return f"<RecomputeReport: {self._title()}>"

@@ -17,8 +17,10 @@ Examples
 from ._activation_manager import ActivationManager, LayerDecisions
 from ._chain import Chain
 from ._memory_tracker import MemoryStats, MemoryTracker
+from ._operators import OperatorSelection, select_operators
 from ._plan import Plan, Simulation, Step
 from ._planner import Pareto, pareto, plan
+from ._recompute import Finding, RecomputeReport, check
 from ._strategies import (
     IntervalStrategy,
     MemoryAwareStrategy,
@@ -46,6 +48,7 @@ __all__ = [
     "Chain",
     "CheckpointConfig",
     "CheckpointStrategy",
+    "Finding",
     "FirstMatch",
     "IntervalStrategy",
     "LayerDecisions",
@@ -53,14 +56,17 @@ __all__ = [
     "MemoryStats",
     "MemoryTracker",
     "Not",
+    "OperatorSelection",
     "Pareto",
     "Plan",
+    "RecomputeReport",
     "SelectiveStrategy",
     "Simulation",
     "SizeBasedStrategy",
     "SmartStrategy",
     "Step",
     "StrategyKind",
+    "check",
     "create_interval",
     "create_memory_aware",
     "create_selective",
@@ -70,4 +76,5 @@ __all__ = [
     "pareto",
     "plan",
     "register_strategy",
+    "select_operators",
 ]

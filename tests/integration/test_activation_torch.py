@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
     torch = pytest.importorskip("torch", reason="its models are what is planned here")
 
-from activation_models import (
+from planned_models import (
     Language,
     TransformerBlock,
     assert_same_bits,

@@ -45,12 +45,30 @@ class BlockCall:
         from torch.utils import _pytree
 
         leaves = [
-            leaf if flag is None else leaf.detach().requires_grad_(flag)
+            leaf if flag is None else _entering(leaf.detach()) if flag else leaf.detach()
             for leaf, flag in self._leaves
         ]
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         del leaves
         return self._call(*args, **kwargs)
+
+
+def _entering(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a block gets from another one: no leaf, so that it may be written to."""
+    import torch
+
+    class Enter(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return gradients
+
+    apply: Any = Enter.apply
+    entered: torch.Tensor = apply(tensor.requires_grad_())
+    return entered
 
 
 def tensors_in(out: Any) -> list[torch.Tensor]:

@@ -168,11 +168,14 @@ class _Checker:
         if found is None:
             return
         place, kind, text = found
-        if kind == "values" or kind == "saved":
-            operator = self._first_operator(name, module, call, where, surroundings)
-            if operator is not None:
-                place, kind, more = operator
-                text = f"{text}; it begins here: {more}"
+        if kind in ("values", "saved"):
+            trace = self._traced(name, module, call, where, surroundings)
+            if trace.found is not None:
+                text = f"{place}: {text}; the runs part at {trace.found[0]}: {trace.found[1]}"
+                place = trace.found[0]
+            if trace.routing is not None:
+                kind, place = "routing", trace.routing[0]
+                text = f"{trace.routing[0]} chooses otherwise: {trace.routing[1]}; {text}"
         self.findings.append(Finding(name, place, kind, text))
 
     def _random(self, name: str, before: tuple[Any, ...]) -> None:
@@ -186,14 +189,14 @@ class _Checker:
                 )
                 self.findings.append(Finding(name, source, "random", text))
 
-    def _first_operator(
+    def _traced(
         self,
         name: str,
         module: Any,
         call: BlockCall,
         where: _Where,
         surroundings: Surroundings,
-    ) -> tuple[str, str, str] | None:
+    ) -> _Trace:
         """Run the block twice more, and find the operator from which on the runs differ."""
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:
@@ -201,11 +204,11 @@ class _Checker:
         again = _Trace(where, trace.made)
         with surroundings.restored(name, module), again:
             call()
-        if again.found is None and len(again.made) != len(trace.made):
-            longer = max(trace.made, again.made, key=len)
-            place, operator, _ = longer[min(len(trace.made), len(again.made))]
-            return _place(place, operator), "saved", "one run has operators that the other has not"
-        return again.found
+        count, other = len(trace.made), len(again.made)
+        if again.found is None and count != other:
+            place, operator, _ = max(trace.made, again.made, key=len)[min(count, other)]
+            again.found = _place(place, operator), "one of the runs has it, the other ends before"
+        return again
 
 
 def _outside_states() -> tuple[Any, ...]:
@@ -252,7 +255,9 @@ class _Trace:
         self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
     ) -> None:
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
-        self.found: tuple[str, str, str] | None = None
+        self.found: tuple[str, str] | None = None  # the first operator that differs, and how
+        self.routing: tuple[str, str] | None = None  # the first that gives other indices
+        self._parted = False
         self._where = where
         self._record = record
         self._mode: Any = None
@@ -277,7 +282,7 @@ class _Trace:
 
     def note(self, func: Any, out: Any) -> None:
         """Keep, or compare, what an operator made."""
-        if self.found is not None or func.__name__.split(".")[0] in _NO_VALUES:
+        if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
             return
         k, operator = len(self.made), f"aten.{func.__name__}"
         tensors = tensors_in(out)
@@ -289,16 +294,20 @@ class _Trace:
             return
         place, before, results = self._record[k]
         if before != operator:
+            self._parted = True
             text = f"{before} in the first run, {operator} in the second"
-            self.found = _place(place, before), "values", text
+            self.found = self.found or (_place(place, before), text)
             return
         for one, two in zip(results, tensors, strict=False):
             if not _same(one, two):
-                routing = not one.dtype.is_floating_point and not one.dtype.is_complex
-                routing = routing or func.__name__.split(".")[0] in _INDICES
-                kind = "routing" if routing else "values"
-                self.found = _place(place, operator), kind, _difference(one, two)
-                return
+                self._differs(_place(place, operator), one, two)
+
+    def _differs(self, place: str, one: torch.Tensor, two: torch.Tensor) -> None:
+        operator = place.rpartition("aten.")[2].split(".")[0]
+        text = _difference(one, two)
+        self.found = self.found or (place, text)
+        if operator in _INDICES and not one.dtype.is_floating_point:
+            self.routing = self.routing or (place, text)
 
 
 def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
