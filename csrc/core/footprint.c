@@ -186,7 +186,8 @@ mls_code mls_footprint_read(mls_footprint *out, mls_status *st)
 {
     mls_footprint found = {0};
     if (!read_system(&found)) {
-        return mls_fail_os(st, ENOSYS, "the system does not tell how much memory is in use");
+        return mls_fail_os(st, ENOSYS,
+                           "the system does not tell how much memory is in use");
     }
     /* the two come from different files, and memory may have grown in between */
     found.peak = found.peak < found.used ? found.used : found.peak;
