@@ -1,0 +1,95 @@
+"""What schedules that are not persistent win on small chains, for `bench_activation.py`.
+
+Sizes and times are drawn at random; a budget lies anywhere between the least that a persistent
+schedule fits and what the plain run needs. Both planners work to the byte.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from harness import Report, Row, show
+
+from mlstate.activation import Chain, Plan, plan
+
+SIZES = (3, 4, 5, 6, 7, 8)
+CHAINS = 50  # of each size
+
+
+@dataclass
+class Found:
+    """What was found for one number of blocks."""
+
+    persistent_us: list[float] = field(default_factory=list)
+    any_us: list[float] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)  # of those that are faster
+    proven: int = 0
+
+
+def random_chain(blocks: int, random: np.random.Generator) -> Chain:
+    """Draw a chain: blocks save one to four times what they hand on."""
+    activations = random.integers(1, 100, blocks + 1)
+    saved = (activations[1:] * random.uniform(1, 4, blocks)).astype(np.int64)
+    forward = random.integers(1, 64, blocks)
+    return Chain(forward, 2 * forward, activations, saved)
+
+
+def timed(chain: Chain, budget: int, schedules: str, into: list[float]) -> Plan:
+    began = time.perf_counter()
+    made = plan(chain, budget, schedules=schedules)
+    into.append(1e6 * (time.perf_counter() - began))
+    return made
+
+
+def try_one(chain: Chain, random: np.random.Generator, found: Found) -> None:
+    """Plan a chain both ways within one budget."""
+    least, most = chain.least_budget_bytes, chain.plain_peak_bytes
+    budget = int(random.integers(least, most)) if least < most else most
+    persistent = timed(chain, budget, "persistent", found.persistent_us)
+    free = timed(chain, budget, "any", found.any_us)
+    for made in (persistent, free):
+        if made.predicted_peak_bytes > budget:
+            raise RuntimeError(f"{made!r} exceeds its budget")
+    if free.predicted_seconds > persistent.predicted_seconds:
+        raise RuntimeError(f"{free!r} is slower than {persistent!r}")
+    found.proven += free.exact
+    if free.predicted_seconds < persistent.predicted_seconds:
+        found.gains.append(1 - free.predicted_seconds / persistent.predicted_seconds)
+
+
+def any_chains(report: Report, quick: bool) -> list[str]:
+    """Compare both classes of schedules; return what it comes to."""
+    random = np.random.default_rng(20)
+    rows, every = [], Found()
+    count = CHAINS // 10 if quick else CHAINS
+    for blocks in SIZES:
+        found = Found()
+        for _ in range(count):
+            try_one(random_chain(blocks, random), random, found)
+        rows += rows_of_size(blocks, found)
+        every.gains += found.gains
+        every.proven += found.proven
+    report.table(
+        f'schedules="any" and "persistent": {count * len(SIZES)} random chains, {count} a row',
+        rows,
+        unit="us",
+        note="time to plan; proven: no schedule is faster; won: the persistent one is slower",
+    )
+    tried = count * len(SIZES)
+    line = f'schedules="any" is faster in {len(every.gains)} of {tried} chains'
+    if every.gains:
+        middle = 100 * float(np.median(every.gains))
+        line += f", by {middle:.1f} % in the middle and {100 * max(every.gains):.1f} % at most"
+    return [line, f"proven to be the fastest of all valid schedules: {every.proven} of {tried}"]
+
+
+def rows_of_size(blocks: int, found: Found) -> list[Row]:
+    persistent = Row(f"{blocks} blocks, persistent", found.persistent_us)
+    free = Row(f"{blocks} blocks, any", found.any_us)
+    free.extra["slowest us"] = show(max(found.any_us))
+    free.extra["proven"] = found.proven
+    free.extra["won"] = len(found.gains)
+    free.extra["by up to"] = f"{100 * max(found.gains):.1f} %" if found.gains else ""
+    return [persistent, free]

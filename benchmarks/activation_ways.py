@@ -1,0 +1,294 @@
+"""Ways to run a training step in less memory, for `bench_activation.py`.
+
+Each way runs the same blocks, so that parameters, gradients and buffers are the same tensors.
+Its step is measured three times over: memory by torch's allocator, the bits of all gradients
+against those of the plain run, and time, in turns with the other ways.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from activation_models import Clock, Model, Timed, step_of
+from harness import Candidate, Row, rows_of, settle
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from mlstate.activation import Chain, IntervalStrategy, Plan, plan
+from mlstate.errors import CapacityError
+from mlstate.integrations.torch import measure_peak
+
+PLAIN = "no checkpointing"
+EVERY = "torch.utils.checkpoint, every block"
+SECOND = "torch.utils.checkpoint, Interval(2)"
+SEQUENTIAL = "checkpoint_sequential, {} segments"
+BACKEND = "aot_eager_decomp_partition"  # the compiler's partition, run by eager kernels
+COMPILED = "torch.compile, partitioned"
+BUDGET = "torch.compile, activation_memory_budget 0.5"
+AT_SECOND = "mlstate plan, at Interval(2)'s peak"
+AT_SEQUENTIAL = "mlstate plan, at sequential's peak"
+ANY_SECOND = 'schedules="any", at Interval(2)\'s peak'
+ANY_SEQUENTIAL = 'schedules="any", at sequential\'s peak'
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Way:
+    """One way to run the step, and what was measured of it."""
+
+    name: str
+    step: Callable[[], None]
+    clock: Clock | None = None  # None: its blocks cannot be timed one by one
+    predicted: Plan | None = None
+    peak_bytes: int = 0
+    gradients: str = ""
+    buffers: str = ""
+    seconds: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
+    runs: int = 0
+
+
+def schedule(segments: list[tuple[int, int, bool]]) -> list[tuple[str, int]]:
+    """List the steps that torch takes: segments of blocks, each kept or run again as a whole."""
+    steps: list[tuple[str, int]] = []
+    for begin, end, again in segments:
+        for i in range(begin, end):
+            steps.append(("forward" if again else "save", i))
+            if again and i > begin:
+                steps.append(("drop", i))
+    for begin, end, again in reversed(segments):
+        if again:
+            steps.append(("drop", end))
+            steps += [("save", i) for i in range(begin, end)]
+        steps += [("backward", i) for i in reversed(range(begin, end))]
+    return steps
+
+
+class Ways:
+    """Makes the ways of one model and measures them."""
+
+    def __init__(self, model: Model, say: Callable[[str], None]) -> None:
+        self.model = model
+        self.say = say
+        self.blocks = len(model.blocks)
+        self.segments = round(math.sqrt(self.blocks))
+        self.sequential = SEQUENTIAL.format(self.segments)
+        self.ways: dict[str, Way] = {}
+        plain = nn.Sequential(*model.blocks)
+        self.parameters = list(plain.parameters())
+        self.buffers = list(plain.buffers())
+        self.begin = [buffer.clone() for buffer in self.buffers]
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.chain = Chain.from_torch(plain, model.sample, repeats=7)
+        plain.eval()  # leaves the buffers as they are
+        with torch.no_grad():
+            self.gradient = torch.randn_like(plain(model.sample))
+        plain.train()
+        self.expected: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+
+    # ---- the ways ----
+
+    def timed(self) -> tuple[nn.Sequential, Clock]:
+        """Wrap the blocks anew."""
+        clock = Clock()
+        return nn.Sequential(*(Timed(block, clock) for block in self.model.blocks)), clock
+
+    def add(
+        self,
+        name: str,
+        forward: Forward,
+        clock: Clock | None,
+        predicted: Plan | None = None,
+    ) -> None:
+        """Make a way, and measure what has to be measured only once."""
+        way = Way(name, step_of(forward, self.model.sample, self.gradient), clock, predicted)
+        self._check(way)
+        gc.collect()
+        way.peak_bytes = measure_peak(way.step).peak_bytes
+        self.ways[name] = way
+
+    def as_torch_does(self, segments: list[tuple[int, int, bool]]) -> Plan:
+        """Say what the chain predicts for segments that are kept or run again."""
+        return Plan(self.chain, schedule(segments))
+
+    def torch_ways(self) -> None:
+        """Add the plain run and torch's checkpoints."""
+        module, clock = self.timed()
+        every = range(self.blocks)
+        self.add(PLAIN, module, clock, self.as_torch_does([(i, i + 1, False) for i in every]))
+        for name, interval in ((EVERY, 1), (SECOND, 2)):
+            module, clock = self.timed()
+            segments = [(i, i + 1, i % interval == 0) for i in every]
+            self.add(name, decided(module, interval), clock, self.as_torch_does(segments))
+        module, clock = self.timed()
+        forward = in_segments(module, self.segments)
+        size = self.blocks // self.segments
+        starts = [i * size for i in range(self.segments)]
+        ends = [*starts[1:], self.blocks]
+        segments = [(a, b, b < self.blocks) for a, b in zip(starts, ends, strict=True)]
+        self.add(self.sequential, forward, clock, self.as_torch_does(segments))
+
+    def compiled_ways(self) -> None:
+        """Add what torch's compiler makes of the model, where there is a compiler."""
+        import torch._functorch.config as functorch
+
+        for name, budget in ((COMPILED, 1.0), (BUDGET, 0.5)):
+            forward = torch.compile(separate(nn.Sequential(*self.model.blocks)), backend=BACKEND)
+            try:
+                with functorch.patch(activation_memory_budget=budget):
+                    self.add(name, forward, None)
+            except Exception as error:
+                reason = str(error).strip().partition("\n")[0]
+                self.say(f"{name} is left out: {type(error).__name__}: {reason:.200}")
+                return
+
+    def plans(self) -> None:
+        """Add the planner's schedules, at the peaks that were measured."""
+        for name, other, schedules in (
+            (AT_SECOND, SECOND, "persistent"),
+            (AT_SEQUENTIAL, self.sequential, "persistent"),
+            (ANY_SECOND, SECOND, "any"),
+            (ANY_SEQUENTIAL, self.sequential, "any"),
+        ):
+            budget = self.ways[other].peak_bytes
+            began = time.perf_counter()
+            try:
+                made = plan(self.chain, budget, schedules=schedules)
+            except CapacityError as error:
+                self.say(f"{name} is left out: {error}")
+                continue
+            self.say(f"{name}: {1e3 * (time.perf_counter() - began):.3g} ms to plan, {made.method}")
+            module, clock = self.timed()
+            self.add(name, made.apply(module), clock, made)
+
+    # ---- measuring ----
+
+    def _check(self, way: Way) -> None:
+        """Run a step and compare the bits of what it leaves with those of the plain run."""
+        with torch.no_grad():
+            for buffer, value in zip(self.buffers, self.begin, strict=True):
+                buffer.copy_(value)
+        for parameter in self.parameters:
+            parameter.grad.zero_()
+        way.step()
+        gradients = [parameter.grad.clone() for parameter in self.parameters]
+        buffers = [buffer.clone() for buffer in self.buffers]
+        if self.expected is None:
+            self.expected = gradients, buffers
+        way.gradients = compared(gradients, self.expected[0])
+        way.buffers = compared(buffers, self.expected[1])
+
+    def measure(self, repeats: int) -> None:
+        """Let the ways take turns; the first round is to warm up."""
+        order = random.Random(20)
+        ways = list(self.ways.values())
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(1 + repeats):
+                for way in order.sample(ways, len(ways)):
+                    if way.clock is not None:
+                        way.clock.reset()
+                    settle()
+                    began = time.perf_counter()
+                    way.step()
+                    seconds = time.perf_counter() - began
+                    if number:
+                        way.seconds.append(seconds)
+                        if way.clock is not None:
+                            way.again.append(way.clock.again)
+                            way.runs = way.clock.runs
+        finally:
+            gc.enable()
+
+    def rows(self) -> dict[str, Row]:
+        """Turn what was measured into a table's rows."""
+        candidates = [Candidate(name, settle, baseline=name == PLAIN) for name in self.ways]
+        samples = {name: [1e3 * s for s in way.seconds] for name, way in self.ways.items()}
+        rows = rows_of(candidates, samples)
+        most = self.ways[PLAIN].peak_bytes
+        for row in rows:
+            way = self.ways[row.name]
+            row.extra["peak MB"] = f"{way.peak_bytes / 1e6:.2f}"
+            row.extra["of plain"] = f"{100 * way.peak_bytes / most:.1f} %"
+            if way.predicted is not None:
+                predicted = way.predicted.predicted_peak_bytes
+                row.extra["predicted MB"] = f"{predicted / 1e6:.2f}"
+                row.extra["error"] = f"{100 * (predicted / way.peak_bytes - 1):+.2f} %"
+            if way.clock is not None:
+                row.extra["run again"] = way.runs
+                row.extra["for ms"] = f"{1e3 * middle(way.again):.1f}"
+            row.extra["gradients"] = way.gradients
+            if self.buffers:
+                row.extra["buffers"] = way.buffers
+        return {row.name: row for row in rows}
+
+    def again(self, name: str) -> float:
+        """Median time that blocks took after their first run, in seconds."""
+        return middle(self.ways[name].again)
+
+    def extra(self, name: str) -> float:
+        """Median of what a step took longer than the plain step of its round, in seconds."""
+        pairs = zip(self.ways[name].seconds, self.ways[PLAIN].seconds, strict=True)
+        return middle([a - b for a, b in pairs])
+
+
+def middle(values: list[float]) -> float:
+    """Return the median."""
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def compared(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+    """Compare bits."""
+    pairs = zip(found, expected, strict=True)
+    same = all(torch.equal(bits(a), bits(b)) for a, b in pairs)
+    return "same" if same else "OTHER"
+
+
+def decided(module: nn.Sequential, interval: int) -> Forward:
+    """Run blocks one by one, and those again of which a strategy says so."""
+    strategy = IntervalStrategy(interval)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for i, (name, block) in enumerate(module.named_children()):
+            if strategy.should_checkpoint(name, x, i):
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
+
+    return forward
+
+
+def in_segments(module: nn.Sequential, segments: int) -> Forward:
+    """Run all segments but the last one again."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(module, segments, x, use_reentrant=False)
+
+    return forward
+
+
+def separate(module: nn.Module) -> Any:
+    """Return a function with code of its own: torch keeps what it compiles with the code."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return module(x)
+
+    code = forward.__code__.replace(co_name="separate")
+    return FunctionType(code, forward.__globals__, "separate", None, forward.__closure__)

@@ -1,0 +1,260 @@
+"""Activation checkpointing: decisions of strategies, planning, and plans on models of torch.
+
+``python benchmarks/bench_activation.py [--quick] [--json] [--only PART] [--repeats N]``; mlstate
+must be installed, torch takes part if it is.  Ways to run a model take turns in one process, in
+an order that is shuffled anew for every round; memory is what torch's allocator gave out, not
+what a plan predicts.  See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from activation_any import any_chains
+from activation_decisions import Selective, asking, decisions, names_of
+from activation_planning import planning
+from harness import Candidate, Report, Row, measure, show
+
+from mlstate.activation import (
+    IntervalStrategy,
+    MemoryAwareStrategy,
+    SelectiveStrategy,
+    SizeBasedStrategy,
+    SmartStrategy,
+)
+
+FEW, MANY = 10, 100_000  # layers
+BLOCK = 50  # decisions in a row of `asking`
+SAME_TIME = 1.2  # what may differ between few and many layers
+
+MAKERS: tuple[tuple[str, Callable[[list[str]], Any], float], ...] = (
+    ("Interval", lambda names: IntervalStrategy(2), 60),
+    ("Selective", lambda names: SelectiveStrategy(names[::2], names[1::2]), 60),
+    ("SizeBased", lambda names: SizeBasedStrategy(4096), 60),
+    ("MemoryAware", lambda names: MemoryAwareStrategy(), 80),
+    ("Smart", lambda names: SmartStrategy(), 80),
+)
+
+
+@dataclass
+class Run:
+    """What all parts share."""
+
+    report: Report
+    quick: bool
+    repeats: int | None
+
+    def rounds(self, many: int, few: int) -> int:
+        """Say how many rounds a part has."""
+        return self.repeats or (few if self.quick else many)
+
+    def judge(self, lines: list[str]) -> None:
+        """Print verdicts under the last table."""
+        for line in lines:
+            self.report.say(f"  {line}")
+        self.report.tables[-1].setdefault("aims", []).extend(lines)
+
+
+def met(good: bool) -> str:
+    return "met" if good else "NOT MET"
+
+
+# ---- decisions ----
+
+
+def deciding(run: Run) -> None:
+    """Compare decisions with plain Python's, and those of few layers with those of many."""
+    before = len(run.report.tables)
+    decisions(run.report, run.quick, run.rounds(15, 7))
+    made: list[Any] = run.report.tables[before:]
+    slower = [
+        f"{table['title']}, {row['name']} ({row['times_baseline']:.2f}x)"
+        for table in made
+        for row in table["rows"]
+        if row["name"].startswith("mlstate") and row["times_baseline"] < 1
+    ]
+    said = "met" if not slower else f"NOT MET: {'; '.join(slower)}"
+    run.judge([f"no decision is slower than plain Python's: {said}"])
+    layers(run)
+    in_turn(run)
+
+
+def layers(run: Run) -> None:
+    """Ask about one layer of few, and of many that the strategy has met."""
+    loops = 20 if run.quick else 200
+    activation = np.zeros((4, 64), np.float32)
+    candidates = []
+    for title, make, at_most in MAKERS:
+        for count in (FEW, MANY):
+            names = names_of(count)
+            strategy = met_before(make(names), names, activation)
+            call = asking(strategy, names[5], activation, 5, loops)
+            name = f"{title}, {count:,} layers"
+            candidates.append(Candidate(name, call, at_most=at_most))
+    rows = measure(candidates, run.rounds(15, 7), unit=1 / (loops * BLOCK))
+    run.report.table(f"one decision, of {FEW} layers and of {MANY:,}", rows, unit="ns")
+    found = {row.name: row.median for row in rows}
+    ratios = {t: found[f"{t}, {MANY:,} layers"] / found[f"{t}, {FEW} layers"] for t, _, _ in MAKERS}
+    worst = max(ratios, key=lambda title: ratios[title])
+    run.judge(
+        [
+            f"{MANY:,} layers <= {SAME_TIME:g}x the time of {FEW}: at most {ratios[worst]:.2f}x "
+            f"({worst}), {met(ratios[worst] <= SAME_TIME)}"
+        ]
+    )
+
+
+def met_before(strategy: Any, names: list[str], activation: Any) -> Any:
+    """Let a strategy meet all layers."""
+    for i, name in enumerate(names):
+        strategy.should_checkpoint(name, activation, i)
+    return strategy
+
+
+def in_turn(run: Run) -> None:
+    """Ask about all layers in turn, as a model does: names and tables leave the cache."""
+    activation = np.zeros((4, 64), np.float32)
+    candidates = []
+    count = MANY // 10 if run.quick else MANY
+    for layers_of in (FEW, count):
+        names = names_of(layers_of)
+        halves = names[::2], names[1::2]
+        for title, strategy in (
+            ("plain Python's Selective", Selective(*halves)),
+            ("mlstate Selective", SelectiveStrategy(*halves)),
+            ("mlstate Smart", met_before(SmartStrategy(), names, activation)),
+        ):
+            pairs = [(name, i) for i, name in enumerate(names)] * (count // layers_of)
+            call = passing(strategy, pairs, activation)
+            candidates.append(Candidate(f"{title}, {layers_of:,} layers", call))
+    rows = measure(candidates, run.rounds(9, 3), unit=1 / count)
+    run.report.table("a decision of a loop over all layers", rows, unit="ns")
+
+
+def passing(strategy: Any, pairs: list[tuple[str, int]], activation: Any) -> Callable[[], None]:
+    def call() -> None:
+        for name, i in pairs:
+            strategy.should_checkpoint(name, activation, i)
+
+    return call
+
+
+# ---- planning ----
+
+
+def planned(run: Run) -> None:
+    run.judge(planning(run.report, run.quick, run.rounds(5, 3)))
+
+
+def chains(run: Run) -> None:
+    run.judge(any_chains(run.report, run.quick))
+
+
+# ---- models ----
+
+
+def on_model(run: Run, name: str) -> None:
+    """Compare ways to run a model in less memory."""
+    if find_spec("torch") is None:
+        run.report.say(f"\n{name} is left out: torch is not installed")
+        return
+    import activation_models
+    from activation_ways import Ways
+
+    run.report.say("")
+    ways = Ways(getattr(activation_models, name)(run.quick), run.report.say)
+    ways.torch_ways()
+    ways.compiled_ways()
+    ways.plans()
+    ways.measure(run.rounds(9, 3))
+    rows: dict[str, Row] = ways.rows()
+    note = (
+        "memory: what torch allocated during a step, its input included; run again: blocks, and "
+        "the time that took"
+    )
+    run.report.table(ways.model.name, list(rows.values()), note=note)
+    run.judge(verdicts_of(ways, aim=0.5 if name == "pyramid" else None))
+
+
+def verdicts_of(ways: Any, aim: float | None) -> list[str]:
+    """Compare plans with what has the same peak."""
+    from activation_ways import ANY_SECOND, ANY_SEQUENTIAL, AT_SECOND, AT_SEQUENTIAL, SECOND
+
+    lines = []
+    for mine, other in (
+        (AT_SECOND, SECOND),
+        (ANY_SECOND, SECOND),
+        (AT_SEQUENTIAL, ways.sequential),
+        (ANY_SEQUENTIAL, ways.sequential),
+    ):
+        if mine not in ways.ways:
+            continue
+        share = ways.again(mine) / ways.again(other)
+        peak = ways.ways[mine].peak_bytes / ways.ways[other].peak_bytes
+        longer = [f"{1e3 * ways.extra(name):.1f} ms" for name in (mine, other)]
+        line = (
+            f"{mine}: {100 * share:.0f} % of its recomputation at {100 * peak:.1f} % of its peak; "
+            f"the step takes {longer[0]} longer than without checkpointing, {longer[1]} there"
+        )
+        if aim is not None and mine == AT_SECOND:
+            line += f"; <= {100 * aim:.0f} % at no higher peak: {met(share <= aim and peak <= 1)}"
+        lines.append(line)
+    wrong = [name for name, way in ways.ways.items() if way.gradients != "same"]
+    same = "met" if not wrong else f"NOT MET by {', '.join(wrong)}"
+    lines.append(f"gradients have the bits of the plain run: {same}")
+    ours = [way for way in ways.ways.values() if way.name in (AT_SECOND, AT_SEQUENTIAL)]
+    ours += [way for way in ways.ways.values() if way.name in (ANY_SECOND, ANY_SEQUENTIAL)]
+    errors = [abs(w.predicted.predicted_peak_bytes / w.peak_bytes - 1) for w in ours]
+    worst = 100 * max(errors)
+    lines.append(f"predicted peak of plans within 2 %: {worst:.2f} %, {met(worst <= 2)}")
+    return lines
+
+
+def pyramid(run: Run) -> None:
+    on_model(run, "pyramid")
+
+
+def transformer(run: Run) -> None:
+    on_model(run, "transformer")
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "decisions": deciding,
+    "planning": planned,
+    "any": chains,
+    "pyramid": pyramid,
+    "transformer": transformer,
+}
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small models, few rounds")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--repeats", type=int, help="rounds, if not each part's own number")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = options()
+    report = Report("mlstate: activation checkpointing", given.json)
+    report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
+    run = Run(report, given.quick, given.repeats)
+    began = time.perf_counter()
+    for part in [given.only] if given.only else list(PARTS):
+        started = time.perf_counter()
+        PARTS[part](run)
+        report.say(f"  ({part}: {show(time.perf_counter() - started)} s)")
+    report.say(f"\n{show(time.perf_counter() - began)} s in all")
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
