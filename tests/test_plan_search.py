@@ -165,10 +165,13 @@ def test_control_c_stops_a_search_within_a_tenth_of_a_second():
 
     timer = threading.Timer(0.15, press)
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        search_without_end(chain, budget)
-    assert time.perf_counter() - sent[0] < 0.1
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            search_without_end(chain, budget)
+        assert time.perf_counter() - sent[0] < 0.1
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def test_other_threads_run_meanwhile():

@@ -1,10 +1,12 @@
-/* py_search: the best of all schedules.  The public name is `plan` in mlstate/_plan.py;
- * this takes positional arguments only.
+/* py_search: the best of all schedules, and the best of all choices of operators.  The
+ * public names are in mlstate/_planner.py and mlstate/_operators.py; these take
+ * positional arguments only.
  */
 #include "chainp.h"
 #include "checkpoint.h"
 
 #include "improve.h"
+#include "knapsack.h"
 
 /* The core's poll, through the way back into Python that progress.c keeps. */
 static bool go_on(void *context)
@@ -91,9 +93,93 @@ static PyObject *search_schedules(PyObject *module, PyObject *const *args,
     return result;
 }
 
+/* ---- operators ---- */
+
+/* The numbers of an array of one axis, packed, of a type.  NULL with TypeError set. */
+static const void *take_numbers(PyObject *object, int type, size_t *count)
+{
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!PyArray_Check(object) || PyArray_TYPE(array) != type ||
+        PyArray_NDIM(array) != 1 || !PyArray_ISCARRAY_RO(array)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "seconds and bytes are packed arrays of float64 and int64");
+        return NULL;
+    }
+    *count = (size_t)PyArray_DIM(array, 0);
+    return PyArray_DATA(array);
+}
+
+/* -1 with an exception set. */
+static int take_items(PyObject *const *args, mls_knapsack_items *out)
+{
+    size_t others;
+    out->seconds = take_numbers(args[0], NPY_FLOAT64, &out->count);
+    out->bytes = out->seconds == NULL ? NULL : take_numbers(args[1], NPY_INT64, &others);
+    if (out->bytes == NULL) {
+        return -1;
+    }
+    if (out->count != others) {
+        PyErr_Format(PyExc_ValueError, "%zu operators have seconds, %zu have bytes",
+                     out->count, others);
+        return -1;
+    }
+    return 0;
+}
+
+/* The choice itself, without the GIL: the arrays belong to the caller, who shows them to
+ * nobody else.  NULL with an exception set. */
+static PyObject *choose(const mlsp_state *state, const mls_knapsack_items *items,
+                        int64_t budget, size_t states)
+{
+    const npy_intp count = (npy_intp)items->count;
+    mlsp_progress progress;
+    mls_knapsack_result r;
+    mls_status st;
+    PyObject *kept = PyArray_SimpleNew(1, &count, NPY_BOOL);
+    if (kept == NULL || mlsp_progress_init(&progress, Py_None) < 0) {
+        Py_XDECREF(kept);
+        return NULL;
+    }
+    unsigned char *flags = PyArray_DATA((PyArrayObject *)kept);
+    mlsp_progress_begin(&progress);
+    const mls_code code =
+        mls_knapsack(items, budget, states,
+                     (mls_poll){.go_on = go_on, .context = &progress}, flags, &r, &st);
+    mlsp_progress_end(&progress);
+    if (code != MLS_OK) {
+        Py_DECREF(kept);
+        return PyErr_Occurred() ? NULL : mlsp_raise(state, &st, NULL);
+    }
+    return Py_BuildValue("(NLddOn)", kept, (long long)r.bytes, r.seconds, r.least,
+                         r.optimal ? Py_True : Py_False, (Py_ssize_t)r.states);
+}
+
+static PyObject *choose_operators(PyObject *module, PyObject *const *args,
+                                  Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_knapsack_items items;
+    int64_t budget, states;
+    if (mlsp_take_count("choose_operators", 4, count) < 0 ||
+        take_items(args, &items) < 0 ||
+        mlsp_take_int64(state, args[2], "budget_bytes", &budget) < 0 ||
+        mlsp_take_int64(state, args[3], "states", &states) < 0) {
+        return NULL;
+    }
+    if (states < 0) {
+        PyErr_Format(PyExc_ValueError, "states is %lld: choose at least 0",
+                     (long long)states);
+        return NULL;
+    }
+    return choose(state, &items, budget, (size_t)states);
+}
+
 PyMethodDef mlsp_search_methods[] = {
     {"search_schedules", MLSP_FASTCALL(search_schedules),
      "search_schedules(chain, budget_bytes, offload, start, states, /)\n--\n\n"
      "The fastest schedule of any kind, whether none is faster, states looked at."},
+    {"choose_operators", MLSP_FASTCALL(choose_operators),
+     "choose_operators(seconds, bytes, budget_bytes, states, /)\n--\n\n"
+     "Which to keep, bytes kept, seconds of the rest, at least, whether best, states."},
     {NULL, NULL, 0, NULL},
 };

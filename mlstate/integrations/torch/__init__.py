@@ -14,6 +14,7 @@ from ._fsdp2 import reduce_scatter_with
 from ._group import TorchGroup
 from ._kv import move
 from ._memory import note_written, write_into_tensor
+from ._operators import OperatorProfile, operator_contexts, profile_operators
 from ._optimizer import optimizer_dict, optimizer_state
 from ._peak import MemoryUse, measure_peak
 from ._pickle import reduce_state, register, restore_state
@@ -22,6 +23,7 @@ from ._state import arrays_of, tensors_of
 
 __all__ = [
     "MemoryUse",
+    "OperatorProfile",
     "PlannedModel",
     "TorchGroup",
     "all_reduce_with",
@@ -33,9 +35,11 @@ __all__ = [
     "measure_peak",
     "move",
     "note_written",
+    "operator_contexts",
     "optimizer_dict",
     "optimizer_state",
     "profile_chain",
+    "profile_operators",
     "reduce_scatter_with",
     "reduce_state",
     "register",
