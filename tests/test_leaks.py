@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 
 import leaks_of_gradients  # noqa: F401 - its cases
+import leaks_of_planned_models  # noqa: F401 - its cases
 import leaks_of_strategies  # noqa: F401 - its cases
 import numpy as np
 import pytest

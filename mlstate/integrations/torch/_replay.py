@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 _Place = tuple[Any, str]  # a module, and the name of a buffer in it
 
 
+def refusal(
+    name: str, text: str, expected: str | None = None, got: str | None = None
+) -> MLStateError:
+    """Make an error; whoever raises it keeps no reference to it, which would be a cycle."""
+    error = MLStateError(text)
+    error.name, error.expected, error.got = name, expected, got
+    return error
+
+
 def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
     """Return the devices, beside the CPU, on which tensors lie."""
     import torch
@@ -136,13 +145,12 @@ class Surroundings:
 
         if getattr(module, "training", None) != self._training:
             words = {True: "train", False: "eval"}
-            error = MLStateError(
+            raise refusal(
+                name,
                 f"{name} ran in {words[bool(self._training)]} mode and is in "
                 f"{words[not self._training]} mode now: recomputation would not give the same; "
-                "change the mode after the backward pass"
+                "change the mode after the backward pass",
             )
-            error.name = name
-            raise error
         places = [(m, buffer, m._buffers[buffer]) for m, buffer in self._copies]
         states = generator_states(self._devices) if self._states else {}
         with ExitStack() as stack:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import MLStateError
 from ._offload import Away, Host
-from ._replay import Buffers, Surroundings
+from ._replay import Buffers, Surroundings, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -260,13 +260,12 @@ class Run:
         """Refuse an activation that was changed on its way to the next block."""
         if _version(tensor) != version and self._program.runs[i - 1] > 1:
             name, before = self._blocks[i].name, self._blocks[i - 1].name
-            error = MLStateError(
+            raise refusal(
+                name,
                 f"what {before} returned was changed in place before it entered {name}; the plan "
                 "recomputes it without that change: use an operation that is not in place, "
-                "inside a block"
+                "inside a block",
             )
-            error.name = name
-            raise error
 
     def _remember(
         self, call: _Call, block: Block, leaves: list[Any], spec: Any, links: list[int | None]
@@ -322,13 +321,12 @@ class Run:
             if _version(tensor) != version
         ]
         if changed:
-            error = MLStateError(
+            raise refusal(
+                block.name,
                 f"{block.name} changes its input in place (tensor {changed[0]} of its "
                 "arguments), and the plan runs it again on that input: use operations that "
-                "are not in place, or make it one block with what stands before it"
+                "are not in place, or make it one block with what stands before it",
             )
-            error.name = block.name
-            raise error
 
     def _hand_on(self, i: int, out: Any, call: _Call) -> None:
         """Keep what a block returned as far as the schedule needs it, and watch its gradient."""
@@ -511,12 +509,11 @@ class Run:
             assert held is not None
             return held[value.leaf].tensor(name).as_strided(*value.geometry)
         if not isinstance(value, _Held):
-            error = MLStateError(
+            raise refusal(
+                name,
                 f"{name}: what it had saved was used and freed. A second backward pass through "
-                "a planned model needs a second forward pass; add losses and call backward once"
+                "a planned model needs a second forward pass; add losses and call backward once",
             )
-            error.name = name
-            raise error
         return value.tensor(name)
 
 
@@ -532,13 +529,12 @@ class _Held:
     def tensor(self, name: str) -> torch.Tensor:
         """Return it for a block, unless it was written to since."""
         if _version(self.value) != self.version:
-            error = MLStateError(
+            raise refusal(
+                name,
                 f"{name}: a tensor that its recomputation or its backward pass needs, "
                 f"{_text(_looks(self.value))}, was changed in place meanwhile: use an operation "
-                "that is not in place"
+                "that is not in place",
             )
-            error.name = name
-            raise error
         return self.value.detach()
 
 
@@ -577,14 +573,14 @@ class _Packer:
     def finish(self) -> None:
         """Refuse a run that saved another number of tensors than the first one."""
         if self._slots is not None and self._count != len(self._slots):
-            error = MLStateError(
+            raise refusal(
+                self._name,
                 f"{self._name} saved {len(self._slots)} tensors for backward when it ran first, "
                 f"and {self._count} when it was recomputed; mlstate.activation.check says where "
-                "the two runs part"
+                "the two runs part",
+                str(len(self._slots)),
+                str(self._count),
             )
-            error.name = self._name
-            error.expected, error.got = str(len(self._slots)), str(self._count)
-            raise error
 
 
 def _unpack(slot: _Slot) -> torch.Tensor:
@@ -612,27 +608,25 @@ def _lasting(module: Any) -> set[int]:
 
 def _differs(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateError:
     texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
-    error = MLStateError(
+    return refusal(
+        name,
         f"{name}, {what}: {texts[0]} when the block ran first, {texts[1]} when it was recomputed; "
-        "mlstate.activation.check says where the two runs part"
+        "mlstate.activation.check says where the two runs part",
+        *texts,
     )
-    error.name, error.expected, error.got = name, texts[0], texts[1]
-    return error
 
 
 def _double(name: str) -> MLStateError:
-    error = MLStateError(
+    return refusal(
+        name,
         f"{name}: create_graph=True does not work through a planned model: recomputed tensors "
-        "have no history; remove() the plan for a second derivative"
+        "have no history; remove() the plan for a second derivative",
     )
-    error.name = name
-    return error
 
 
 def _inner(name: str) -> MLStateError:
-    error = MLStateError(
+    return refusal(
+        name,
         f"{name} takes gradients inside its own forward; such a block cannot be recomputed: "
-        "let the plan keep it"
+        "let the plan keep it",
     )
-    error.name = name
-    return error

@@ -1,0 +1,241 @@
+"""What is measured of a model's blocks: a plan's predicted peak is the measured one."""
+
+import warnings
+from itertools import pairwise
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    torch = pytest.importorskip("torch", reason="its models are what is measured here")
+
+from planned_models import Language, loss_of, perceptron, pyramid, segments, transformer
+from torch import nn
+
+from mlstate.activation import Chain, Plan, plan
+from mlstate.integrations.torch import measure_peak, profile_chain
+from mlstate.integrations.torch._blocks import seed_of
+
+pytestmark = pytest.mark.torch
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def large_transformer():
+    model, _ = transformer(12, width=64)
+    return model, torch.randn(8, 64, 64)
+
+
+def large_pyramid():
+    model, _ = pyramid(stages=7, each=3)
+    return model, torch.randn(4, 3, 96, 96)
+
+
+def large_perceptron():
+    return perceptron(16, width=128, batch=512)
+
+
+MODELS = {
+    "transformer": large_transformer,
+    "pyramid": large_pyramid,
+    "perceptron": large_perceptron,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def measured(request):
+    model, x = MODELS[request.param]()
+    return model, x, Chain.from_torch(model, x, repeats=1)
+
+
+def peak_of(model, x, chain, device="cpu"):
+    """The peak of a training step whose parameters' gradients exist."""
+
+    def step():
+        seed_of(model(x)).backward()  # holds neither the output nor its gradient
+
+    step()  # gradients come into being
+    return measure_peak(step, device=device).peak_bytes + int(chain.activation_bytes[0])
+
+
+def schedules(chain):
+    n = chain.blocks
+    for size in (1, 2, 4, n):
+        yield Plan(chain, segments(n, size))
+    for share in (0.6, 0.8):
+        yield plan(chain, int(share * chain.plain_peak_bytes))
+
+
+def test_the_predicted_peak_is_the_measured_one(measured):
+    model, x, chain = measured
+    for made in schedules(chain):
+        with made.apply(model):
+            peak = peak_of(model, x, chain)
+        assert peak == pytest.approx(made.predicted_peak_bytes, rel=0.02), made
+
+
+def test_the_peak_without_a_plan_is_predicted_too(measured):
+    model, x, chain = measured
+    assert peak_of(model, x, chain) == pytest.approx(chain.plain_peak_bytes, rel=0.02)
+
+
+def test_what_is_measured_is_what_was_made():
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Flatten(), nn.Dropout(0.5))
+    chain = Chain.from_torch(model, torch.ones(6, 8))
+    assert chain.names == ("0", "1", "2", "3")
+    assert chain.activation_bytes.tolist() == [192, 96, 96, 96, 96]
+    assert chain.gradient_bytes.tolist() == [0, 96, 96, 96, 96]
+    assert chain.saved_bytes.tolist()[:3] == [96, 96, 96]
+    assert chain.saved_bytes[3] > 96  # a mask
+    assert (chain.forward_seconds > 0).all() and (chain.backward_seconds[:2] > 0).all()
+    wanted = Chain.from_torch(model, torch.ones(6, 8, requires_grad=True))
+    assert wanted.gradient_bytes[0] == 192
+
+
+def test_the_saved_bytes_are_those_of_the_hooks():
+    """Another way to count: the memory of all tensors that autograd asks to keep."""
+    model, x = transformer(1)
+    chain = Chain.from_torch(model, x.requires_grad_(), repeats=1)
+    own = {p.untyped_storage()._cdata for p in model.parameters()} | {x.untyped_storage()._cdata}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = storage  # alive, so that no other gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    storage = out.untyped_storage()
+    found[storage._cdata] = storage
+    assert chain.saved_bytes.tolist() == [sum(s.nbytes() for s in found.values())]
+
+
+def test_the_model_is_as_it_was():
+    model, x = perceptron()
+    loss_of(model(x)).backward()
+    gradients = [p.grad for p in model.parameters()]
+    values = [p.grad.clone() for p in model.parameters()]
+    buffers = [b.clone() for b in model.buffers()]
+    state = torch.get_rng_state()
+    profile_chain(model, x, repeats=1)
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(map(torch.equal, gradients, values))
+    assert all(map(torch.equal, model.buffers(), buffers))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model[0]._forward_pre_hooks and not model[0]._forward_hooks
+
+
+def test_blocks_inside_a_model_and_arguments_by_name():
+    chain = Chain.from_torch(Language(), {"ids": torch.ones(2, 12, dtype=torch.int64)}, repeats=1)
+    assert chain.names == ("layers.0", "layers.1", "layers.2", "layers.3")
+    size = 2 * 12 * 32 * 4
+    assert chain.activation_bytes.tolist() == [size + 12 * 12, *[size] * 4]  # and a mask
+    assert chain.gradient_bytes[0] == 2 * 12 * 32 * 4
+
+
+def test_functions_and_in_place_blocks():
+    blocks = [nn.Linear(8, 8), nn.ReLU(inplace=True), lambda x: (x * 2, x), lambda x, y: x + y]
+    chain = Chain.from_torch(blocks, torch.ones(4, 8), repeats=1)
+    assert chain.blocks == 4
+    assert chain.activation_bytes[3] == 256
+    assert chain.names == ("block 0", "block 1", "block 2", "block 3")
+
+
+def test_autocast_counts_its_copies():
+    model, x = transformer(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        chain = Chain.from_torch(model, x, repeats=1)
+    weights = sum(p.numel() * 2 for p in model[0].parameters() if p.dim() == 2)
+    assert chain.saved_bytes[0] > weights
+
+
+def test_copies_to_the_host_are_measured(tmp_path):
+    model, x = perceptron(2)
+    for offload in (True, tmp_path):
+        chain = Chain.from_torch(model, x, repeats=1, offload=offload)
+        assert chain.offload_bytes_per_second > 1e6
+        assert chain.load_bytes_per_second > 1e6
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments():
+    model, x = perceptron(2)
+    with pytest.raises(ValueError, match="repeats must be 1"):
+        Chain.from_torch(model, x, repeats=0)
+    with pytest.raises(TypeError, match="no tensor"):
+        Chain.from_torch(model, 3)
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for i in self.order:
+                x = self.layers[i](x)
+            return x
+
+    skips = Skips()
+    for order, match in (
+        ((0, 1), "did not call layers.2"),
+        ((0, 2, 1), "layers.2 was called, and it is the turn of layers.1"),
+        ((0, 1, 2, 2), "it is the turn of none"),
+    ):
+        skips.order = order
+        with pytest.raises(ValueError, match=match):
+            Chain.from_torch(skips, torch.ones(2, 4), repeats=1)
+    skips.order = (0, 1, 2)
+    assert Chain.from_torch(skips, torch.ones(2, 4), repeats=1).blocks == 3
+
+
+# The measuring itself
+
+
+def test_measure_peak_counts_what_is_held_at_once():
+    kept = []
+
+    def work():
+        kept.append(torch.ones(1000))
+        torch.ones(3000)
+        return torch.ones(500)
+
+    use = measure_peak(work)
+    assert use.peak_bytes == 16000
+    assert use.left_bytes == 6000
+    assert [held for _, held in use.curve] == [4000, 16000, 4000, 6000]
+    assert all(one[0] <= two[0] for one, two in pairwise(use.curve))
+    assert measure_peak(lambda: None).peak_bytes == 0
+
+
+def test_what_was_there_before_is_not_counted():
+    kept = [torch.ones(1000)]
+    assert measure_peak(kept.clear)[:2] == (0, 0)
+
+
+def test_measure_peak_refuses_what_it_cannot_measure():
+    with pytest.raises(ValueError, match="on cpu and cuda, not on meta"):
+        measure_peak(lambda: None, device="meta")
+    with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="runs already"):
+        measure_peak(lambda: None)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", MODELS)
+def test_peaks_on_a_gpu(name):
+    model, x = MODELS[name]()
+    model, x = model.cuda(), x.cuda()
+    chain = Chain.from_torch(model, x, repeats=2)
+    for made in schedules(chain):
+        with made.apply(model):
+            peak = peak_of(model, x, chain, "cuda")
+        assert peak == pytest.approx(made.predicted_peak_bytes, rel=0.02), made
