@@ -60,6 +60,7 @@ static uint64_t limit_of_group(const char *root, const char *mount, char *path,
         const uint64_t limit =
             length > 0 && (size_t)length < sizeof name ? number_in(name) : UINT64_MAX;
         least = limit < least ? limit : least;
+        /* at last the path is empty, and the root itself was asked */
         char *slash = strrchr(path, '/');
         if (slash == NULL) {
             return least;
@@ -74,6 +75,7 @@ static bool controls_memory(const char *list, size_t length)
     static const char wanted[] = "memory";
     const size_t size = sizeof wanted - 1;
     for (const char *at = list, *end = list + length; at < end;) {
+        /* names that only begin with it ("memoryless") are other names */
         const char *comma = memchr(at, ',', (size_t)(end - at));
         const char *stop = comma == NULL ? end : comma;
         if ((size_t)(stop - at) == size && memcmp(at, wanted, size) == 0) {
@@ -100,6 +102,7 @@ static uint64_t limit_by_line(const char *root, const char *line, size_t length)
     if (rest >= sizeof path || (named > 0 && !controls_memory(first + 1, named))) {
         return UINT64_MAX;
     }
+    /* cut apart by limit_of_group, so it is copied */
     memcpy(path, second + 1, rest);
     path[rest] = '\0';
     return named == 0 ? limit_of_group(root, "", path, "memory.max")
@@ -174,6 +177,7 @@ static bool read_system(mls_footprint *out)
 
 #else
 
+/* Elsewhere: an honest refusal. */
 static bool read_system(mls_footprint *out)
 {
     (void)out;

@@ -72,6 +72,7 @@ static mls_layer_slot *slot_of(const mls_layer_table *table, const mls_layer_key
     }
 }
 
+/* An empty table has no slots to look at. */
 mls_layer *mls_layer_find(const mls_layer_table *table, const mls_layer_key *key)
 {
     if (table->slot_count == 0) {
@@ -120,7 +121,8 @@ static bool reserve_layer(mls_layer_table *table)
            grow_slots(table, 2 * table->room);
 }
 
-/* Room for the bytes of one more name. */
+/* Room for the bytes of one more name.  Twice what is needed, so that text is copied in
+ * proportion to its length, however many names come one by one. */
 static bool reserve_text(mls_layer_table *table, size_t length)
 {
     size_t needed, room;
@@ -143,6 +145,8 @@ static bool reserve_text(mls_layer_table *table, size_t length)
     return true;
 }
 
+/* All memory is asked for before anything is written: on failure no layer is half there.
+ */
 mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key, mls_layer **out,
                        mls_status *st)
 {
@@ -171,6 +175,7 @@ mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key, mls_lay
     return MLS_OK;
 }
 
+/* A layer that is added plain by a failing call does no harm: it has no mark. */
 mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
                             mls_layer_mark mark, mls_status *st)
 {
@@ -189,6 +194,7 @@ mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
     return MLS_OK;
 }
 
+/* Most layers are in no list. */
 mls_layer_mark mls_layer_mark_of(const mls_layer_table *table, const mls_layer_key *key)
 {
     const mls_layer *layer = mls_layer_find(table, key);
@@ -202,6 +208,7 @@ mls_text mls_layer_name(const mls_layer_table *table, const mls_layer *layer)
                       .length = layer->name_length};
 }
 
+/* Zeroed, a table can be used anew. */
 void mls_layer_table_fini(mls_layer_table *table)
 {
     mls_free(table->layers);

@@ -34,6 +34,7 @@ mls_code mls_interval_init(mls_interval *out, int64_t interval, mls_status *st)
     return MLS_OK;
 }
 
+/* Index 0 is a multiple of everything: the first layer is always checkpointed. */
 bool mls_interval_decide(mls_interval *s, int64_t layer_index)
 {
     const bool chosen = is_multiple(layer_index, s->interval);
@@ -61,11 +62,13 @@ mls_code mls_size_based_init(mls_size_based *out, int64_t min_bytes, mls_status 
     return MLS_OK;
 }
 
+/* Only marks of one kind are in this table, but it is asked as the others are. */
 bool mls_size_based_excludes(const mls_size_based *s, const mls_layer_key *layer)
 {
     return mls_layer_mark_of(&s->excluded, layer) == MLS_LAYER_EXCLUDE;
 }
 
+/* What has exactly the limit is large. */
 bool mls_size_based_decide(mls_size_based *s, size_t bytes)
 {
     const bool chosen = bytes >= (size_t)s->min_bytes;
@@ -92,6 +95,7 @@ mls_code mls_memory_aware_init(mls_memory_aware *out, double max_share, int64_t 
     return MLS_OK;
 }
 
+/* The share stays. */
 void mls_memory_aware_reset(mls_memory_aware *s, int64_t now)
 {
     s->interval = FIRST_INTERVAL;
@@ -99,6 +103,7 @@ void mls_memory_aware_reset(mls_memory_aware *s, int64_t now)
     s->high = 0;
 }
 
+/* A pickle may have been written by anybody: what no decision can lead to is refused. */
 mls_code mls_memory_aware_restore(mls_memory_aware *s, int64_t interval,
                                   int64_t adjusted_at, int64_t high, mls_status *st)
 {
@@ -149,6 +154,7 @@ void mls_memory_aware_adjust(mls_memory_aware *s, int64_t now, uint64_t used,
     s->adjusted_at = now;
 }
 
+/* As for a fixed interval, but nobody counts. */
 bool mls_memory_aware_decide(const mls_memory_aware *s, int64_t layer_index)
 {
     return is_multiple(layer_index, s->interval);
@@ -170,6 +176,7 @@ int64_t mls_ticks_now(void)
     return (int64_t)now.tv_sec * MLS_TICKS_PER_SECOND + now.tv_nsec / 100;
 }
 
+/* The comparison fails for NaN too. */
 mls_code mls_ticks_from_seconds(double seconds, int64_t *out, mls_status *st)
 {
     const double ticks = seconds * (double)MLS_TICKS_PER_SECOND;
@@ -215,6 +222,8 @@ static bool is_worth_it(const mls_smart *s, const mls_layer *layer, int64_t laye
            (double)layer_index > count * 0.7;
 }
 
+/* Layers are counted before all else, those excluded too: they are part of the average.
+ */
 mls_code mls_smart_decide(mls_smart *s, const mls_layer_key *layer, size_t bytes,
                           int64_t layer_index, bool *out, mls_status *st)
 {
@@ -234,6 +243,7 @@ mls_code mls_smart_decide(mls_smart *s, const mls_layer_key *layer, size_t bytes
     return MLS_OK;
 }
 
+/* Calls are at least one, since a layer is known by being asked about. */
 mls_code mls_smart_restore(mls_smart *s, const mls_layer_key *layer, size_t bytes,
                            uint64_t calls, mls_status *st)
 {

@@ -27,6 +27,7 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
         PyObject *number = PyNumber_Index(PyTuple_GET_ITEM(sizes, i));
         const Py_ssize_t size = number == NULL ? -1 : PyLong_AsSsize_t(number);
         Py_XDECREF(number);
+        /* a size may be negative, no number at all, or an int of many digits */
         if (size < 0) {
             if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
                 PyErr_Format(PyExc_ValueError, "activation has the shape %.200R", sizes);
@@ -44,6 +45,7 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
  * name.  -1 with an exception set. */
 static int item_bytes(const mlsp_state *state, PyObject *dtype, size_t *out)
 {
+    /* NumPy's own first, then names, then whoever says a size */
     if (PyArray_DescrCheck(dtype)) {
         *out = (size_t)PyDataType_ELSIZE((PyArray_Descr *)dtype);
         return 0;
@@ -139,9 +141,11 @@ int mlsp_activation_bytes(const mlsp_state *state, PyObject *activation, size_t 
             shape == NULL ? NULL : PyObject_GetAttr(activation, state->dtype_name);
         failed = dtype == NULL ? refuse_activation(activation)
                                : bytes_of(state, shape, dtype, out);
+        /* both attributes may be made for this call alone */
         Py_XDECREF(shape);
         Py_XDECREF(dtype);
     }
+    /* the one failure that has no exception yet */
     if (failed > 0) {
         mls_status st;
         mls_fail(&st, MLS_E_SIZE, "activation has more bytes than memory can have");

@@ -8,6 +8,10 @@
 
 #include "strategy.h"
 
+#include <stddef.h>
+#include <structmember.h>
+
+/* What the constructor was given is kept as it came, for copies and for people. */
 typedef struct memory_aware_object {
     PyObject_HEAD mls_memory_aware s;
     double given_share; /* as the user wrote it, before it became a float32 */
@@ -17,7 +21,9 @@ typedef struct memory_aware_object {
     uint64_t total_bytes;
 } memory_aware_object;
 
-/* Ticks of the strategy's clock.  -1 with an exception set. */
+/* Ticks of the strategy's clock.  -1 with an exception set.  A clock of the user's gives
+ * seconds as a float, such as time.monotonic and time.time do; rounding to ticks makes
+ * ten seconds ten whatever the float's last digits. */
 static int read_clock(memory_aware_object *self, int64_t *out)
 {
     mls_status st;
@@ -40,7 +46,9 @@ static int read_clock(memory_aware_object *self, int64_t *out)
     return 0;
 }
 
-/* MemoryAwareStrategy(share, tracker, total or None, clock or None) */
+/* MemoryAwareStrategy(share, tracker, total or None, clock or None).  The clock is read
+ * once: the first adjustment is due ten seconds after the constructor.  Zero stands for a
+ * total that the tracker is to say, which no user can give. */
 static PyObject *memory_aware_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *share, *tracker, *total, *clock;
@@ -90,6 +98,7 @@ static int memory_aware_traverse(memory_aware_object *self, visitproc visit, voi
     return 0;
 }
 
+/* Part of breaking a cycle: the object is not used any more, but for its end. */
 static int memory_aware_clear(memory_aware_object *self)
 {
     PyObject *tracker = self->tracker, *clock = self->clock;
@@ -101,6 +110,7 @@ static int memory_aware_clear(memory_aware_object *self)
     return 0;
 }
 
+/* Any of the three may be missing where the constructor failed. */
 static void memory_aware_dealloc(memory_aware_object *self)
 {
     PyObject_GC_UnTrack(self);
@@ -110,7 +120,8 @@ static void memory_aware_dealloc(memory_aware_object *self)
     mlsp_strategy_free((PyObject *)self);
 }
 
-/* One figure of the tracker's; `least` is the smallest that makes sense. */
+/* One figure of the tracker's; `least` is the smallest that makes sense.  -1 with an
+ * exception set: what the tracker itself raised, or what is wrong with its figure. */
 static int take_figure(PyObject *self, PyObject *stats, const char *name, int64_t least,
                        uint64_t *out)
 {
@@ -174,6 +185,7 @@ static PyObject *memory_aware_ask(memory_aware_object *self, PyObject *const *ar
     return Py_NewRef(chosen ? Py_True : Py_False);
 }
 
+/* Ten seconds from now nothing is adjusted: the source has it so. */
 static PyObject *memory_aware_reset(memory_aware_object *self, PyObject *unused)
 {
     (void)unused;
@@ -185,43 +197,6 @@ static PyObject *memory_aware_reset(memory_aware_object *self, PyObject *unused)
         mls_memory_aware_reset(&self->s, now);
     MLSP_END_LOCKED()
     Py_RETURN_NONE;
-}
-
-static PyObject *memory_aware_share(memory_aware_object *self, void *unused)
-{
-    (void)unused;
-    return PyFloat_FromDouble(self->given_share);
-}
-
-/* As decisions use it, a float32. */
-static PyObject *memory_aware_threshold(memory_aware_object *self, void *unused)
-{
-    (void)unused;
-    return PyFloat_FromDouble((double)self->s.max_share);
-}
-
-static PyObject *memory_aware_interval(memory_aware_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(self->s.interval);
-}
-
-static PyObject *memory_aware_tracker(memory_aware_object *self, void *unused)
-{
-    (void)unused;
-    return Py_NewRef(self->tracker);
-}
-
-static PyObject *memory_aware_total(memory_aware_object *self, void *unused)
-{
-    (void)unused;
-    return Py_NewRef(self->total);
-}
-
-static PyObject *memory_aware_clock(memory_aware_object *self, void *unused)
-{
-    (void)unused;
-    return Py_NewRef(self->clock);
 }
 
 /* The time since the last adjustment and not when that was: another process has another
@@ -241,6 +216,7 @@ static PyObject *memory_aware_state(memory_aware_object *self, PyObject *unused)
                          (long long)s.high);
 }
 
+/* The time is put as far back from this process's now as it was from the other's. */
 static PyObject *memory_aware_restore(memory_aware_object *self, PyObject *state)
 {
     long long interval, since, high;
@@ -266,40 +242,39 @@ static PyObject *memory_aware_restore(memory_aware_object *self, PyObject *state
 
 /* ---- the type ---- */
 
+/* The four of every strategy. */
 static PyMethodDef memory_aware_methods[] = {
     MLSP_SHOULD_CHECKPOINT(memory_aware_ask),
-    {"reset", (PyCFunction)(void (*)(void))memory_aware_reset, METH_NOARGS,
-     "reset($self, /)\n--\n\nBegin again with the first interval, now."},
-    {"_state", (PyCFunction)(void (*)(void))memory_aware_state, METH_NOARGS,
-     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))memory_aware_restore, METH_O,
-     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    MLSP_STATE_METHODS(memory_aware_reset, memory_aware_state, memory_aware_restore),
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef memory_aware_properties[] = {
-    {"max_memory_percentage", (getter)(void (*)(void))memory_aware_share, NULL,
-     "Share of the memory, above 0 and at most 1.", NULL},
-    {"_threshold", (getter)(void (*)(void))memory_aware_threshold, NULL,
-     "The same as a float32, which decides.", NULL},
-    {"current_interval", (getter)(void (*)(void))memory_aware_interval, NULL,
-     "Layers from one checkpoint to the next, now.", NULL},
-    {"tracker", (getter)(void (*)(void))memory_aware_tracker, NULL,
-     "What is asked for the memory in use.", NULL},
-    {"total_memory", (getter)(void (*)(void))memory_aware_total, NULL,
-     "Bytes that there are; None: as the tracker says.", NULL},
-    {"clock", (getter)(void (*)(void))memory_aware_clock, NULL,
-     "What gives seconds; None: the clock of the system.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+/* Settings, which stay, and the interval of the moment, one word read without the lock.
+ */
+static PyMemberDef memory_aware_members[] = {
+    {"max_memory_percentage", T_DOUBLE, offsetof(memory_aware_object, given_share),
+     READONLY, "Share of the memory, above 0 and at most 1."},
+    {"_threshold", T_FLOAT, offsetof(memory_aware_object, s.max_share), READONLY,
+     "The same as a float32, which decides."},
+    {"current_interval", T_LONGLONG, offsetof(memory_aware_object, s.interval), READONLY,
+     "Layers from one checkpoint to the next, now."},
+    {"tracker", T_OBJECT_EX, offsetof(memory_aware_object, tracker), READONLY,
+     "What is asked for the memory in use."},
+    {"total_memory", T_OBJECT_EX, offsetof(memory_aware_object, total), READONLY,
+     "Bytes that there are; None: as the tracker says."},
+    {"clock", T_OBJECT_EX, offsetof(memory_aware_object, clock), READONLY,
+     "What gives seconds; None: the clock of the system."},
+    {NULL, 0, 0, 0, NULL},
 };
 
+/* With garbage collection: a tracker or a clock may be a method of whoever has this. */
 static PyType_Slot memory_aware_slots[] = {
     {Py_tp_new, (void *)memory_aware_new},
     {Py_tp_dealloc, (void *)memory_aware_dealloc},
     {Py_tp_traverse, (void *)memory_aware_traverse},
     {Py_tp_clear, (void *)memory_aware_clear},
     {Py_tp_methods, memory_aware_methods},
-    {Py_tp_getset, memory_aware_properties},
+    {Py_tp_members, memory_aware_members},
     {Py_tp_doc,
      (void *)"MemoryAwareStrategy(max_memory_percentage, tracker, total_memory, clock, "
              "/)\n--\n\nWhat mlstate.activation.MemoryAwareStrategy is made of."},
@@ -314,6 +289,7 @@ static PyType_Spec memory_aware_spec = {
     .slots = memory_aware_slots,
 };
 
+/* Called by mlsp_strategy_add, which adds the others. */
 int mlsp_memory_aware_add(PyObject *module)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, &memory_aware_spec, NULL);

@@ -12,25 +12,33 @@
 
 #include "strategy.h"
 
+#include <stddef.h>
+#include <structmember.h>
+
+/* Objects are the core's structures and nothing else: no references, so no cycles. */
 typedef struct interval_object {
     PyObject_HEAD mls_interval s;
 } interval_object;
 
+/* Whoever reads the table needs no lock. */
 typedef struct selective_object {
     PyObject_HEAD mls_selective s; /* constant once made */
 } selective_object;
 
+/* The table of those excluded is constant too; the count is not. */
 typedef struct size_based_object {
     PyObject_HEAD mls_size_based s;
 } size_based_object;
 
+/* All of it changes but the table of those excluded. */
 typedef struct smart_object {
     PyObject_HEAD mls_smart s;
 } smart_object;
 
 /* ---- interval ---- */
 
-/* IntervalStrategy(interval) */
+/* IntervalStrategy(interval).  The object comes first, since errors are raised by the
+ * module that its type belongs to; it goes again where the setting is refused. */
 static PyObject *interval_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *number;
@@ -68,6 +76,7 @@ static PyObject *interval_ask(interval_object *self, PyObject *const *args,
     return Py_NewRef(chosen ? Py_True : Py_False);
 }
 
+/* The setting stays. */
 static PyObject *interval_reset(interval_object *self, PyObject *unused)
 {
     (void)unused;
@@ -77,25 +86,14 @@ static PyObject *interval_reset(interval_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* One word is read: no lock. */
-static PyObject *interval_count(interval_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(self->s.checkpointed);
-}
-
-static PyObject *interval_interval(interval_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(self->s.interval);
-}
-
+/* For copies and pickles, which get the setting by the constructor. */
 static PyObject *interval_state(interval_object *self, PyObject *unused)
 {
     (void)unused;
     return Py_BuildValue("(L)", (long long)self->s.checkpointed);
 }
 
+/* Refuses what no strategy can have counted. */
 static PyObject *interval_restore(interval_object *self, PyObject *state)
 {
     int64_t count;
@@ -111,7 +109,9 @@ static PyObject *interval_restore(interval_object *self, PyObject *state)
 
 /* ---- selective ---- */
 
-/* SelectiveStrategy(checkpoint_layers, exclude_layers): two tuples */
+/* SelectiveStrategy(checkpoint_layers, exclude_layers): two tuples of str, each name
+ * once. Users' lists are made such by mlstate/_strategies.py, which also names all layers
+ * that are in both; here the first of them is refused. */
 static PyObject *selective_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *chosen, *excluded;
@@ -130,6 +130,7 @@ static PyObject *selective_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     return (PyObject *)self;
 }
 
+/* The table has no references either. */
 static void selective_dealloc(selective_object *self)
 {
     mls_layer_table_fini(&self->s.layers);
@@ -151,6 +152,7 @@ static int marked(selective_object *self, PyObject *const *args, Py_ssize_t narg
     return 0;
 }
 
+/* True for the layers to checkpoint alone. */
 static PyObject *selective_ask(selective_object *self, PyObject *const *args,
                                Py_ssize_t nargs, PyObject *names)
 {
@@ -174,6 +176,7 @@ static PyObject *selective_opinion(selective_object *self, PyObject *const *args
                                                     : Py_False);
 }
 
+/* In the order of the constructor's tuple; the next two as well. */
 static PyObject *selective_chosen(selective_object *self, void *unused)
 {
     (void)unused;
@@ -186,6 +189,7 @@ static PyObject *selective_excluded(selective_object *self, void *unused)
     return mlsp_marked_layers(&self->s.layers, MLS_LAYER_EXCLUDE);
 }
 
+/* Every strategy has the three; this one has nothing that changes. */
 static PyObject *selective_reset(PyObject *self, PyObject *unused)
 {
     (void)self, (void)unused;
@@ -209,7 +213,9 @@ static PyObject *selective_restore(PyObject *self, PyObject *state)
 
 /* ---- size based ---- */
 
-/* SizeBasedStrategy(min_size_bytes, exclude_layers): an int and a tuple */
+/* SizeBasedStrategy(min_size_bytes, exclude_layers): an int and a tuple of str.  The
+ * number is set before the names, since mls_size_based_init begins with an empty table.
+ */
 static PyObject *size_based_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *number, *excluded;
@@ -236,6 +242,7 @@ static PyObject *size_based_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return (PyObject *)self;
 }
 
+/* Whatever the constructor has got to: a zeroed table is empty. */
 static void size_based_dealloc(size_based_object *self)
 {
     mls_layer_table_fini(&self->s.excluded);
@@ -271,24 +278,14 @@ static PyObject *size_based_ask(size_based_object *self, PyObject *const *args,
     return Py_NewRef(chosen ? Py_True : Py_False);
 }
 
-static PyObject *size_based_count(size_based_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(self->s.checkpointed);
-}
-
-static PyObject *size_based_bytes(size_based_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(self->s.min_bytes);
-}
-
+/* In the order of the constructor's tuple. */
 static PyObject *size_based_excluded(size_based_object *self, void *unused)
 {
     (void)unused;
     return mlsp_marked_layers(&self->s.excluded, MLS_LAYER_EXCLUDE);
 }
 
+/* The limit and the names stay. */
 static PyObject *size_based_reset(size_based_object *self, PyObject *unused)
 {
     (void)unused;
@@ -298,12 +295,14 @@ static PyObject *size_based_reset(size_based_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+/* For copies and pickles. */
 static PyObject *size_based_state(size_based_object *self, PyObject *unused)
 {
     (void)unused;
     return Py_BuildValue("(L)", (long long)self->s.checkpointed);
 }
 
+/* As for intervals. */
 static PyObject *size_based_restore(size_based_object *self, PyObject *state)
 {
     int64_t count;
@@ -319,7 +318,8 @@ static PyObject *size_based_restore(size_based_object *self, PyObject *state)
 
 /* ---- smart ---- */
 
-/* SmartStrategy(exclude_layers): a tuple */
+/* SmartStrategy(exclude_layers): a tuple of str.  Zeroed memory is the beginning: nothing
+ * seen, still collecting. */
 static PyObject *smart_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *excluded;
@@ -335,12 +335,14 @@ static PyObject *smart_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
+/* Both tables: those excluded, and those seen. */
 static void smart_dealloc(smart_object *self)
 {
     mls_smart_fini(&self->s);
     mlsp_strategy_free((PyObject *)self);
 }
 
+/* The size before the lock: asking an activation may run code of others. */
 static PyObject *smart_ask(smart_object *self, PyObject *const *args, Py_ssize_t nargs,
                            PyObject *names)
 {
@@ -364,6 +366,7 @@ static PyObject *smart_ask(smart_object *self, PyObject *const *args, Py_ssize_t
     return Py_NewRef(chosen ? Py_True : Py_False);
 }
 
+/* Those excluded stay excluded. */
 static PyObject *smart_reset(smart_object *self, PyObject *unused)
 {
     (void)unused;
@@ -373,18 +376,21 @@ static PyObject *smart_reset(smart_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+/* In the order of the constructor's tuple. */
 static PyObject *smart_excluded(smart_object *self, void *unused)
 {
     (void)unused;
     return mlsp_marked_layers(&self->s.excluded, MLS_LAYER_EXCLUDE);
 }
 
+/* True until a layer beyond index 10 was seen. */
 static PyObject *smart_collecting(smart_object *self, void *unused)
 {
     (void)unused;
     return PyBool_FromLong(!self->s.ready);
 }
 
+/* Those excluded count too. */
 static PyObject *smart_layer_count(smart_object *self, void *unused)
 {
     (void)unused;
@@ -417,7 +423,8 @@ static PyObject *all_facts(const mls_layer_table *table)
     return list;
 }
 
-/* (ready, [(name, bytes, calls), ...]) */
+/* (ready, [(name, bytes, calls), ...]), in the order in which layers were met.  That
+ * order is part of nothing that is decided, but copies of copies are equal by it. */
 static PyObject *smart_state(smart_object *self, PyObject *unused)
 {
     (void)unused;
@@ -430,7 +437,8 @@ static PyObject *smart_state(smart_object *self, PyObject *unused)
     return facts == NULL ? NULL : Py_BuildValue("(iN)", (int)ready, facts);
 }
 
-/* Take one layer out of a state.  -1 with an exception set. */
+/* Take one layer out of a state.  -1 with an exception set.  The hash is computed anew:
+ * Python's are other ones in each process. */
 static int restore_layer(PyObject *self, mls_smart *s, PyObject *facts)
 {
     PyObject *name;
@@ -438,12 +446,14 @@ static int restore_layer(PyObject *self, mls_smart *s, PyObject *facts)
     long long calls;
     mls_layer_key key;
     mls_status st;
+    /* PyArg_ParseTuple would call what is no tuple a mistake of ours */
     if (!PyTuple_Check(facts) || !PyArg_ParseTuple(facts, "UnL", &name, &bytes, &calls)) {
         if (!PyErr_Occurred()) {
             PyErr_SetString(PyExc_TypeError, "a layer is (name, bytes, calls)");
         }
         return -1;
     }
+    /* the core counts without a sign */
     if (bytes < 0 || calls < 0) {
         PyErr_Format(PyExc_ValueError, "layer %R has %zd bytes and %lld calls", name,
                      bytes, calls);
@@ -479,7 +489,9 @@ static PyObject *smart_restore(smart_object *self, PyObject *state)
             return NULL;
         }
     }
+    /* all layers are good: from here on nothing fails */
     fresh.ready = ready != 0;
+    /* the old tables are freed outside of the lock, by whoever took them out */
     mls_smart old;
     MLSP_BEGIN_LOCKED(self)
         old = self->s;
@@ -491,35 +503,34 @@ static PyObject *smart_restore(smart_object *self, PyObject *state)
 
 /* ---- the types ---- */
 
+/* Every strategy has these four; mlstate/_strategies.py adds the rest. */
 static PyMethodDef interval_methods[] = {
     MLSP_SHOULD_CHECKPOINT(interval_ask),
-    {"reset", (PyCFunction)(void (*)(void))interval_reset, METH_NOARGS,
-     "reset($self, /)\n--\n\nBegin to count anew."},
-    {"_state", (PyCFunction)(void (*)(void))interval_state, METH_NOARGS,
-     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))interval_restore, METH_O,
-     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    MLSP_STATE_METHODS(interval_reset, interval_state, interval_restore),
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef interval_properties[] = {
-    {"interval", (getter)(void (*)(void))interval_interval, NULL,
-     "Layers from one checkpoint to the next.", NULL},
-    {"checkpointed_count", (getter)(void (*)(void))interval_count, NULL,
-     "Layers checkpointed so far.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+/* Words that a decision changes under the lock, read here without it: one at a time. */
+static PyMemberDef interval_members[] = {
+    {"interval", T_LONGLONG, offsetof(interval_object, s.interval), READONLY,
+     "Layers from one checkpoint to the next."},
+    {"checkpointed_count", T_LONGLONG, offsetof(interval_object, s.checkpointed),
+     READONLY, "Layers checkpointed so far."},
+    {NULL, 0, 0, 0, NULL},
 };
 
+/* No tp_init: settings are those of the constructor, for ever. */
 static PyType_Slot interval_slots[] = {
     {Py_tp_new, (void *)interval_new},
     {Py_tp_dealloc, (void *)mlsp_strategy_free},
     {Py_tp_methods, interval_methods},
-    {Py_tp_getset, interval_properties},
+    {Py_tp_members, interval_members},
     {Py_tp_doc, (void *)"IntervalStrategy(interval, /)\n--\n\nWhat "
                         "mlstate.activation.IntervalStrategy is made of."},
     {0, NULL},
 };
 
+/* Open to subclasses, which mlstate's own public classes are. */
 static PyType_Spec interval_spec = {
     .name = "mlstate._core.IntervalStrategy",
     .basicsize = sizeof(interval_object),
@@ -527,21 +538,18 @@ static PyType_Spec interval_spec = {
     .slots = interval_slots,
 };
 
+/* The four, and what FirstMatch asks. */
 static PyMethodDef selective_methods[] = {
     MLSP_SHOULD_CHECKPOINT(selective_ask),
     {"opinion", (PyCFunction)(void (*)(void))selective_opinion,
      METH_FASTCALL | METH_KEYWORDS,
      "opinion($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
      "should_checkpoint does, but return None for a layer in neither list."},
-    {"reset", (PyCFunction)(void (*)(void))selective_reset, METH_NOARGS,
-     "reset($self, /)\n--\n\nDo nothing: there is no state."},
-    {"_state", (PyCFunction)(void (*)(void))selective_state, METH_NOARGS,
-     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))selective_restore, METH_O,
-     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    MLSP_STATE_METHODS(selective_reset, selective_state, selective_restore),
     {NULL, NULL, 0, NULL},
 };
 
+/* Names lie in the core's table: each time a new tuple of them. */
 static PyGetSetDef selective_properties[] = {
     {"checkpoint_layers", (getter)(void (*)(void))selective_chosen, NULL,
      "Layers to checkpoint, in the order given.", NULL},
@@ -550,6 +558,7 @@ static PyGetSetDef selective_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+/* As for intervals. */
 static PyType_Slot selective_slots[] = {
     {Py_tp_new, (void *)selective_new},
     {Py_tp_dealloc, (void *)selective_dealloc},
@@ -568,31 +577,35 @@ static PyType_Spec selective_spec = {
     .slots = selective_slots,
 };
 
+/* The four. */
 static PyMethodDef size_based_methods[] = {
     MLSP_SHOULD_CHECKPOINT(size_based_ask),
-    {"reset", (PyCFunction)(void (*)(void))size_based_reset, METH_NOARGS,
-     "reset($self, /)\n--\n\nBegin to count anew."},
-    {"_state", (PyCFunction)(void (*)(void))size_based_state, METH_NOARGS,
-     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))size_based_restore, METH_O,
-     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    MLSP_STATE_METHODS(size_based_reset, size_based_state, size_based_restore),
     {NULL, NULL, 0, NULL},
 };
 
+/* Numbers of the core's, read without the lock: one at a time. */
+static PyMemberDef size_based_members[] = {
+    {"min_size_bytes", T_LONGLONG, offsetof(size_based_object, s.min_bytes), READONLY,
+     "Bytes from which on an activation is large."},
+    {"checkpointed_count", T_LONGLONG, offsetof(size_based_object, s.checkpointed),
+     READONLY, "Layers checkpointed so far."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+/* Names lie in the core's table: each time a new tuple of them. */
 static PyGetSetDef size_based_properties[] = {
-    {"min_size_bytes", (getter)(void (*)(void))size_based_bytes, NULL,
-     "Bytes from which on an activation is large.", NULL},
     {"exclude_layers", (getter)(void (*)(void))size_based_excluded, NULL,
      "Layers never to checkpoint, in the order given.", NULL},
-    {"checkpointed_count", (getter)(void (*)(void))size_based_count, NULL,
-     "Layers checkpointed so far.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+/* As for intervals. */
 static PyType_Slot size_based_slots[] = {
     {Py_tp_new, (void *)size_based_new},
     {Py_tp_dealloc, (void *)size_based_dealloc},
     {Py_tp_methods, size_based_methods},
+    {Py_tp_members, size_based_members},
     {Py_tp_getset, size_based_properties},
     {Py_tp_doc,
      (void *)"SizeBasedStrategy(min_size_bytes, exclude_layers, /)\n--\n\nWhat "
@@ -607,17 +620,14 @@ static PyType_Spec size_based_spec = {
     .slots = size_based_slots,
 };
 
+/* The four. */
 static PyMethodDef smart_methods[] = {
     MLSP_SHOULD_CHECKPOINT(smart_ask),
-    {"reset", (PyCFunction)(void (*)(void))smart_reset, METH_NOARGS,
-     "reset($self, /)\n--\n\nForget all layers, and collect again."},
-    {"_state", (PyCFunction)(void (*)(void))smart_state, METH_NOARGS,
-     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))smart_restore, METH_O,
-     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    MLSP_STATE_METHODS(smart_reset, smart_state, smart_restore),
     {NULL, NULL, 0, NULL},
 };
 
+/* What it knows of layers is in _state alone: nobody needs it in between. */
 static PyGetSetDef smart_properties[] = {
     {"exclude_layers", (getter)(void (*)(void))smart_excluded, NULL,
      "Layers never to checkpoint, in the order given.", NULL},
@@ -628,6 +638,7 @@ static PyGetSetDef smart_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+/* As for intervals. */
 static PyType_Slot smart_slots[] = {
     {Py_tp_new, (void *)smart_new},
     {Py_tp_dealloc, (void *)smart_dealloc},
@@ -645,7 +656,8 @@ static PyType_Spec smart_spec = {
     .slots = smart_slots,
 };
 
-/* One type after the other; what was added stays with the module if a later one fails. */
+/* One type after the other; what was added stays with the module if a later one fails.
+ * The module's state needs none of them: methods find the state by their own type. */
 int mlsp_strategy_add(PyObject *module)
 {
     static PyType_Spec *const specs[] = {&interval_spec, &selective_spec,

@@ -1,5 +1,9 @@
 /* question: what all strategies take from Python: the arguments of a decision when they
  * are not the usual ones, lists of layers, states.
+ *
+ * Nothing here is called for the usual decision (strategyp.h), so all of it may take its
+ * time to say what is wrong.  Arguments are checked before anything is counted: a call
+ * that raises leaves a strategy as it was.
  */
 #include "strategyp.h"
 
@@ -28,12 +32,14 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
                      nargs + named);
         return -1;
     }
+    /* positional ones come first in `args`, the values of `names` behind them */
     for (Py_ssize_t i = 0; i < nargs; i++) {
         placed[i] = args[i];
     }
     for (Py_ssize_t i = 0; i < named; i++) {
         PyObject *name = PyTuple_GET_ITEM(names, i);
         int at = 0;
+        /* three names: no table is quicker */
         while (at < 3 && PyUnicode_CompareWithASCIIString(name, known[at]) != 0) {
             at++;
         }
@@ -77,6 +83,7 @@ int mlsp_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     if (place_arguments(args, nargs, names, placed) < 0) {
         return -1;
     }
+    /* in the order of the parameters, so that the first mistake is the one named */
     if (!PyUnicode_Check(placed[0])) {
         PyErr_Format(PyExc_TypeError, "layer_id must be a str, got %.100s",
                      Py_TYPE(placed[0])->tp_name);
@@ -103,6 +110,7 @@ int mlsp_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
         if (mlsp_take_key(name, &key) < 0) {
             return -1;
         }
+        /* the caller has listed all that are in both; this holds for the core's users */
         if (mls_layer_set_mark(table, &key, mark, &st) != MLS_OK) {
             mlsp_strategy_fail(self, &st);
             return -1;
@@ -145,6 +153,7 @@ int mlsp_strategy_count(PyObject *self, PyObject *state, int64_t *out)
         mlsp_strategy_number(self, number, "checkpointed_count", out) < 0) {
         return -1;
     }
+    /* a pickle may have been written by anybody */
     if (*out < 0) {
         PyErr_Format(PyExc_ValueError, "checkpointed_count %lld is negative",
                      (long long)*out);

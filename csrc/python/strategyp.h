@@ -80,6 +80,15 @@ void mlsp_strategy_free(PyObject *self);
      "ValueError\n    A negative index, or a shape that is none.\n"                      \
      "CapacityError\n    A number beyond 64 bits."}
 
+/* What every strategy has besides: reset, and the state for copies and pickles. */
+#define MLSP_STATE_METHODS(reset, state, restore)                                        \
+    {"reset", (PyCFunction)(void (*)(void))(reset), METH_NOARGS,                         \
+     "reset($self, /)\n--\n\nForget what was counted; settings stay."},                  \
+        {"_state", (PyCFunction)(void (*)(void))(state), METH_NOARGS,                    \
+         "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},     \
+        {"_restore", (PyCFunction)(void (*)(void))(restore), METH_O,                     \
+         "_restore($self, state, /)\n--\n\nPut back what _state returned."}
+
 /* As mlsp_activation_bytes for an ndarray, which needs no state; false where the product
  * of its sizes is beyond a size. */
 static inline bool mlsp_ndarray_bytes(PyArrayObject *array, size_t *out)

@@ -108,7 +108,31 @@ def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Modul
 def apply_strategy(
     manager: ActivationManager, module: Any, blocks: str | Iterable[str] | None
 ) -> AppliedStrategy:
-    """Do as `ActivationManager.apply` says."""
+    """Let a manager decide for blocks of a module; see `ActivationManager.apply`.
+
+    Parameters
+    ----------
+    manager : ActivationManager
+        Decides.
+    module : torch.nn.Module
+        Changed in place.
+    blocks : str or iterable of str, optional
+        Patterns of names. Default: the children of `module`.
+
+    Returns
+    -------
+    AppliedStrategy
+        ``remove()`` undoes all.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.activation import ActivationManager, IntervalStrategy
+    >>> from mlstate.integrations.torch import apply_strategy
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    >>> apply_strategy(ActivationManager(IntervalStrategy()), model, None).blocks
+    ('0', '1')
+    """
     import torch
 
     if not isinstance(module, torch.nn.Module):
@@ -131,7 +155,31 @@ def apply_strategy(
 
 
 def cuda_memory(source: str) -> tuple[int, int, int, str]:
-    """Bytes in use, at most ever, in all, and the device's name, for `MemoryTracker`."""
+    """Read the memory of a CUDA device, for `MemoryTracker`.
+
+    Parameters
+    ----------
+    source : str
+        ``"cuda"``, the current device, or ``"cuda:N"``.
+
+    Returns
+    -------
+    tuple of (int, int, int, str)
+        Bytes allocated now, at most ever, in all; the device's name.
+
+    Raises
+    ------
+    RuntimeError
+        torch has no such device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch import cuda_memory
+    >>> device = cuda_memory("cuda")[3] if torch.cuda.is_available() else "none"
+    >>> device.startswith("cuda:") is torch.cuda.is_available()
+    True
+    """
     import torch
 
     if not torch.cuda.is_available():
