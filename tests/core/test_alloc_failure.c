@@ -4,12 +4,15 @@
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
 #include "catalog.h"
 #include "fsio.h"
+#include "improve.h"
 #include "index.h"
 #include "json.h"
+#include "knapsack.h"
 #include "load.h"
 #include "mem.h"
 #include "names.h"
 #include "outline.h"
+#include "random_chain.h"
 #include "rename.h"
 #include "runner.h"
 #include "safetensors.h"
@@ -543,6 +546,88 @@ static void deciding_survives_every_failure(void)
     CHECK(fail_each(decide_layers) >= 9);
 }
 
+/* ---- schedules and choices ---- */
+
+enum { LONG_CHAIN = 20 };
+
+static mls_code find_schedule(mls_status *st)
+{
+    uint64_t seed = 4;
+    random_chain r;
+    random_chain_fill(&r, 7, &seed, true);
+    const mls_best_options options = {.budget_bytes = 450, .offload = true};
+    mls_best best = {.states = 77};
+    const mls_code code = mls_best_schedule(&r.chain, &options, &best, st);
+    CHECK(code == MLS_OK || best.states == 77);
+    if (code == MLS_OK) {
+        mls_schedule_fini(&best.schedule);
+    }
+    return code;
+}
+
+/* From all blocks run again for each backward pass, which is slow and can be bettered. */
+static mls_code improve_schedule(mls_status *st)
+{
+    uint64_t seed = 5;
+    random_chain r;
+    random_chain_fill(&r, LONG_CHAIN, &seed, false);
+    mls_step steps[LONG_CHAIN * (2 * LONG_CHAIN + 4)];
+    size_t count = 0;
+    for (int i = LONG_CHAIN - 1; i >= 0; i--) {
+        for (int j = 0; j < i; j++) {
+            steps[count++] = (mls_step){MLS_STEP_FORWARD, j};
+            if (j > 0) {
+                steps[count++] = (mls_step){MLS_STEP_DROP, j};
+            }
+        }
+        steps[count++] = (mls_step){MLS_STEP_SAVE, i};
+        steps[count++] = (mls_step){MLS_STEP_BACKWARD, i};
+        if (i > 0) {
+            steps[count++] = (mls_step){MLS_STEP_DROP, i};
+        }
+    }
+    const mls_best_options options = {
+        .budget_bytes = 1900, .start = steps, .start_count = count};
+    mls_best best = {.states = 77};
+    const mls_code code = mls_best_schedule(&r.chain, &options, &best, st);
+    CHECK(code == MLS_OK || best.states == 77);
+    if (code == MLS_OK) {
+        mls_schedule_fini(&best.schedule);
+    }
+    return code;
+}
+
+static mls_code choose_items(mls_status *st)
+{
+    enum { COUNT = 300 };
+    double seconds[COUNT];
+    int64_t bytes[COUNT];
+    uint64_t seed = 6;
+    for (size_t i = 0; i < COUNT; i++) {
+        seconds[i] = (double)random_below(&seed, 1000);
+        bytes[i] = random_below(&seed, 1000);
+    }
+    const mls_knapsack_items items = {.seconds = seconds, .bytes = bytes, .count = COUNT};
+    unsigned char kept[COUNT];
+    memset(kept, 9, sizeof kept);
+    mls_knapsack_result result;
+    const mls_code code =
+        mls_knapsack(&items, 30000, 0, (mls_poll){0}, kept, &result, st);
+    CHECK(code == MLS_OK || (kept[0] == 9 && kept[COUNT - 1] == 9));
+    return code;
+}
+
+static void searching_for_schedules_survives_every_failure(void)
+{
+    CHECK(fail_each(find_schedule) >= 6);
+    CHECK(fail_each(improve_schedule) >= 8);
+}
+
+static void choosing_survives_every_failure(void)
+{
+    CHECK(fail_each(choose_items) >= 6);
+}
+
 static const test_case tests[] = {
     TEST(parsing_json_survives_every_failure),
     TEST(reading_a_file_survives_every_failure),
@@ -557,6 +642,8 @@ static const test_case tests[] = {
     TEST(outlining_names_survives_every_failure),
     TEST(explaining_names_survives_every_failure),
     TEST(deciding_survives_every_failure),
+    TEST(searching_for_schedules_survives_every_failure),
+    TEST(choosing_survives_every_failure),
 };
 
 int main(void)
