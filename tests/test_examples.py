@@ -167,6 +167,34 @@ def test_gradients_shows_what_it_says(tmp_path):
         assert len(outputs(cells, "image/png")) == 2
 
 
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_activation_shows_what_it_says(tmp_path):
+    pytest.importorskip("torch", reason="its model is one of torch")
+    process, cells = execute(EXAMPLES / "activation.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    chain, curve, made, noisy = outputs(cells, "text/html")
+    assert "8 blocks" in chain and "layers.7" in chain
+    assert "points from" in curve and "found to the byte" in curve
+    assert "the fastest of all persistent schedules within the budget" in made
+    assert "3 blocks were run again: 1 finding" in noisy and "elements differ" in noisy
+    printed = "".join(outputs(cells, "stdout"))
+    assert "blocks were run again: all gave the same bits" in printed
+    peaks = re.findall(r"predicted (\S+) MiB, measured (\S+)", printed)
+    (plain, before), (planned, after) = [tuple(map(float, pair)) for pair in peaks]
+    assert abs(before - plain) < 0.02 * plain
+    assert abs(after - planned) < 0.02 * planned
+    assert after < 0.46 * before
+    assert "gradients: bit-identical" in printed
+    first, last = re.findall(r"loss (\S+) -> (\S+)", printed)[0]
+    assert float(last) < float(first)
+    if importlib.util.find_spec("matplotlib"):
+        assert len(outputs(cells, "image/png")) == 2
+
+
 @pytest.mark.slow
 def test_a_notebook_that_fails_is_noticed(tmp_path):
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}
