@@ -162,7 +162,7 @@ def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryU
     --------
     >>> import torch
     >>> from mlstate.integrations.torch import measure_peak
-    >>> measure_peak(lambda: (torch.ones(1000) * 2).sum()).peak_bytes
+    >>> measure_peak(lambda: torch.ones(1000).exp()).peak_bytes
     8000
     """
     import torch
