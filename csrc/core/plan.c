@@ -92,6 +92,10 @@ static size_t slots_that_fit(size_t blocks, size_t wanted)
 
 static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
 {
+    if (slots > MLS_PLAN_MAX_SLOTS) {
+        return mls_fail(st, MLS_E_VALUE, "%zu slots: choose 1 to %d", slots,
+                        (int)MLS_PLAN_MAX_SLOTS);
+    }
     const size_t possible = slots_that_fit(blocks, slots);
     if (possible == slots) {
         return MLS_OK;
@@ -156,15 +160,48 @@ static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
 }
 
 /* A request whose budget is cut to what can be used, so that slots are as small as they
- * can be. */
-static mls_code cut_budget(const mls_chain *chain, mls_plan_request *r, mls_status *st)
+ * can be; `*plain` where that is enough to keep everything. */
+static mls_code cut_budget(const mls_chain *chain, mls_plan_request *r, bool *plain,
+                           mls_status *st)
 {
     int64_t enough;
     const mls_code code = enough_bytes(chain, &enough, st);
-    if (code == MLS_OK && r->budget_bytes > enough) {
-        r->budget_bytes = enough;
+    if (code == MLS_OK) {
+        *plain = r->budget_bytes >= enough;
+        r->budget_bytes = *plain ? enough : r->budget_bytes;
     }
     return code;
+}
+
+/* Keep everything: the best plan in any class. */
+static mls_code make_plain(const mls_chain *chain, mls_plan *out, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    for (size_t i = 0; code == MLS_OK && i < chain->blocks; i++) {
+        code = mls_schedule_push(&out->schedule, MLS_STEP_SAVE, i, st);
+    }
+    for (size_t i = chain->blocks; code == MLS_OK && i-- > 0;) {
+        code = mls_schedule_push(&out->schedule, MLS_STEP_BACKWARD, i, st);
+    }
+    if (code != MLS_OK) {
+        mls_schedule_fini(&out->schedule);
+    }
+    return code;
+}
+
+/* By slots, and where these are too coarse, anything that fits. */
+static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
+                            size_t slots, mls_plan *out, mls_status *st)
+{
+    const mls_code code = make_by_slots(chain, r, slots, out, st);
+    return code == MLS_E_CAPACITY ? make_fitting(chain, r, out, st) : code;
+}
+
+/* As many slots as are taken where to plan to the byte takes too much. */
+static size_t slots_instead(size_t blocks)
+{
+    const size_t slots = slots_that_fit(blocks, MLS_PLAN_AUTO_SLOTS);
+    return slots == 0 ? 1 : slots;
 }
 
 mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
@@ -172,31 +209,23 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
 {
     mls_plan_request r = *request;
     mls_plan plan = {0};
-    size_t slots = r.slots;
-    mls_code code = cut_budget(chain, &r, st);
-    if (code == MLS_OK && r.budget_bytes >= 0 &&
-        r.budget_bytes < chain->activation_bytes[0]) {
-        return refuse(chain, request, st);
+    bool plain = false;
+    mls_code code = cut_budget(chain, &r, &plain, st);
+    if (code != MLS_OK) {
+        return code;
     }
-    if (code == MLS_OK && slots == 0) {
+    if (plain) {
+        code = make_plain(chain, &plan, st);
+    } else if (r.slots > 0) {
+        code = make_coarse(chain, &r, r.slots, &plan, st);
+    } else {
         code = make_exact(chain, &r, &plan, st);
-        if (code == MLS_E_CAPACITY) {
-            return refuse(chain, request, st);
-        }
         if (code == MLS_E_SIZE) {
-            slots = slots_that_fit(chain->blocks, MLS_PLAN_AUTO_SLOTS);
-            slots = slots == 0 ? 1 : slots;
-            code = MLS_OK;
+            code = make_coarse(chain, &r, slots_instead(chain->blocks), &plan, st);
         }
     }
-    if (code == MLS_OK && slots > 0) {
-        code = make_by_slots(chain, &r, slots, &plan, st);
-        if (code == MLS_E_CAPACITY) {
-            code = make_fitting(chain, &r, &plan, st);
-        }
-        if (code == MLS_E_CAPACITY) {
-            return refuse(chain, request, st);
-        }
+    if (code == MLS_E_CAPACITY) {
+        return refuse(chain, request, st);
     }
     if (code == MLS_OK) {
         *out = plan;
@@ -241,14 +270,14 @@ static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *f
     return MLS_OK;
 }
 
-/* The row of the whole chain, where it changes.  A slot's bytes are rounded up: that is a
- * budget which has as many slots. */
+/* The row of the whole chain, where it changes, and the plain run.  A slot's bytes are
+ * rounded up: that is a budget which has as many slots. */
 static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *table,
                                int64_t bytes, mls_plan_curve *out, mls_status *st)
 {
     const int64_t slots = table->costs->budget;
     const double plain = plain_seconds(chain);
-    mls_plan_point *points = mls_alloc((size_t)slots + 1, sizeof *points);
+    mls_plan_point *points = mls_alloc((size_t)slots + 2, sizeof *points);
     size_t count = 0;
     double last = (double)INFINITY;
     if (points == NULL) {
@@ -263,6 +292,11 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
                 (mls_plan_point){chain->activation_bytes[0] + used, plain + value};
             last = value;
         }
+    }
+    if (last > 0) { /* rounded up, the plain run exceeds its own bytes */
+        const mls_plan_point kept = {chain->activation_bytes[0] + bytes, plain};
+        count -= count > 0 && points[count - 1].memory == kept.memory ? 1 : 0;
+        points[count++] = kept;
     }
     *out = (mls_plan_curve){points, count, MLS_PLAN_BY_SLOTS, (size_t)slots};
     return MLS_OK;
@@ -319,15 +353,15 @@ mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request
 {
     mls_plan_request r = *request;
     size_t slots = r.slots;
+    bool plain;
     r.budget_bytes = INT64_MAX;
-    mls_code code = cut_budget(chain, &r, st);
+    mls_code code = cut_budget(chain, &r, &plain, st);
     if (code == MLS_OK && slots == 0) {
         code = curve_exact(chain, &r, out, st);
         if (code != MLS_E_SIZE) {
             return code;
         }
-        slots = slots_that_fit(chain->blocks, MLS_PLAN_AUTO_SLOTS);
-        slots = slots == 0 ? 1 : slots;
+        slots = slots_instead(chain->blocks);
         code = MLS_OK;
     }
     return code == MLS_OK ? curve_by_slots(chain, &r, slots, out, st) : code;

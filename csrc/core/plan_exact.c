@@ -36,6 +36,7 @@ typedef struct points {
 
 /* What one thread needs for itself. */
 typedef struct scratch {
+    atomic_bool taken;
     option *options;
     size_t option_count;
     uint16_t *lists; /* for each interval, the options that matter in it */
@@ -54,7 +55,7 @@ typedef struct solver {
     double noise;               /* seconds that are rounding and nothing else */
     scratch *scratches;
     size_t tasks;
-    atomic_size_t next, points;
+    atomic_size_t points;
     atomic_int failed; /* an mls_code */
 } solver;
 
@@ -360,24 +361,32 @@ static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
     return keep(v, &w->front, mls_plan_cell(c->blocks, s, t));
 }
 
-/* A thread's share of a diagonal. */
-static void work(void *context, size_t task)
+/* What nobody works with; there are as many as there are threads. */
+static scratch *take_scratch(solver *v)
+{
+    for (size_t i = 0;; i = (i + 1) % v->tasks) {
+        if (!atomic_exchange(&v->scratches[i].taken, true)) {
+            return &v->scratches[i];
+        }
+    }
+}
+
+/* One segment of a diagonal. */
+static void work(void *context, size_t s)
 {
     solver *v = context;
-    const size_t count = v->costs->blocks - v->length;
-    for (;;) {
-        const size_t s = atomic_fetch_add(&v->next, 1);
-        if (s >= count || atomic_load(&v->failed) != MLS_OK) {
-            return;
-        }
-        if (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context)) {
-            atomic_store(&v->failed, MLS_E_STOPPED);
-            return;
-        }
-        const mls_code code = solve(v, &v->scratches[task], s, s + v->length);
-        if (code != MLS_OK) {
-            atomic_store(&v->failed, (int)code);
-        }
+    if (atomic_load(&v->failed) != MLS_OK) {
+        return;
+    }
+    if (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context)) {
+        atomic_store(&v->failed, MLS_E_STOPPED);
+        return;
+    }
+    scratch *w = take_scratch(v);
+    const mls_code code = solve(v, w, s, s + v->length);
+    atomic_store(&w->taken, false);
+    if (code != MLS_OK) {
+        atomic_store(&v->failed, (int)code);
     }
 }
 
@@ -386,12 +395,8 @@ static void run_diagonals(solver *v, mls_pool *pool)
     enum { WORTH = 24 }; /* blocks from which on helpers are worth waking */
     const size_t n = v->costs->blocks;
     for (v->length = 0; v->length < n; v->length++) {
-        atomic_store(&v->next, 0);
-        if (n < WORTH || v->length == 0 || n - v->length < v->tasks) {
-            work(v, 0);
-        } else {
-            mls_pool_run(pool, work, v, v->tasks);
-        }
+        const bool alone = n < WORTH || v->length == 0;
+        mls_pool_run(alone ? NULL : pool, work, v, n - v->length);
         if (atomic_load(&v->failed) != MLS_OK) {
             return;
         }

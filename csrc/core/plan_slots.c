@@ -34,12 +34,11 @@ typedef struct solver {
     mls_plan_table *table;
     mls_poll poll;
     size_t n, entries;
-    uint32_t *shift;        /* activations, in slots */
-    int32_t *need;          /* by mls_plan_cell: first entry that is finite */
-    int32_t *full;          /* by mls_plan_cell: first entry without recomputation */
-    int32_t *sweep;         /* by mls_plan_cell: largest forward peak of s .. t */
-    size_t tasks, distance; /* of the large tiles at hand from the diagonal */
-    atomic_size_t next;
+    uint32_t *shift; /* activations, in slots */
+    int32_t *need;   /* by mls_plan_cell: first entry that is finite */
+    int32_t *full;   /* by mls_plan_cell: first entry without recomputation */
+    int32_t *sweep;  /* by mls_plan_cell: largest forward peak of s .. t */
+    size_t distance; /* of the large tiles at hand from the diagonal */
     atomic_bool stopped;
 } solver;
 
@@ -348,17 +347,27 @@ static void finish_small(const solver *v, size_t s, size_t t, size_t early, size
     }
 }
 
-/* A large tile; false where it was stopped. */
-static bool fill_large(solver *v, size_t s, size_t t)
+/* Whether to go on; asked often enough for a person who waits. */
+static bool go_on(solver *v)
+{
+    if (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context)) {
+        atomic_store(&v->stopped, true);
+    }
+    return !atomic_load(&v->stopped);
+}
+
+/* A large tile, unless it is stopped.  To clear it is work too: its pages are new. */
+static void fill_large(solver *v, size_t s, size_t t)
 {
     const size_t padded = v->table->padded;
     const size_t s_end = fewest(s + LARGE, padded), t_end = fewest(t + LARGE, padded);
+    if (!go_on(v)) {
+        return;
+    }
     clear_tile(v, s, t, s_end, t_end);
     for (size_t k = s_end; s < t && k <= t; k += LARGE) {
-        if (atomic_load(&v->stopped) ||
-            (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context))) {
-            atomic_store(&v->stopped, true);
-            return false;
+        if (!go_on(v)) {
+            return;
         }
         multiply_large(v, s, t, s_end, t_end, k, fewest(k + LARGE, t + 1));
     }
@@ -369,22 +378,13 @@ static bool fill_large(solver *v, size_t s, size_t t)
             finish_small(v, i - SMALL, l, early, late);
         }
     }
-    return true;
 }
 
-/* A thread's share of a diagonal. */
-static void work(void *context, size_t task)
+/* One large tile of a diagonal. */
+static void work(void *context, size_t index)
 {
-    (void)task;
     solver *v = context;
-    const size_t larges = (v->table->padded + LARGE - 1) / LARGE;
-    for (;;) {
-        const size_t i = atomic_fetch_add(&v->next, 1);
-        if (i + v->distance >= larges ||
-            !fill_large(v, i * LARGE, (i + v->distance) * LARGE)) {
-            return;
-        }
-    }
+    fill_large(v, index * LARGE, (index + v->distance) * LARGE);
 }
 
 /* ---- all of it ---- */
@@ -453,12 +453,7 @@ static void run_diagonals(solver *v, mls_pool *pool)
     enum { WORTH = 64 }; /* blocks from which on helpers are worth waking */
     const size_t larges = (v->table->padded + LARGE - 1) / LARGE;
     for (v->distance = 0; v->distance < larges; v->distance++) {
-        atomic_store(&v->next, 0);
-        if (v->n < (size_t)WORTH || larges - v->distance == 1) {
-            work(v, 0);
-        } else {
-            mls_pool_run(pool, work, v, v->tasks);
-        }
+        mls_pool_run(v->n < (size_t)WORTH ? NULL : pool, work, v, larges - v->distance);
         if (atomic_load(&v->stopped)) {
             return;
         }
@@ -473,8 +468,7 @@ mls_code mls_plan_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool
                 .table = out,
                 .poll = poll,
                 .n = costs->blocks,
-                .entries = (size_t)costs->budget + 1,
-                .tasks = pool == NULL ? 1 : mls_pool_threads(pool)};
+                .entries = (size_t)costs->budget + 1};
     mls_code code = MLS_OK;
     if (!make_tables(&v, out)) {
         code = mls_fail(st, MLS_E_MEMORY,

@@ -39,9 +39,9 @@ static void bad_entries_are_named(void)
     CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
     CHECK(strstr(st.text, "backward_seconds[0]") != NULL);
     small_chain(&c);
-    c.temporary[2][1] = -7;
+    c.temporary[2][1] = -27;
     CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "backward_temporary_bytes[1] is -7") != NULL);
+    CHECK(strstr(st.text, "backward_temporary_bytes[1] is -27") != NULL);
     small_chain(&c);
     c.saved[0] = 19;
     CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
@@ -144,8 +144,8 @@ static void what_a_step_lacks_is_said(void)
             S(LOAD, 0));
     REFUSED("step 3, save 0: saved 0 is there already", S(SAVE, 0), S(OFFLOAD, 0),
             S(DROP, 1), S(SAVE, 0));
-    REFUSED("step 4, backward 1: activation 1 is not there", S(FORWARD, 0), S(SAVE, 1),
-            S(DROP, 1), S(DROP, 2));
+    REFUSED("step 3, backward 1: activation 1 is not there", S(FORWARD, 0), S(SAVE, 1),
+            S(DROP, 1), S(BACKWARD, 1));
 }
 
 static void schedules_begin_and_end_as_they_must(void)

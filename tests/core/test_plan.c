@@ -114,6 +114,9 @@ static void tables_that_are_too_large_are_refused(void)
     double *seconds = calloc(BLOCKS, sizeof *seconds);
     int64_t *bytes = calloc(BLOCKS + 1, sizeof *bytes);
     REQUIRE(seconds != NULL && bytes != NULL);
+    for (size_t i = 0; i <= BLOCKS; i++) {
+        bytes[i] = 1;
+    }
     const mls_chain chain = {BLOCKS, seconds, seconds, bytes, bytes, bytes,
                              bytes,  bytes,   bytes,   0,     0};
     const mls_plan_request request = request_of(10, 100000, false);

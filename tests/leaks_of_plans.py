@@ -1,0 +1,107 @@
+"""What `test_leaks` calls of plans: chains, schedules, curves, and what is refused."""
+
+import pickle
+
+import numpy as np
+from leak_cases import case, each, raises
+
+from mlstate import _core, activation, errors
+
+
+def chain_of(blocks, **options):
+    """A chain whose blocks differ, with names."""
+    rng = np.random.default_rng(3)
+    activation_bytes = rng.integers(100, 1000, blocks + 1)
+    return activation.Chain(
+        rng.random(blocks),
+        rng.random(blocks),
+        activation_bytes,
+        activation_bytes[1:] + rng.integers(0, 3000, blocks),
+        names=[f"block {i}" for i in range(blocks)],
+        **options,
+    )
+
+
+@case("Chain", "Chain.to_json", "Chain.from_json")
+def chains(_):
+    chain = chain_of(9)
+    seconds = np.ones(9)
+
+    def use():
+        made = activation.Chain.from_json(chain.to_json())
+        assert made == pickle.loads(pickle.dumps(chain)) and hash(made) == hash(chain)
+        assert made.plain_peak_bytes >= made.least_budget_bytes > 0
+        repr(made), str(made), made._repr_html_()
+        activation.Chain(seconds, seconds, np.ones(10, np.int64), np.ones(9, np.int64))
+
+    return use, [chain, seconds, *chain._arrays[:8]]
+
+
+@case(
+    "plan",
+    "Plan",
+    "Plan.steps",
+    "Plan.simulate",
+    "Plan.report",
+    "Plan.to_json",
+    "Plan.from_json",
+    "Simulation",
+    "Step",
+    calls=60,
+)
+def plans(_):
+    chain = chain_of(9, offload_bytes_per_second=1e5, load_bytes_per_second=1e5)
+    budget = (chain.least_budget_bytes + chain.plain_peak_bytes) // 2
+
+    def use():
+        for options in ({}, {"slots": 40}, {"offload": True}, {"slots": 1}):
+            made = activation.plan(chain, budget, **options)
+            assert activation.Plan.from_json(made.to_json()) == made
+            made.simulate(), made.report(), repr(made), made._repr_html_(), hash(made)
+            assert len(made.kept) + len(made.recomputed) <= len(made.steps())
+        activation.plan(chain, chain.plain_peak_bytes)
+        activation.Simulation(*made.simulate())
+        activation.Step("save", 1)
+
+    return use, [chain, *chain._arrays[:8]]
+
+
+@case("pareto", "Pareto", "Pareto.plan", calls=60)
+def curves(_):
+    chain = chain_of(7)
+
+    def use():
+        for slots in (None, 30):
+            curve = activation.pareto(chain, slots=slots)
+            assert len(list(curve)) == len(curve)
+            curve.plan(0), repr(curve), str(curve), curve._repr_html_()
+        activation.Pareto(chain)
+
+    return use, [chain, *chain._arrays[:8]]
+
+
+@case()
+def refused_plans(_):
+    chain = chain_of(6)
+    arrays = chain._arrays
+    bad = np.zeros((3, 2), np.float32)
+    steps = np.full((1, 2), 9, np.int32)
+    return each(
+        raises(errors.CapacityError, activation.plan, chain, 5),
+        raises(errors.CapacityError, activation.plan, chain, 5, slots=9),
+        raises(errors.CapacityError, activation.plan, chain, 1 << 70),
+        raises(ValueError, activation.plan, chain, -5),
+        raises(TypeError, activation.plan, chain, 1.5),
+        raises(ValueError, activation.plan, chain, 5, offload=True),
+        raises(ValueError, activation.Plan, chain, [("save", 1)]),
+        raises(ValueError, activation.Chain, [1], [-1], [1, 1], [1]),
+        raises(ValueError, activation.Chain.from_json, "{}"),
+        raises(TypeError, _core.chain_check, arrays[:5]),
+        raises(TypeError, _core.chain_check, (*arrays[:4], bad, *arrays[5:])),
+        raises(TypeError, _core.chain_check, (*arrays[:9], "fast")),
+        raises(TypeError, _core.chain_simulate, arrays, bad, True),
+        raises(ValueError, _core.chain_simulate, arrays, steps, True),
+        raises(TypeError, _core.plan_make, arrays, 5, "many", False),
+        raises(TypeError, _core.plan_pareto, None, 5, False),
+        raises(TypeError, _core.plan_least, arrays),
+    ), [chain, bad, steps, *arrays[:8]]

@@ -1,0 +1,430 @@
+"""Plans of the core against the judge in plain Python, budgets, curves, and bad input."""
+
+import json
+import pickle
+import signal
+import threading
+import time
+
+import numpy as np
+import plan_model
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mlstate
+from mlstate.activation import Chain, Plan, Step, pareto, plan
+from mlstate.errors import CapacityError
+
+
+def chain_of(model):
+    positional, named = model.arguments()
+    return Chain(*positional, **named)
+
+
+def random_chain(blocks, seed=0, **options):
+    """A chain with sizes like those of a real model."""
+    rng = np.random.default_rng(seed)
+    activation = rng.integers(1_000_000, 10_000_000, blocks + 1)
+    temporary = {
+        f"{name}_temporary_bytes": rng.integers(0, 3_000_000, blocks)
+        for name in ("forward", "saving", "backward")
+    }
+    return Chain(
+        rng.random(blocks) + 0.1,
+        rng.random(blocks) + 0.2,
+        activation,
+        activation[1:] + rng.integers(0, 30_000_000, blocks),
+        **temporary,
+        **options,
+    )
+
+
+def uniform(blocks):
+    return Chain([1] * blocks, [2] * blocks, [10] * (blocks + 1), [40] * blocks)
+
+
+# ---- the judge ----
+
+
+def check(model, budget, best, **options):
+    """One plan: valid for the judge too, within the budget, as fast as it can be."""
+    chain = chain_of(model)
+    if best is None:
+        with pytest.raises(CapacityError, match="fits a budget"):
+            plan(chain, budget, **options)
+        return
+    made = plan(chain, budget, **options)
+    seen = plan_model.simulate(model, made.steps())
+    assert seen.peak_bytes == made.predicted_peak_bytes <= budget
+    assert seen.total_seconds == pytest.approx(made.predicted_seconds)
+    mine = made.simulate()
+    assert mine.before_bytes.tolist() == seen.before
+    assert mine.peak_bytes.tolist() == seen.most
+    assert mine.after_bytes.tolist() == seen.after
+    np.testing.assert_allclose(mine.seconds, seen.seconds)
+    if options.get("slots") is None:
+        assert made.exact
+        assert made.predicted_seconds == pytest.approx(best, rel=1e-12)
+    else:
+        assert made.predicted_seconds >= best - 1e-9
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offload"])
+def test_plans_of_random_chains_are_the_fastest_of_their_class(offload):
+    rng = np.random.default_rng(7)
+    for model in plan_model.random_chains(11, 500, most_blocks=6, rates=offload):
+        front = plan_model.persistent_front(model, offload)
+        budgets = plan_model.budgets_of(front)
+        for budget in rng.choice(budgets, min(3, len(budgets)), replace=False).tolist():
+            best = plan_model.fastest(front, budget)
+            check(model, budget, best, offload=offload)
+            check(model, budget, best, offload=offload, slots=int(rng.integers(1, 60)))
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan_model.chains(most_blocks=5, rates=True), st.integers(0, 900), st.booleans())
+def test_any_budget(model, budget, offload):
+    best = plan_model.fastest(plan_model.persistent_front(model, offload), budget)
+    check(model, budget, best, offload=offload)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan_model.chains(most_blocks=5, rates=True), st.booleans())
+def test_the_curve_is_that_of_the_judge(model, offload):
+    curve = pareto(chain_of(model), offload=offload)
+    front = plan_model.persistent_front(model, offload)
+    assert curve.exact
+    assert curve.budget_bytes.tolist() == [peak for peak, _ in front]
+    np.testing.assert_allclose(curve.seconds, [seconds for _, seconds in front], rtol=1e-12)
+
+
+# ---- budgets ----
+
+
+@pytest.mark.parametrize("slots", [None, 1, 7, 500])
+def test_the_least_budget_is_named_and_is_enough(slots):
+    for seed in range(5):
+        chain = random_chain(12, seed)
+        with pytest.raises(CapacityError) as caught:
+            plan(chain, 1_000_000, slots=slots)
+        least = int(caught.value.expected)
+        assert least == chain.least_budget_bytes == pareto(chain)[0][0]
+        assert caught.value.got == "1000000"
+        assert plan(chain, least, slots=slots).predicted_peak_bytes == least
+        with pytest.raises(CapacityError, match=str(least)):
+            plan(chain, least - 1, slots=slots)
+
+
+@pytest.mark.parametrize("slots", [None, 3, 500])
+def test_a_large_budget_recomputes_nothing(slots):
+    chain = random_chain(40)
+    for budget in (chain.plain_peak_bytes, 2**63 - 1):
+        made = plan(chain, budget, slots=slots)
+        assert made.predicted_peak_bytes == chain.plain_peak_bytes
+        assert made.predicted_seconds == pytest.approx(chain.plain_seconds)
+        assert made.overhead == pytest.approx(0) and made.exact
+        assert made.kept == list(range(40)) and made.recomputed == []
+
+
+def test_one_byte_less_than_the_plain_peak_is_not_enough_for_the_plain_run():
+    chain = random_chain(10)
+    made = plan(chain, chain.plain_peak_bytes - 1)
+    assert made.recomputed and made.predicted_seconds > chain.plain_seconds
+
+
+@pytest.mark.parametrize("budget", [-1, -(2**63)])
+def test_negative_budgets(budget):
+    with pytest.raises(ValueError, match="negative"):
+        plan(uniform(3), budget)
+
+
+@pytest.mark.parametrize("budget", [float("nan"), 1e6, "1 GB", None])
+def test_budgets_are_integers(budget):
+    with pytest.raises(TypeError):
+        plan(uniform(3), budget)
+
+
+def test_a_budget_of_nothing_is_too_small():
+    with pytest.raises(CapacityError, match="least that is enough is"):
+        plan(uniform(3), 0)
+    with pytest.raises(CapacityError, match="64 bits"):
+        plan(uniform(3), 2**63)
+
+
+def test_blocks_without_bytes_fit_into_nothing():
+    chain = Chain([1, 2, 3], [1, 1, 1], [0] * 4, [0] * 3)
+    assert plan(chain, 0).predicted_seconds == 9
+    assert list(pareto(chain)) == [(0, 9.0)]
+
+
+def test_one_block():
+    chain = Chain([1.5], [2], [8, 4], [20])
+    assert plan(chain, 40).steps() == [Step("save", 0), Step("backward", 0)]
+    assert list(pareto(chain)) == [(40, 3.5)]
+    with pytest.raises(CapacityError, match="40 bytes"):
+        plan(chain, 39)
+
+
+def test_sizes_near_the_largest_number():
+    huge = 2**59 + 1
+    chain = Chain([1, 1], [1, 1], [0, 5, 0], [huge, huge], gradient_bytes=[0, 0, 0])
+    for slots in (None, 1000):
+        assert plan(chain, 2 * huge, slots=slots).overhead == 0
+        tight = plan(chain, 2 * huge - 1, slots=slots)
+        assert tight.recomputed == [0] and tight.predicted_peak_bytes == huge + 5
+        with pytest.raises(CapacityError, match=str(huge + 5)):
+            plan(chain, huge + 4, slots=slots)
+    with pytest.raises(CapacityError, match="62 bits"):
+        Chain([1, 1], [1, 1], [0, 2**61, 0], [2**61, 2**61])
+
+
+# ---- slots ----
+
+
+def test_more_slots_are_no_worse_than_few():
+    chain = random_chain(60)
+    budget = chain.plain_peak_bytes * 2 // 5
+    exact = plan(chain, budget)
+    fine, coarse = (plan(chain, budget, slots=n) for n in (2000, 50))
+    assert exact.exact and not fine.exact and "2000 slots" in fine.method
+    assert exact.predicted_seconds <= fine.predicted_seconds <= coarse.predicted_seconds
+    assert fine.predicted_seconds < 1.02 * exact.predicted_seconds
+    assert max(p.predicted_peak_bytes for p in (exact, fine, coarse)) <= budget
+
+
+def test_long_chains_are_planned_by_slots():
+    chain = random_chain(520)
+    made = plan(chain, chain.plain_peak_bytes // 8, slots=40)
+    assert made.predicted_peak_bytes <= chain.plain_peak_bytes // 8
+    assert "slots" in made.method
+
+
+def test_slots_that_make_no_sense():
+    with pytest.raises(ValueError, match="choose at least 1"):
+        plan(uniform(3), 100, slots=0)
+    with pytest.raises(ValueError, match="choose 1 to"):
+        plan(uniform(3), 100, slots=1 << 40)
+    with pytest.raises(TypeError):
+        plan(uniform(3), 100, slots=1.5)
+    long = uniform(3000)
+    with pytest.raises(CapacityError, match="choose at most"):
+        plan(long, 10_000, slots=100_000)
+    with pytest.raises(ValueError, match="at most 8192"):
+        plan(uniform(8193), 10_000)
+
+
+def test_unknown_classes_and_offloading_without_a_host():
+    with pytest.raises(ValueError, match="persistent, any"):
+        plan(uniform(3), 1000, schedules="best")
+    for call in (pareto, lambda chain, **options: plan(chain, 1000, **options)):
+        with pytest.raises(ValueError, match="has no rates"):
+            call(uniform(3), offload=True)
+
+
+# ---- offloading ----
+
+
+def test_offloading_pays_where_the_host_is_near():
+    rates = {"offload_bytes_per_second": 1e12, "load_bytes_per_second": 1e12}
+    chain = random_chain(10, **rates)
+    budget = chain.plain_peak_bytes // 2
+    plain, moved = plan(chain, budget), plan(chain, budget, offload=True)
+    assert moved.offloaded and not plain.offloaded
+    assert moved.predicted_seconds < plain.predicted_seconds
+    assert moved.predicted_seconds == pytest.approx(chain.plain_seconds, rel=1e-3)
+    assert set(moved.kept).isdisjoint(moved.offloaded)
+    curve = pareto(chain, offload=True)
+    assert len(curve) > 1 and curve.plan(0).predicted_peak_bytes == curve[0][0]
+
+
+def test_a_far_host_is_left_alone():
+    rates = {"offload_bytes_per_second": 1.0, "load_bytes_per_second": 1.0}
+    chain = random_chain(10, **rates)
+    budget = chain.plain_peak_bytes // 2
+    made = plan(chain, budget, offload=True)
+    assert made.offloaded == []
+    assert made.predicted_seconds == pytest.approx(plan(chain, budget).predicted_seconds)
+
+
+# ---- curves ----
+
+
+def test_each_point_of_the_curve_is_a_plan():
+    chain = random_chain(14)
+    curve = pareto(chain)
+    assert curve[-1] == (chain.plain_peak_bytes, pytest.approx(chain.plain_seconds))
+    for i in range(len(curve)):
+        made = curve.plan(i)
+        assert made.predicted_peak_bytes == curve[i][0]
+        assert made.predicted_seconds == pytest.approx(curve[i][1])
+    with pytest.raises(IndexError):
+        curve.plan(len(curve))
+    assert not curve.seconds.flags.writeable
+
+
+def test_a_curve_by_slots_lies_above_the_exact_one():
+    chain = random_chain(14)
+    exact, rough = pareto(chain), pareto(chain, slots=100)
+    assert not rough.exact and len(rough) > 10
+    assert rough[-1] == (chain.plain_peak_bytes, pytest.approx(chain.plain_seconds))
+    for budget, seconds in rough:
+        best = exact.seconds[exact.budget_bytes <= budget].min()
+        assert best <= seconds * (1 + 1e-6)
+    assert rough.plan(3).predicted_peak_bytes <= rough[3][0]
+
+
+def test_curves_are_shown():
+    curve = pareto(random_chain(14))
+    text, page = str(curve), curve._repr_html_()
+    assert text.startswith("14 blocks: ") and "of plain peak" in text
+    assert text.count("\n") <= 42 and len(page) < 30_000
+    assert "found to the byte" in repr(curve)
+
+
+# ---- chains and plans as objects ----
+
+
+def test_chains_are_frozen_copies():
+    seconds = np.ones(3)
+    chain = Chain(seconds, [2] * 3, [10] * 4, [40] * 3, names=["a", "b<i>", "c"])
+    seconds[:] = 5
+    assert chain.plain_seconds == 9
+    with pytest.raises(ValueError, match="read-only"):
+        chain.saved_bytes[0] = 1
+    assert chain.names == ("a", "b<i>", "c") and uniform(2).names == ("0", "1")
+    assert "<i>" not in chain._repr_html_() and "b<i>" in str(chain)
+    for copy in (pickle.loads(pickle.dumps(chain)), Chain.from_json(chain.to_json())):
+        assert copy == chain and hash(copy) == hash(chain)
+    assert chain != uniform(3) and chain != 3
+
+
+def bad_chain(**changes):
+    good = {
+        "forward_seconds": [1, 1],
+        "backward_seconds": [1, 1],
+        "activation_bytes": [10, 10, 10],
+        "saved_bytes": [20, 20],
+    }
+    return Chain(**good | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"forward_seconds": [1, float("nan")]}, r"forward_seconds\[1\] is nan"),
+        ({"backward_seconds": [-1, 1]}, r"backward_seconds\[0\] is -1"),
+        ({"backward_seconds": [float("inf"), 1]}, r"backward_seconds\[0\] is inf"),
+        ({"saved_bytes": [20, -1]}, r"saved_bytes\[1\] is -1"),
+        ({"saved_bytes": [20, 9]}, "contains its output"),
+        ({"saved_bytes": [20]}, "saved_bytes has 1 entries"),
+        ({"activation_bytes": [10, 10]}, "activation_bytes has 2 entries"),
+        ({"gradient_bytes": [10, 10, -3]}, r"gradient_bytes\[2\] is -3"),
+        ({"forward_temporary_bytes": [0, -5]}, r"forward_temporary_bytes\[1\] is -5"),
+        ({"backward_temporary_bytes": [0, -11]}, r"backward_temporary_bytes\[1\] is -11"),
+        ({"saved_bytes": [[20, 20]]}, r"shape \(1, 2\)"),
+        ({"names": ["a"]}, "1 names for 2 blocks"),
+        ({"offload_bytes_per_second": 5.0}, "give both"),
+        ({"offload_bytes_per_second": 0.0}, "above 0"),
+        ({"load_bytes_per_second": float("nan")}, "above 0"),
+    ],
+)
+def test_chains_that_make_no_sense(changes, text):
+    with pytest.raises(ValueError, match=text):
+        bad_chain(**changes)
+
+
+def test_chains_of_wrong_types_and_none_at_all():
+    with pytest.raises(TypeError, match="saved_bytes holds float64"):
+        bad_chain(saved_bytes=[20.0, 20.0])
+    with pytest.raises(TypeError, match="names of blocks are str"):
+        bad_chain(names=[1, 2])
+    with pytest.raises(ValueError, match="63 bits"):
+        bad_chain(saved_bytes=np.array([2**63, 1], np.uint64))
+    with pytest.raises(ValueError, match="a chain of 0 blocks"):
+        Chain([], [], [1], [])
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"format": "other"}', '{"forward_seconds": [1], "x": 2}', "nonsense"]
+)
+def test_json_that_is_no_chain_or_plan(text):
+    for read in (Chain.from_json, Plan.from_json):
+        with pytest.raises(ValueError):
+            read(text)
+
+
+def test_plans_come_back_from_json():
+    chain = random_chain(12)
+    made = plan(chain, chain.plain_peak_bytes // 2)
+    back = Plan.from_json(made.to_json())
+    assert back == made and hash(back) == hash(made) and back.exact
+    assert back.steps() == made.steps() and back.report() == made.report()
+    document = json.loads(made.to_json())
+    document["steps"][3][0] = "leap"
+    with pytest.raises(ValueError, match="'leap' is no kind of step"):
+        Plan.from_json(json.dumps(document))
+    document["steps"] = document["steps"][:2]
+    with pytest.raises(ValueError, match="12 backward passes to go"):
+        Plan.from_json(json.dumps(document))
+
+
+def test_plans_by_hand_are_checked():
+    steps = [("save", 0), ("save", 1), ("backward", 1), ("backward", 0)]
+    assert Plan(uniform(2), steps) == Plan(uniform(2), Plan(uniform(2), steps)._steps)
+    with pytest.raises(ValueError, match="step 1, backward 1: saved 1 is not there"):
+        Plan(uniform(2), [steps[0], steps[2]])
+    with pytest.raises(CapacityError, match="exceeds the budget of 50"):
+        Plan(uniform(2), steps, budget_bytes=50)
+    with pytest.raises(ValueError, match="no such block"):
+        Plan(uniform(2), [("save", 1 << 40)])
+    with pytest.raises(ValueError, match="expected"):
+        Plan(uniform(2), np.zeros((2, 3), np.int32))
+
+
+def test_plans_are_shown():
+    chain = Chain([1] * 4, [2] * 4, [10] * 5, [40] * 4, names=["a", "b", "<c>", "d"])
+    made = plan(chain, 120)
+    assert "without a plan: 12 s, peak 190 B" in made.report()
+    page = made._repr_html_()
+    assert "<c>" not in page and "&lt;c&gt;" in page
+    assert repr(made).startswith("<Plan of 4 blocks: 14 s (+16.7%)")
+
+
+# ---- long searches ----
+
+
+def test_control_c_stops_a_plan_at_once():
+    """The signal comes when the search is under way; what counts is how long it goes on."""
+    chain = random_chain(1500)
+    sent = []
+
+    def interrupt():
+        sent.append(time.perf_counter())
+        signal.raise_signal(signal.SIGINT)
+
+    threads = mlstate.get_num_threads()
+    mlstate.set_num_threads(1)
+    timer = threading.Timer(0.5, interrupt)
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            plan(chain, chain.plain_peak_bytes // 4, slots=400)
+        late = time.perf_counter() - sent[0]
+    finally:
+        timer.join()
+        mlstate.set_num_threads(threads)
+    assert late < 1.0  # a busy machine; 0.1 is what it takes on a quiet one
+
+
+def test_threads_plan_side_by_side():
+    chain = random_chain(40)
+    budget = chain.plain_peak_bytes // 2
+    want = plan(chain, budget)
+    found = []
+    workers = [threading.Thread(target=lambda: found.append(plan(chain, budget))) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert found == [want] * 4
