@@ -6,7 +6,7 @@ import pytest
 import mlstate
 import mlstate.plot
 from mlstate.cli import main
-from mlstate.demo import checkpoints, gradients, story
+from mlstate.demo import activations, checkpoints, gradients, story
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +94,12 @@ def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monk
 
 
 def test_a_change_that_must_not_be_fails_the_command(capsys, monkeypatch):
-    for bad in (None, 0, 1, 2, 3):
-        good = [number != bad for number in range(4)]
+    for bad in (None, 0, 1, 2, 3, 4):
+        good = [number != bad for number in range(5)]
         kept = story.Kept("", good[2])
         reduced = story.Reduced((1.0, 0.0), good[3], [], [])
-        report = story.Report("", good[0], "", [], None, good[1], kept, reduced)
+        planned = story.Planned({}, {}, good[4], "")
+        report = story.Report("", good[0], "", [], None, good[1], kept, reduced, planned)
         monkeypatch.setattr(story, "run", lambda picture, report=report: report)
         assert main(["demo", "--picture", ""]) == (bad is not None)
 
@@ -153,7 +154,7 @@ def test_two_ranks_learn_and_have_the_same_bits(told):
 
 def test_both_ranks_are_told_of_bad_gradients_and_keep_the_others(told):
     report, printed = told
-    part = printed[printed.index("\n14. ") :]
+    part = printed[printed.index("\n14. ") : printed.index("\n\n15. ")]
     assert len(report.reduced.told) == 2
     for rank, text in enumerate(report.reduced.told):
         first, shape, nan = text.splitlines()
@@ -180,4 +181,37 @@ def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, where):
     lines = []
     reduced = story.run(None, say=lines.append).reduced
     assert not reduced.identical
+    assert sum("DIFFERENT" in line for line in lines) == 1
+
+
+def test_plans_take_the_memory_that_they_predict_and_give_the_same_bits(told):
+    report, printed = told
+    planned = report.planned
+    assert planned.identical
+    for predicted, measured in planned.peaks.values():
+        assert predicted <= measured < 1.01 * predicted
+    peaks = {label: measured for label, (_, measured) in planned.peaks.items()}
+    assert peaks["plan, the same peak"] < 0.6 * peaks["keep everything"]
+    assert peaks["plan, middle budget"] < 0.8 * peaks["keep everything"]
+    overheads = planned.overheads
+    assert overheads["plan, the same peak"] < 0.61 * overheads["every block again"]
+    part = printed[printed.index("\n15. ") :]
+    assert "every block again    +33.3%" in part
+    assert "gradients of all four: bit-identical" in part
+    assert "the least that is enough is 6815744 bytes" in planned.refused
+    assert planned.refused in part
+
+
+def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch):
+    real = activations._run
+
+    def other(made, blocks, x):
+        peak = real(made, blocks, x)
+        if made.recomputed == [1, 3]:
+            blocks[3].gradients[0][0, 0] += 1
+        return peak
+
+    monkeypatch.setattr(activations, "_run", other)
+    lines = []
+    assert not story.run(None, say=lines.append).planned.identical
     assert sum("DIFFERENT" in line for line in lines) == 1

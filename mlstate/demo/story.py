@@ -3,8 +3,8 @@
 A small character model, trained on Python's own library, runs in NumPy. Its cache travels
 between the states of two real Core ML packages as it would on a Mac: prefill with a context
 of 512, compact to 256, generate until that is full, expand to 512, go on. Then its weights
-are loaded from a checkpoint with other names, and kept in one that survives a flipped bit. At
-last two ranks reduce gradients, some of which are bad.
+are loaded from a checkpoint with other names, and kept in one that survives a flipped bit. Two
+ranks reduce gradients, some of which are bad. At last a network runs within a memory budget.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..kv import (
     transition_coreml_state,
     transition_kv_state,
 )
+from .activations import Planned, show_activations
 from .checkpoints import Kept, show_checkpoints
 from .gradients import Reduced, show_gradients
 from .model import CharModel
@@ -71,6 +72,8 @@ class Report(NamedTuple):
         What was found of a damaged checkpoint, and whether an older one took its place.
     reduced : Reduced
         What two ranks made of their gradients, and were told of the bad ones.
+    planned : Planned
+        What a network took within a memory budget, and whether its gradients were the same.
     """
 
     text: str
@@ -81,6 +84,7 @@ class Report(NamedTuple):
     untouched: bool
     kept: Kept
     reduced: Reduced
+    planned: Planned
 
 
 class _Story:
@@ -254,7 +258,7 @@ def run(
     Report
         Text, whether every transition left the logits bit-identical, the refusal, the
         stages, the picture's path (None where matplotlib is missing), and how the
-        checkpoints and the gradients fared.
+        checkpoints, the gradients and the memory budget fared.
 
     Examples
     --------
@@ -274,6 +278,9 @@ def run(
         loaded = show_weights(data / "model.safetensors", say)
         kept = show_checkpoints(loaded.state, say)
         reduced = show_gradients(story.model, loaded.state["embed.weight"], say)
+        planned = show_activations(story.model, loaded.state["embed.weight"], say)
     drawn = _draw(story.stages, None if picture is None else Path(picture), say)
     untouched = loaded.untouched
-    return Report(text, story.identical, refused, story.stages, drawn, untouched, kept, reduced)
+    return Report(
+        text, story.identical, refused, story.stages, drawn, untouched, kept, reduced, planned
+    )

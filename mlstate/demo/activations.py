@@ -1,0 +1,187 @@
+"""The demo's fifth part: a network within a memory budget.
+
+Ten blocks of NumPy read the demo's own source code; some merge neighbouring characters, so that
+the first blocks need most memory. Plans say which of them to compute again in the backward pass,
+and the memory that NumPy really takes is measured.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from importlib import resources
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..activation import Chain, IntervalStrategy, Plan, plan
+from ..errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .._types import NDArray
+    from .model import CharModel
+
+__all__ = ["Planned", "show_activations"]
+
+CHARACTERS, HIDDEN, BLOCKS, SEED = 2048, 256, 10, 0
+MERGE = (2, 5, 8)  # blocks that make one position of two
+SECONDS = 1e-9  # of one multiplication: times are counted, so that every machine plans the same
+FLOAT = 4
+MIB = 1024.0**2
+
+
+class Planned(NamedTuple):
+    """What plans made of a network.
+
+    Attributes
+    ----------
+    peaks : dict of str to (int, int)
+        Of each way to run it: predicted and measured bytes.
+    overheads : dict of str to float
+        Predicted time over that of the plain run, less one.
+    identical : bool
+        Whether all ways gave the same bits for all gradients.
+    refused : str
+        What the planner said of too small a budget.
+    """
+
+    peaks: dict[str, tuple[int, int]]
+    overheads: dict[str, float]
+    identical: bool
+    refused: str
+
+
+class _Block:
+    """Two matrices with a tanh between them; `merge` lays two positions side by side first."""
+
+    def __init__(self, generator: np.random.Generator, width: int, merge: bool) -> None:
+        inside = 2 * width if merge else width
+        self.first: NDArray = generator.standard_normal((inside, HIDDEN), np.float32)
+        self.first /= np.float32(inside**0.5)
+        self.second: NDArray = generator.standard_normal((HIDDEN, width), np.float32)
+        self.second /= np.float32(HIDDEN**0.5)
+        self.gradients = [np.zeros_like(self.first), np.zeros_like(self.second)]
+
+    def forward(self, x: NDArray) -> tuple[NDArray, NDArray]:
+        """Return the output, and what the backward pass needs beside it and the input."""
+        hidden = x.reshape(-1, len(self.first)) @ self.first
+        np.tanh(hidden, out=hidden)
+        return hidden @ self.second, hidden
+
+    def backward(self, x: NDArray, hidden: NDArray, gradient: NDArray) -> NDArray:
+        """Fill the gradients of the matrices; return that of the input. Overwrites `hidden`."""
+        inner = gradient @ self.second.T
+        np.matmul(hidden.T, gradient, out=self.gradients[1])
+        np.square(hidden, out=hidden)
+        np.subtract(1, hidden, out=hidden)
+        inner *= hidden
+        np.matmul(x.reshape(-1, len(self.first)).T, inner, out=self.gradients[0])
+        return (inner @ self.first.T).reshape(x.shape)
+
+
+def _chain(width: int) -> Chain:
+    """Count what the blocks cost: multiplications and bytes."""
+    rows = [CHARACTERS]
+    for i in range(BLOCKS):
+        rows.append(rows[-1] // 2 if i in MERGE else rows[-1])
+    inside = [2 * width if i in MERGE else width for i in range(BLOCKS)]
+    forward = [rows[i + 1] * HIDDEN * (inside[i] + width) * SECONDS for i in range(BLOCKS)]
+    hidden = [rows[i + 1] * HIDDEN * FLOAT for i in range(BLOCKS)]
+    outputs = [n * width * FLOAT for n in rows]
+    return Chain(
+        forward,
+        [2 * seconds for seconds in forward],
+        outputs,
+        [h + o for h, o in zip(hidden, outputs[1:], strict=True)],
+        forward_temporary_bytes=hidden,
+        backward_temporary_bytes=hidden,
+    )
+
+
+def _run(made: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
+    """Take a plan's steps; return the most memory that NumPy had meanwhile, `x` included."""
+    activations: dict[int, NDArray] = {0: x}
+    saved: dict[int, NDArray] = {}
+    gradient: NDArray | None = None
+    tracemalloc.start()
+    for kind, i in made.steps():
+        if kind == "drop":
+            del activations[i]
+        elif kind == "backward":
+            if gradient is None:
+                gradient = activations[i + 1].copy()  # of half the sum of all squares
+            gradient = blocks[i].backward(activations[i], saved.pop(i), gradient)
+            del activations[i + 1]
+        else:
+            activations[i + 1], hidden = blocks[i].forward(activations[i])
+            if kind == "save":
+                saved[i] = hidden
+            del hidden
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak + x.nbytes
+
+
+def _ways(chain: Chain) -> dict[str, Plan]:
+    """Return plans by what the table calls them."""
+    middle = (chain.plain_peak_bytes + chain.least_budget_bytes) // 2
+    every = Plan.from_strategy(chain, IntervalStrategy(1))
+    return {
+        "keep everything": Plan.from_recomputed(chain, []),
+        "plan, middle budget": plan(chain, middle),
+        "every block again": every,
+        "plan, the same peak": plan(chain, every.predicted_peak_bytes),
+    }
+
+
+def show_activations(model: CharModel, embedding: Any, say: Callable[[str], None]) -> Planned:
+    """Tell the story of a network whose activations are too many.
+
+    Parameters
+    ----------
+    model : CharModel
+        The demo's, for its characters.
+    embedding : ndarray, shape (characters, width)
+        Of its characters.
+    say : callable
+        Gets each line.
+
+    Returns
+    -------
+    Planned
+        Peaks, times, whether gradients had the same bits, and a refusal.
+    """
+    text = (resources.files("mlstate.demo") / "model.py").read_text(encoding="utf-8")
+    tokens = model.encode("".join(c for c in text if c in model.vocabulary)[:CHARACTERS])
+    x = embedding.astype(np.float32)[np.array(tokens)]
+    generator = np.random.default_rng(SEED)
+    blocks = [_Block(generator, x.shape[1], i in MERGE) for i in range(BLOCKS)]
+    chain = _chain(x.shape[1])
+
+    say(f"\n15. A network of {BLOCKS} blocks reads {CHARACTERS} characters, within a memory budget")
+    say("   What the forward pass saves for the backward pass, block by block, MiB:")
+    say("   " + " ".join(f"{nbytes / MIB:.2f}" for nbytes in chain.saved_bytes))
+    say("   Less is kept where some of it is computed again, which takes time:\n")
+    say("   way to run it         time     peak, MiB: predicted  measured  computed again")
+    ways, expected, identical = _ways(chain), None, True
+    peaks = {}
+    for label, made in ways.items():
+        measured = _run(made, blocks, x)
+        peaks[label] = made.predicted_peak_bytes, measured
+        found = b"".join(g.tobytes() for block in blocks for g in block.gradients)
+        expected = expected or found
+        identical = identical and found == expected
+        again = ", ".join(map(str, made.recomputed)) or "-"
+        say(
+            f"   {label:<20} {made.overhead:>+6.1%} {made.predicted_peak_bytes / MIB:>21.2f}"
+            f" {measured / MIB:>9.2f}  {again}"
+        )
+    say(f"\n   gradients of all four: {'bit-identical' if identical else 'DIFFERENT'}")
+    refused = ""
+    try:
+        plan(chain, chain.least_budget_bytes // 2)
+    except CapacityError as error:
+        refused = str(error)
+        say(f"   half of the least budget: CapacityError: {error}")
+    return Planned(peaks, {n: p.overhead for n, p in ways.items()}, identical, refused)
