@@ -17,7 +17,9 @@ from pathlib import Path
 from threading import Thread
 
 import leaks_of_gradients  # noqa: F401 - its cases
+import leaks_of_operators  # noqa: F401 - its cases
 import leaks_of_planned_models  # noqa: F401 - its cases
+import leaks_of_plans  # noqa: F401 - its cases
 import leaks_of_strategies  # noqa: F401 - its cases
 import numpy as np
 import pytest
