@@ -37,6 +37,7 @@ AT_SECOND = "mlstate plan, at Interval(2)'s peak"
 AT_SEQUENTIAL = "mlstate plan, at sequential's peak"
 ANY_SECOND = 'schedules="any", at Interval(2)\'s peak'
 ANY_SEQUENTIAL = 'schedules="any", at sequential\'s peak'
+MINE = (AT_SECOND, ANY_SECOND, AT_SEQUENTIAL, ANY_SEQUENTIAL)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -227,7 +228,7 @@ class Ways:
                 row.extra["error"] = f"{100 * (predicted / way.peak_bytes - 1):+.2f} %"
             if way.clock is not None:
                 row.extra["run again"] = way.runs
-                row.extra["for ms"] = f"{1e3 * middle(way.again):.1f}"
+                row.extra["their ms"] = f"{1e3 * middle(way.again):.1f}"
             row.extra["gradients"] = way.gradients
             if self.buffers:
                 row.extra["buffers"] = way.buffers
