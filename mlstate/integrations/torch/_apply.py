@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ._schedule import Block, Program, Run
+from ._schedule import Block, Program, Run, flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -227,6 +227,7 @@ class PlannedModel:
         self._modules = [block for _, block in found]
         self._program = Program(plan.steps())
         self._options = (folder, observe)
+        self._is_plain = self._program.is_plain and observe is None  # then torch does all
         self._local = threading.local()
         self._compiled: Callable[..., Any] | None = None
         _refuse_overlap(found)
@@ -266,15 +267,16 @@ class PlannedModel:
     ) -> Any:
         import torch
 
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._is_plain:
             return original(*args, **kwargs)
+        leaves, spec = flatten(args, kwargs)
         run = getattr(self._local, "run", None)
         self._local.run = None  # an error ends the pass
-        if run is None or run.next not in positions or not run.matches(args, kwargs):
+        if run is None or run.next not in positions or not run.matches(leaves):
             if 0 not in positions:
                 raise self._astray(run, positions)
             run = Run(self._program, self._blocks, *self._options)
-        out = run.first(args, kwargs)
+        out = run.first(args, kwargs, leaves, spec)
         if run.next < self._program.blocks:
             self._local.run = run
         return out

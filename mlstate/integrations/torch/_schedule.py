@@ -48,6 +48,8 @@ class Program:
         self.keeps = [False] * len(self.steps)  # a later step runs a block on the output
         self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations, by step
         self.keeps_input = self._look_back()
+        self.acts_before = self._between()
+        self.is_plain = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
 
     def _read(self) -> None:
         saved: set[int] = set()
@@ -91,6 +93,14 @@ class Program:
                     self.free_after[at].append(k)
                     wanted[k] = True
         return wanted[0]
+
+    def _between(self) -> list[bool]:
+        """Say before which backward runs there is something to do."""
+        acts = [True] * self.blocks
+        for i in range(self.blocks - 1):
+            before, at = self.backward_at[i + 1], self.backward_at[i]
+            acts[i] = at > before + 1 or bool(self.free_after[before]) or self.hooked(i + 1)
+        return acts
 
     def hooked(self, i: int) -> bool:
         """Whether the first run's saved tensors are held here, not by the graph."""
@@ -161,6 +171,35 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return the leaves of arguments, and what puts them together again; None: they are all."""
+    import torch
+    from torch.utils import _pytree
+
+    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+        return list(args), None
+    return _pytree.tree_flatten((args, kwargs))
+
+
+def _unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
+    from torch.utils import _pytree
+
+    if spec is None:
+        return tuple(leaves), {}
+    args, kwargs = _pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def _outputs(out: Any) -> list[torch.Tensor]:
+    """Return the tensors that a block returned."""
+    import torch
+    from torch.utils import _pytree
+
+    if isinstance(out, torch.Tensor):
+        return [out]
+    return [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+
+
 class Run:
     """One forward pass through the chain, and its backward pass.
 
@@ -192,27 +231,22 @@ class Run:
         self._held: list[list[_Held] | None] = [None] * (program.blocks + 1)
         self._came_out: list[tuple[weakref.ref[Any], int]] = []  # tensors and their versions
         self._position = 0
-        self._current: int | None = None  # the block whose backward pass is under way
+        self._under_way = program.blocks  # the block whose backward pass is: none
         self._free_later: list[int] = []
         self._watching = False
         self._spent = False
 
     # The forward pass
 
-    def matches(self, args: Any, kwargs: Any) -> bool:
+    def matches(self, leaves: list[Any]) -> bool:
         """Whether arguments have in them what the block before returned."""
-        from torch.utils import _pytree
+        came = [tensor for tensor in (ref() for ref, _ in self._came_out) if tensor is not None]
+        return any(leaf is tensor for leaf in leaves for tensor in came)
 
-        came = {id(ref()) for ref, _ in self._came_out if ref() is not None}
-        return any(id(leaf) in came for leaf in _pytree.tree_leaves((args, kwargs)))
-
-    def first(self, args: Any, kwargs: Any) -> Any:
+    def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
         """Run the block whose turn it is for the first time, and the steps around it."""
-        from torch.utils import _pytree
-
         i, program = self.next, self._program
         block = self._blocks[i]
-        leaves, spec = _pytree.tree_flatten((args, kwargs))
         self._take_steps_until(program.first[i])
         call = self._calls[i] = _Call()
         again = program.runs[i] > 1
@@ -330,15 +364,15 @@ class Run:
 
     def _hand_on(self, i: int, out: Any, call: _Call) -> None:
         """Keep what a block returned as far as the schedule needs it, and watch its gradient."""
-        from torch.utils import _pytree
-
-        tensors = self._tensors(_pytree.tree_leaves(out))
+        tensors = _outputs(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
         self._came_out = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
-        call.made = [_looks(tensor) for tensor in tensors]
+        if self._program.runs[i] > 1:
+            call.made = [_looks(tensor) for tensor in tensors]
+        watched = self._program.acts_before[i] or self._observe is not None
         for tensor in tensors:
-            if tensor.grad_fn is not None:
+            if watched and tensor.grad_fn is not None:
                 watch: Any = tensor.register_hook
                 watch(partial(self._gradient_came, i))
         if self._program.keeps[self._position]:
@@ -366,7 +400,7 @@ class Run:
         elif kind == "load":
             self._load(i, self._program.keeps[at])
         if kind == "backward":
-            self._free_later = self._program.free_after[at]
+            self._free_later += self._program.free_after[at]
         else:
             for k in self._program.free_after[at]:
                 self._held[k] = None
@@ -375,7 +409,6 @@ class Run:
     def _run_again(self, i: int, save: bool, keep: bool) -> None:
         """Recompute a block: its output, and its saved tensors if wanted."""
         import torch
-        from torch.utils import _pytree
 
         call, block = self._calls[i], self._blocks[i]
         assert call is not None and call.surroundings is not None
@@ -383,7 +416,7 @@ class Run:
             return
         packer = _Packer(block.name, call.slots if save else None, keep)
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
-        args, kwargs = _pytree.tree_unflatten(self._arguments(i, call), call.spec)
+        args, kwargs = _unflatten(self._arguments(i, call), call.spec)
         out = None
         try:
             with call.surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
@@ -393,7 +426,7 @@ class Run:
         finally:
             del args, kwargs
         packer.finish()
-        tensors = self._tensors(_pytree.tree_leaves(out))
+        tensors = _outputs(out)
         made = [_looks(tensor) for tensor in tensors]
         if made != call.made:
             equal = [a == b for a, b in zip(made, call.made, strict=False)]
@@ -466,20 +499,19 @@ class Run:
         if not self._watching:
             self._watching = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._end_current()
+        self._end(i)
         while self._position <= at:
             self._take_step()
-        self._current = i
 
-    def _end_current(self) -> None:
-        """Free what the block had saved whose backward pass is over."""
+    def _end(self, i: int) -> None:
+        """Free what blocks behind this one had saved: their backward passes are over."""
         for k in self._free_later:
             self._held[k] = None
         self._free_later = []
-        if self._current is not None:
-            _empty(self._calls[self._current])
-            self._calls[self._current] = None
-            self._current = None
+        while self._under_way > i + 1:
+            self._under_way -= 1
+            _empty(self._calls[self._under_way])
+            self._calls[self._under_way] = None
 
     def _finish(self) -> None:
         """Free all: the backward pass has ended."""
