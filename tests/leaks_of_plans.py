@@ -66,6 +66,22 @@ def plans(_):
     return use, [chain, *chain._arrays[:8]]
 
 
+@case("Plan.from_recomputed", "Plan.from_strategy", calls=60)
+def given_plans(_):
+    chain, strategy = chain_of(9), activation.IntervalStrategy(3)
+    blocks = [0, 3, 6]
+
+    def use():
+        made = activation.Plan.from_strategy(chain, strategy)
+        assert made == activation.Plan.from_recomputed(chain, blocks)
+        repr(made), made.report()
+        raises(IndexError, activation.Plan.from_recomputed, chain, [0, 9])()
+        raises(ValueError, activation.Plan.from_strategy, chain, strategy, passes=0)()
+        raises(errors.CapacityError, activation.Plan.from_recomputed, chain, [], budget_bytes=5)()
+
+    return use, [chain, strategy, blocks, *chain._arrays[:8]]
+
+
 @case("pareto", "Pareto", "Pareto.plan", calls=60)
 def curves(_):
     chain = chain_of(7)
