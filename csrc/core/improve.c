@@ -8,6 +8,11 @@
 #include <math.h>
 #include <string.h>
 
+/* Every change is tried on a copy: runs are moved, tidied, and followed once with their
+ * peak and time.  That costs as much as the schedule is long, so all changes together
+ * have a budget, counted in runs and in states and not in seconds: the same chain gives
+ * the same schedule on any machine. */
+
 /* A schedule that gets better. */
 typedef struct course {
     const mls_chain *chain;
@@ -27,6 +32,7 @@ static bool is_faster(double a, double b)
     return a < b - 1e-12 * b;
 }
 
+/* Asked between changes; a search within a part asks by itself. */
 static mls_code stopped(const course *c, mls_status *st)
 {
     const mls_poll *poll = &c->options->poll;
@@ -48,6 +54,7 @@ static bool take_trial(course *c, size_t count)
         !is_faster(totals.seconds, c->totals.seconds)) {
         return false;
     }
+    /* the copy becomes the schedule, and its memory the next copy's */
     mls_action *old = c->runs;
     c->runs = c->trial;
     c->trial = old;
@@ -59,12 +66,15 @@ static bool take_trial(course *c, size_t count)
 
 /* ---- changes by hand ---- */
 
+/* Whether a run is of this kind and block. */
 static bool is_run(const mls_action *run, mls_step_kind kind, int32_t index)
 {
     return run->kind == (int32_t)kind && run->index == index;
 }
 
 /* Leave run t out. */
+/* Somebody read what the run made: now what was made earlier has to last until then, and
+ * if nothing was, the runs are not valid and the trial is refused. */
 static bool try_without(course *c, size_t t)
 {
     memcpy(c->trial, c->runs, t * sizeof *c->runs);
@@ -73,6 +83,8 @@ static bool try_without(course *c, size_t t)
 }
 
 /* Save where forward t is, and not at the next save of that block. */
+/* The block's own backward pass is what it was to be saved for.  Between the two places
+ * everything saved is held, and the forward in between is saved. */
 static bool try_save_now(course *c, size_t t)
 {
     const int32_t index = c->runs[t].index;
@@ -83,6 +95,7 @@ static bool try_save_now(course *c, size_t t)
     if (later == c->count) {
         return false;
     }
+    /* everything but the later save, and the forward turned into one */
     memcpy(c->trial, c->runs, later * sizeof *c->runs);
     memcpy(c->trial + later, c->runs + later + 1,
            (c->count - later - 1) * sizeof *c->runs);
@@ -94,9 +107,11 @@ static bool try_save_now(course *c, size_t t)
 static mls_code change_by_hand(course *c, mls_status *st)
 {
     for (size_t t = c->count; t-- > 0 && c->looked < MLS_IMPROVE_ALL_RUNS;) {
+        /* a change may have made the schedule shorter than where this was */
         if (t >= c->count || c->runs[t].kind != MLS_STEP_FORWARD) {
             continue;
         }
+        /* sixteen trials of the longest schedules take some milliseconds */
         if ((t & 15) == 0) {
             const mls_code code = stopped(c, st);
             if (code != MLS_OK) {
@@ -109,6 +124,11 @@ static mls_code change_by_hand(course *c, mls_status *st)
     }
     return MLS_OK;
 }
+
+/* A part is a piece of the schedule, not of the chain: runs that follow each other and
+ * happen to stay within a few blocks.  What is held of other blocks meanwhile does not
+ * change, so it is so many bytes and nothing else.  The moments before and after it are
+ * given; in between there is a best way, and search.h finds it. */
 
 /* ---- parts ---- */
 
@@ -125,6 +145,7 @@ static part part_from(const course *c, size_t from)
     part p = {.from = from, .to = from + 1, .first = block, .last = block};
     for (; p.to < c->count; p.to++) {
         const size_t next = (size_t)c->runs[p.to].index;
+        /* whether one more run keeps the part narrow enough */
         const size_t first = next < p.first ? next : p.first;
         const size_t last = next > p.last ? next : p.last;
         if (last - first >= MLS_IMPROVE_BLOCKS) {
@@ -146,6 +167,7 @@ static mls_stretch_state state_of(const mls_moment *m, const part *p, bool input
         state.host |= m->saved[i] == MLS_ON_HOST ? bit : 0;
         state.alone |= m->alone[i + 1] ? bit << 1 : 0;
     }
+    /* the part's input can be dropped in it, but not made again */
     state.alone |= !input_stays && m->alone[p->first] ? 1 : 0;
     return state;
 }
@@ -159,6 +181,8 @@ static int64_t base_of(const mls_moment *m, const part *p, bool input_stays)
         bytes -= m->saved[i] == MLS_ON_DEVICE ? c->saved_bytes[i] : 0;
         bytes -= m->alone[i + 1] ? c->activation_bytes[i + 1] : 0;
     }
+    /* an input that stays, in what is saved before the part or as activation 0, is base
+     */
     const bool input_alone = !input_stays && m->alone[p->first];
     return bytes - (input_alone ? c->activation_bytes[p->first] : 0);
 }
@@ -185,6 +209,7 @@ static mls_stretch stretch_of(const course *c, const part *p, mls_moment *m)
 static mls_code replace(course *c, const part *p, const mls_schedule *runs,
                         mls_status *st)
 {
+    /* too many to fit is next to impossible: each costs time, and less time is the aim */
     const size_t tail = c->count - p->to, count = p->from + runs->count + tail;
     if (count > c->room) {
         return mls_fail(st, MLS_E_SIZE, "a faster part of a schedule has more steps");
@@ -197,6 +222,8 @@ static mls_code replace(course *c, const part *p, const mls_schedule *runs,
 }
 
 /* Search through a part for something faster.  `m` is the moment before it. */
+/* Forwards and transfers are all that can be won: where a part has none it is as good as
+ * it can be. */
 static mls_code change_part(course *c, const part *p, mls_moment *m, mls_status *st)
 {
     double below = 0;
@@ -225,6 +252,8 @@ static mls_code change_part(course *c, const part *p, mls_moment *m, mls_status 
 }
 
 /* Every part that is not within the one before it. */
+/* From the beginning on, each part as long as it can be; a part that lies within the one
+ * before it would find nothing new. */
 static mls_code change_parts(course *c, mls_status *st)
 {
     size_t reached = 0;
@@ -238,6 +267,7 @@ static mls_code change_parts(course *c, mls_status *st)
         if (code != MLS_OK) {
             return code;
         }
+        /* follow the schedule up to the part: short, next to the search that comes */
         mls_moment m;
         mls_moment_begin(&m, c->chain, c->scratch + mls_runs_scratch(c->chain));
         for (size_t t = 0; t < from; t++) {
@@ -251,6 +281,7 @@ static mls_code change_parts(course *c, mls_status *st)
     return MLS_OK;
 }
 
+/* What one kind of change makes possible, the other may use. */
 static mls_code change_until_nothing_helps(course *c, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -266,6 +297,7 @@ static mls_code change_until_nothing_helps(course *c, mls_status *st)
 
 /* ---- all of it ---- */
 
+/* Everything that a course owns. */
 static void release(course *c)
 {
     mls_free(c->runs);
@@ -277,6 +309,7 @@ static void release(course *c)
 static mls_code begin(course *c, mls_status *st)
 {
     const mls_best_options *o = c->options;
+    /* a part may be replaced by more runs than it had, if they are quicker ones */
     c->room = o->start_count + (size_t)1024;
     c->runs = mls_alloc(c->room, sizeof *c->runs);
     c->trial = mls_alloc(c->room, sizeof *c->trial);
@@ -310,6 +343,7 @@ static mls_code give(const mls_chain *chain, const mls_action *runs, size_t coun
     return MLS_OK;
 }
 
+/* From the start to where no change helps, or the budgets of work are used up. */
 static mls_code improve(const mls_chain *chain, const mls_best_options *options,
                         mls_best *out, mls_status *st)
 {
@@ -328,6 +362,7 @@ static mls_code improve(const mls_chain *chain, const mls_best_options *options,
     return code;
 }
 
+/* The least budget goes into `expected`, where programs find it. */
 static mls_code refuse(const mls_chain *chain, int64_t budget, const char *which,
                        int64_t least, mls_status *st)
 {
@@ -407,6 +442,7 @@ static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o
                         " bytes, above the budget of %" PRId64,
                         totals.peak_bytes, o->budget_bytes);
     }
+    /* only less than this is of interest, so the search need not go further */
     *extra = 0;
     for (size_t i = 0; i < o->start_count; i++) {
         const mls_action run = {.kind = o->start[i].kind, .index = o->start[i].index};
@@ -429,6 +465,7 @@ static mls_code search_all(const mls_chain *chain, const mls_best_options *optio
     if (code != MLS_OK) {
         return code;
     }
+    /* with a start, to find nothing faster means that the start is the fastest */
     *through = !found.ran_out;
     if (found.found) {
         code = give_best(chain, found.runs.steps, found.runs.count, out, st);
@@ -444,6 +481,8 @@ static mls_code search_all(const mls_chain *chain, const mls_best_options *optio
     return code;
 }
 
+/* First through all, where the chain is short enough for that: it costs little where it
+ * ends, and a bounded time where it does not. */
 mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *options,
                            mls_best *out, mls_status *st)
 {

@@ -9,6 +9,11 @@
 
 enum { NOTHING = UINT32_MAX };
 
+/* The list begins with the empty choice.  With each item every choice in it is there
+ * twice, as it was and with the item, merged by bytes; most go at once, since the items
+ * come in the best order and the bound is sharp.  What goes is not lost: choices stay
+ * where they are made, and those that survive point back to them. */
+
 /* A choice: that of `before`, and `item` with it. */
 typedef struct pick {
     int64_t bytes;
@@ -43,6 +48,7 @@ typedef struct knapsack {
 
 /* ---- checks ---- */
 
+/* Name the entry and what it is, the time first. */
 static mls_code refuse_item(const mls_knapsack_items *items, size_t i, mls_status *st)
 {
     const bool bad_time = !(items->seconds[i] >= 0) || !isfinite(items->seconds[i]);
@@ -98,6 +104,7 @@ static mls_code check(const mls_knapsack_items *items, int64_t budget, double *a
  * the earlier one. */
 static bool comes_first(const mls_knapsack_items *items, uint32_t a, uint32_t b)
 {
+    /* no item here is without bytes */
     const double x = items->seconds[a] / (double)items->bytes[a];
     const double y = items->seconds[b] / (double)items->bytes[b];
     if (x < y || y < x) {
@@ -124,6 +131,7 @@ static void sift(const mls_knapsack_items *items, uint32_t *order, size_t at,
     order[at] = moved;
 }
 
+/* The item that comes last goes to the top, and from there to the end. */
 static void sort(const mls_knapsack_items *items, uint32_t *order, size_t count)
 {
     for (size_t at = count / 2; at-- > 0;) {
@@ -155,6 +163,7 @@ static void put_in_order(knapsack *k)
 
 /* ---- bounds ---- */
 
+/* The empty choice has no place of its own. */
 static int64_t bytes_of(const knapsack *k, uint32_t choice)
 {
     return choice == NOTHING ? 0 : k->choices[choice].bytes;
@@ -172,6 +181,7 @@ static double most_with(const knapsack *k, int64_t bytes, double seconds, size_t
                         size_t *to)
 {
     const int64_t reach = k->bytes_before[from] + (k->room - bytes);
+    /* the sums say how far whole items go; a part of the next one fills up the rest */
     while (*to > from && k->bytes_before[*to] > reach) {
         --*to;
     }
@@ -197,6 +207,7 @@ static void note_whole(knapsack *k, uint32_t choice, double seconds, size_t from
 
 /* ---- lists ---- */
 
+/* One text for all that can run short. */
 static mls_code no_memory(const knapsack *k)
 {
     return mls_fail(k->st, MLS_E_MEMORY, "no memory for %zu choices", k->made);
@@ -243,6 +254,7 @@ typedef struct merge {
 static bool append(knapsack *k, merge *m, size_t at, uint32_t choice, int64_t bytes,
                    double seconds)
 {
+    /* more bytes than the last one, and no more seconds */
     if (!(seconds > m->last)) {
         return false;
     }
@@ -255,6 +267,8 @@ static bool append(knapsack *k, merge *m, size_t at, uint32_t choice, int64_t by
     return true;
 }
 
+/* The next choice of the old list, with the item: it gets a place of its own if it stays.
+ */
 static void append_with(knapsack *k, merge *m, size_t at, int64_t bytes, double seconds)
 {
     const uint32_t before = k->list[m->with++];
@@ -295,6 +309,7 @@ static void add_item(knapsack *k, size_t at)
             m.plain++;
         }
     }
+    /* the new list takes the place of the old one, which is written over next time */
     uint32_t *old = k->list;
     k->list = k->next;
     k->next = old;
@@ -314,6 +329,7 @@ static mls_code add_items(knapsack *k, double *most)
         if (k->poll.go_on != NULL && !k->poll.go_on(k->poll.context)) {
             return mls_fail(k->st, MLS_E_STOPPED, "the choice was stopped");
         }
+        /* each choice of the list may be made once more with this item */
         if (k->made + k->length > k->most) {
             break;
         }
@@ -322,6 +338,7 @@ static mls_code add_items(knapsack *k, double *most)
             add_item(k, at);
         }
     }
+    /* none if all items joined in; else the best that any choice could become */
     *most = k->best.seconds;
     to = k->count;
     for (size_t i = 0; i < k->length && code == MLS_OK && at < k->count; i++) {
@@ -334,6 +351,7 @@ static mls_code add_items(knapsack *k, double *most)
 
 /* ---- all of it ---- */
 
+/* Sorted items, sums, and a list with the empty choice in it. */
 static mls_code begin(knapsack *k)
 {
     const size_t count = k->items->count;
@@ -352,6 +370,7 @@ static mls_code begin(knapsack *k)
     return code;
 }
 
+/* Everything that was allocated, whether or not all of it was. */
 static void release(knapsack *k)
 {
     mls_free(k->order);
@@ -370,6 +389,7 @@ static void give(const knapsack *k, double most, double all, unsigned char *kept
     for (size_t i = 0; i < items->count; i++) {
         kept[i] = items->bytes[i] == 0;
     }
+    /* whole items after the choice, and then the choice itself */
     for (size_t at = k->best.from; at < k->best.to; at++) {
         kept[k->order[at]] = 1;
     }
@@ -389,6 +409,7 @@ static void give(const knapsack *k, double most, double all, unsigned char *kept
     out->least = out->least < 0 ? 0 : out->least;
 }
 
+/* Room beyond all bytes together is of no use, and keeps sums within 63 bits. */
 mls_code mls_knapsack(const mls_knapsack_items *items, int64_t budget_bytes,
                       size_t states, mls_poll poll, unsigned char *kept,
                       mls_knapsack_result *out, mls_status *st)

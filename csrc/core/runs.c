@@ -3,8 +3,14 @@
 
 #include <string.h>
 
+/* Two passes over the runs do all the work here.  Forwards in time, a moment follows what
+ * is held; each kind of run has a function that changes the moment and says its peak.
+ * Backwards in time, what later runs ask for is known when a run is looked at, so one
+ * pass finds both the forwards that nobody needs and the last use of each activation. */
+
 /* ---- moments ---- */
 
+/* Activation 0 is there from the beginning to the end, and never a drop's. */
 void mls_moment_begin(mls_moment *moment, const mls_chain *chain, unsigned char *scratch)
 {
     memset(scratch, 0, mls_runs_scratch(chain));
@@ -16,6 +22,7 @@ void mls_moment_begin(mls_moment *moment, const mls_chain *chain, unsigned char 
     moment->alone[0] = 1;
 }
 
+/* The last gradient is nobody's before this step: it comes with it, and goes with it. */
 int64_t mls_backward_makes(const mls_chain *chain, size_t i)
 {
     const int64_t last = i + 1 == chain->blocks ? chain->gradient_bytes[i + 1] : 0;
@@ -30,6 +37,7 @@ static int64_t run_forward(mls_moment *m, size_t i)
     return m->held + m->chain->forward_temporary_bytes[i];
 }
 
+/* The output lies within what is saved, and is not counted a second time. */
 static int64_t run_save(mls_moment *m, size_t i)
 {
     m->saved[i] = MLS_ON_DEVICE;
@@ -58,6 +66,7 @@ static int64_t run_offload(mls_moment *m, size_t i)
     return peak;
 }
 
+/* As a save without the run: the output that stayed behind was dropped before. */
 static int64_t run_load(mls_moment *m, size_t i)
 {
     m->saved[i] = MLS_ON_DEVICE;
@@ -65,6 +74,7 @@ static int64_t run_load(mls_moment *m, size_t i)
     return m->held;
 }
 
+/* The drop comes after the peak: a run's input is there as long as it runs. */
 int64_t mls_moment_run(mls_moment *m, const mls_action *run)
 {
     typedef int64_t (*runner)(mls_moment *, size_t);
@@ -85,6 +95,8 @@ int64_t mls_moment_run(mls_moment *m, const mls_action *run)
 
 /* ---- seconds ---- */
 
+/* A save runs the same forward; whether time is lost over keeping more is in the chain's
+ * seconds already. */
 double mls_run_seconds(const mls_chain *chain, const mls_action *run)
 {
     switch (run->kind) {
@@ -102,6 +114,10 @@ double mls_run_seconds(const mls_chain *chain, const mls_action *run)
     }
 }
 
+/* Each block is saved once, runs backward once, and is loaded as often as it is
+ * offloaded: so a load is paid for where the offload is, and all the rest is common to
+ * all schedules.
+ */
 double mls_run_extra(const mls_chain *chain, const mls_action *run)
 {
     const mls_action load = {.kind = MLS_STEP_LOAD, .index = run->index};
@@ -117,6 +133,7 @@ double mls_run_extra(const mls_chain *chain, const mls_action *run)
 
 /* ---- lists ---- */
 
+/* What was dropped where is forgotten: tidying finds it again, or better. */
 size_t mls_runs_of(const mls_step *steps, size_t count, mls_action *out)
 {
     size_t taken = 0;
@@ -175,6 +192,8 @@ static void ask_input(demand *d, mls_action *run)
     d->wanted[i] = 1;
 }
 
+/* A forward that is left out asks for nothing either, so chains of them go in one pass.
+ * The runs that stay gather at the end of the array, where there is always room. */
 bool mls_runs_tidy(const mls_chain *chain, mls_action *runs, size_t *count,
                    unsigned char *scratch)
 {
@@ -194,6 +213,7 @@ bool mls_runs_tidy(const mls_chain *chain, mls_action *runs, size_t *count,
     return memchr(d.wanted, 1, chain->blocks + 1) == NULL;
 }
 
+/* Before the first run something is held, too: activation 0. */
 mls_totals mls_runs_totals(const mls_chain *chain, const mls_action *runs, size_t count,
                            unsigned char *scratch)
 {

@@ -21,6 +21,12 @@ enum {
     CLOSED = UINT32_MAX - 1 /* place in the heap of a node that is done with */
 };
 
+/* A search of a thousand states takes a fraction of a millisecond, and most that fit into
+ * memory take less than a second; so there is no clever bound beyond what the header
+ * says, and everything here is kept small instead: 40 bytes a node, 4 in the heap, 8 in
+ * the table.
+ */
+
 /* One state, and the best known way to it. */
 typedef struct node {
     uint64_t key;
@@ -71,6 +77,8 @@ static uint64_t pack(const mls_stretch *s, const mls_stretch_state *state)
            clipped << LEFT_AT;
 }
 
+/* The other way.  Where no backward pass of the stretch is to come, `left` stands still
+ * and is that of the beginning. */
 static mls_stretch_state unpack(const mls_stretch *s, uint64_t key)
 {
     const uint64_t blocks = (one << MLS_SEARCH_BLOCKS) - 1;
@@ -90,6 +98,7 @@ static uint64_t useful(const mls_stretch *s, size_t left)
     return bits > s->count ? (one << (s->count + 1)) - 1 : (one << bits) - 1;
 }
 
+/* The sum over the bits that are set, lowest first. */
 static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 {
     int64_t sum = 0;
@@ -115,12 +124,14 @@ static bool before(const search *s, uint32_t a, uint32_t b)
     return a > b;
 }
 
+/* A node knows its place, so that it can rise from there when a better way is found. */
 static void put(search *s, size_t place, uint32_t number)
 {
     s->heap[place] = number;
     s->nodes[number].place = (uint32_t)place;
 }
 
+/* Costs only ever fall: there is no sinking but from the top. */
 static void rise(search *s, size_t place)
 {
     const uint32_t number = s->heap[place];
@@ -131,6 +142,7 @@ static void rise(search *s, size_t place)
     put(s, place, number);
 }
 
+/* The last one sinks from the top to where it belongs. */
 static uint32_t take_first(search *s)
 {
     const uint32_t first = s->heap[0], last = s->heap[--s->open];
@@ -162,6 +174,8 @@ static uint64_t hash(uint64_t z)
     return z ^ (z >> 31);
 }
 
+/* The slot that has the key, or the free one where it belongs.  The table is never more
+ * than half full. */
 static size_t slot_of(const search *s, uint64_t key)
 {
     size_t slot = (size_t)hash(key) & (s->slots - 1);
@@ -177,6 +191,7 @@ static mls_code no_memory(search *s)
                     s->count);
 }
 
+/* Room grows with what is found, not with what was allowed. */
 /* Twice the room, and a table twice as long as that. */
 static mls_code grow(search *s)
 {
@@ -199,6 +214,7 @@ static mls_code grow(search *s)
     s->table = table;
     s->slots = 2 * room;
     s->room = room;
+    /* keys go to other slots in the new table */
     for (size_t i = 0; i < s->count; i++) {
         s->table[slot_of(s, s->nodes[i].key)] = (uint32_t)i + 1;
     }
@@ -216,6 +232,7 @@ static mls_code reach(search *s, const node *way)
     }
     const size_t slot = slot_of(s, way->key);
     uint32_t number;
+    /* a new state, as long as there may be more of them */
     if (s->table[slot] == 0) {
         if (s->count >= s->most) {
             s->ran_out = true;
@@ -230,6 +247,7 @@ static mls_code reach(search *s, const node *way)
         node *known = &s->nodes[number];
         const bool better =
             s->by_peak ? way->peak < known->peak : way->cost < known->cost;
+        /* closed ones came out of the heap on their best way */
         if (known->place == CLOSED || !better) {
             return MLS_OK;
         }
@@ -252,6 +270,8 @@ typedef struct outcome {
     bool away;
 } outcome;
 
+/* Go where a step leads, unless it takes too much.  What is of no use is not held there:
+ * an activation whose block is through, or that lies in what is saved. */
 static mls_code lead(search *s, const moment *m, const outcome *o)
 {
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
@@ -291,6 +311,7 @@ static mls_code try_forward(search *s, const moment *m, size_t j)
     const mls_chain *c = s->stretch->chain;
     const size_t i = s->stretch->first + j;
     const uint64_t output = one << (j + 1);
+    /* the block next in line for backward is saved, never just run */
     if (i + 1 >= m->state.left || (m->there & output) != 0) {
         return MLS_OK;
     }
@@ -316,6 +337,7 @@ static mls_code lead_away(search *s, const moment *m, outcome *o, uint64_t bit)
     o->state.saved &= ~bit;
     o->state.host |= bit;
     o->state.alone = (o->state.alone & ~bit) | (m->state.alone & bit) | bit << 1;
+    /* the input may be dropped or not, and so may the output */
     for (int dropped = 0; dropped < 2; dropped++) {
         outcome each = *o;
         const mls_code code = lead_both(s, m, &each, bit << 1);
@@ -327,6 +349,8 @@ static mls_code lead_away(search *s, const moment *m, outcome *o, uint64_t bit)
     return MLS_OK;
 }
 
+/* A block is saved for its backward pass, or because the end of the stretch has it saved.
+ * Its output is dropped first where it lies by itself: made twice it would be refused. */
 static mls_code try_save(search *s, const moment *m, size_t j)
 {
     const mls_chain *c = s->stretch->chain;
@@ -351,6 +375,7 @@ static mls_code try_load(search *s, const moment *m, size_t j)
 {
     const size_t i = s->stretch->first + j;
     const uint64_t bit = one << j;
+    /* a load that nobody waits for can wait: what stayed behind is smaller */
     const bool wanted = ((s->stretch->to.saved >> j) & 1) != 0;
     const bool next = i + 1 == m->state.left;
     if ((m->state.host & bit) == 0 ||
@@ -381,6 +406,7 @@ static mls_code try_offload(search *s, const moment *m, size_t j)
     return lead_both(s, m, &o, bit << 1);
 }
 
+/* Both ways to and from the host. */
 static mls_code try_transfer(search *s, const moment *m, size_t j)
 {
     const mls_code code = try_load(s, m, j);
@@ -416,6 +442,7 @@ static mls_code try_backward(search *s, const moment *m, size_t j, bool *done)
     const int64_t limit = s->by_peak ? m->peak : s->limits->budget_bytes;
     outcome o = {.state = m->state, .kind = MLS_STEP_BACKWARD, .block = i};
     o.peak = held + mls_backward_makes(c, i);
+    /* now or never better: it fits, and leaves no more than there was before */
     *done = o.peak <= limit && saving <= limit && c->gradient_bytes[i] <= freed;
     if (saved) {
         o.state.saved &= ~bit;
@@ -434,6 +461,7 @@ static mls_code try_backward(search *s, const moment *m, size_t j, bool *done)
 
 /* ---- the search ---- */
 
+/* A node's state spelled out: what can be read, and how many bytes that is. */
 static moment moment_of(const search *s, uint32_t number)
 {
     const mls_stretch *t = s->stretch;
@@ -449,8 +477,12 @@ static moment moment_of(const search *s, uint32_t number)
     return m;
 }
 
+/* All steps that may be part of a best way.  Where the next backward pass can be had for
+ * nothing it is the only one: whatever else is to be done takes no more memory after it.
+ */
 static mls_code expand(search *s, uint32_t number)
 {
+    /* a copy: the array of nodes may move as it grows */
     const moment m = moment_of(s, number);
     const size_t next = next_backward(s, &m);
     mls_code code = MLS_OK;
@@ -490,6 +522,7 @@ static int64_t least_of_all(const mls_stretch *s)
     const mls_chain *c = s->chain;
     int64_t least = s->base;
     for (size_t i = s->first; i < s->first + s->count; i++) {
+        /* only blocks that run backward within the stretch */
         if (i >= s->to.left && i < s->from.left) {
             const bool counted = i == s->first && s->input_stays;
             const int64_t held = s->base + (counted ? 0 : c->activation_bytes[i]) +
@@ -501,6 +534,8 @@ static int64_t least_of_all(const mls_stretch *s)
     return least;
 }
 
+/* The first end that comes out of the heap is the best one: no step has a negative cost,
+ * and none lowers a peak. */
 static mls_code run_search(search *s, uint32_t *end)
 {
     *end = NONE;
@@ -519,6 +554,7 @@ static mls_code run_search(search *s, uint32_t *end)
             return MLS_OK;
         }
         code = expand(s, number);
+        /* from here on the best way might be among those that were left out */
         if (s->ran_out) {
             return code;
         }
@@ -543,6 +579,7 @@ static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
             return code;
         }
     }
+    /* parents lead from the end to the beginning */
     for (size_t i = 0, j = runs->count; i + 1 < j; i++) {
         const mls_step step = runs->steps[--j];
         runs->steps[j] = runs->steps[i];
@@ -551,6 +588,7 @@ static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
     return MLS_OK;
 }
 
+/* Search, trace, and give back all that was allocated. */
 static mls_code find(search *s, mls_found *out)
 {
     uint32_t end;
@@ -575,6 +613,7 @@ static mls_code find(search *s, mls_found *out)
     return code;
 }
 
+/* One more state than the numbers can tell apart is never made. */
 static search search_of(const mls_stretch *stretch, const mls_search_limits *limits,
                         bool by_peak, mls_status *st)
 {
@@ -593,6 +632,7 @@ mls_code mls_search(const mls_stretch *stretch, const mls_search_limits *limits,
     return find(&s, out);
 }
 
+/* The same search with peaks for costs: the peak of a way is that of its worst step. */
 mls_code mls_search_least(const mls_stretch *stretch, const mls_search_limits *limits,
                           mls_found *out, mls_status *st)
 {
@@ -600,6 +640,7 @@ mls_code mls_search_least(const mls_stretch *stretch, const mls_search_limits *l
     return find(&s, out);
 }
 
+/* Nothing is held at the beginning but the input; nothing is asked for at the end. */
 mls_stretch mls_stretch_whole(const mls_chain *chain, bool offload)
 {
     return (mls_stretch){.chain = chain,

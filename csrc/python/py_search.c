@@ -26,10 +26,12 @@ static PyObject *search(const mlsp_state *state, const mls_chain *chain,
     if (mlsp_progress_init(&progress, Py_None) < 0) {
         return NULL;
     }
+    /* the same way back into Python that long reads and writes have */
     options->poll = (mls_poll){.go_on = go_on, .context = &progress};
     mlsp_progress_begin(&progress);
     const mls_code code = mls_best_schedule(chain, options, &best, &st);
     mlsp_progress_end(&progress);
+    /* a signal's exception is set already, and says more than that the work stopped */
     if (code != MLS_OK) {
         return PyErr_Occurred() ? NULL : mlsp_raise(state, &st, NULL);
     }
@@ -62,6 +64,7 @@ static int take_options(const mlsp_state *state, PyObject *const *args,
     }
     out->offload = offload != 0;
     out->states = (size_t)states;
+    /* without a start the search has nothing to compare with */
     if (args[3] == Py_None) {
         return 0;
     }
@@ -71,6 +74,9 @@ static int take_options(const mlsp_state *state, PyObject *const *args,
     return out->start == NULL ? -1 : 0;
 }
 
+/* search_schedules(chain, budget, offload, start, states) -> (steps, optimal, states).
+ * The chain is a copy; the steps to start from are read without the GIL, and are an array
+ * that no one writes to: a plan's own. */
 static PyObject *search_schedules(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -83,6 +89,7 @@ static PyObject *search_schedules(PyObject *module, PyObject *const *args,
         return NULL;
     }
     PyObject *result = NULL;
+    /* the core divides by the rates */
     if (options.offload && !(chain.chain.offload_rate > 0)) {
         PyErr_SetString(PyExc_ValueError,
                         "offload: the chain has no rates to the host and back");
@@ -113,6 +120,7 @@ static const void *take_numbers(PyObject *object, int type, size_t *count)
 static int take_items(PyObject *const *args, mls_knapsack_items *out)
 {
     size_t others;
+    /* as NumPy makes them from what the user gave; nothing is copied again */
     out->seconds = take_numbers(args[0], NPY_FLOAT64, &out->count);
     out->bytes = out->seconds == NULL ? NULL : take_numbers(args[1], NPY_INT64, &others);
     if (out->bytes == NULL) {
@@ -140,6 +148,7 @@ static PyObject *choose(const mlsp_state *state, const mls_knapsack_items *items
         Py_XDECREF(kept);
         return NULL;
     }
+    /* bool arrays hold one byte each, 0 or 1, which is what the core writes */
     unsigned char *flags = PyArray_DATA((PyArrayObject *)kept);
     mlsp_progress_begin(&progress);
     const mls_code code =
@@ -154,6 +163,8 @@ static PyObject *choose(const mlsp_state *state, const mls_knapsack_items *items
                          r.optimal ? Py_True : Py_False, (Py_ssize_t)r.states);
 }
 
+/* choose_operators(seconds, bytes, budget, states) -> (kept, bytes, seconds, least,
+ * optimal, states). */
 static PyObject *choose_operators(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
