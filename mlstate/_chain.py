@@ -106,7 +106,7 @@ class Chain:
     True
     """
 
-    __slots__ = ("__dict__", "_arrays", "_names")
+    __slots__ = ("__dict__", "_arrays", "_names", "_numbers")
 
     def __init__(
         self,
@@ -144,7 +144,8 @@ class Chain:
             0.0 if offload_bytes_per_second is None else _rate(_RATES[0], offload_bytes_per_second),
             0.0 if load_bytes_per_second is None else _rate(_RATES[1], load_bytes_per_second),
         )
-        self._arrays = (forward, backward, activations, gradients, *others, *rates)
+        self._numbers = (forward, backward, activations, gradients, *others)
+        self._arrays: tuple[Any, ...] = (*self._numbers, *rates)
         self._names = None if names is None else tuple(names)
         if self._names is not None:
             if len(self._names) != n:
@@ -166,42 +167,42 @@ class Chain:
     @property
     def forward_seconds(self) -> NDArray:
         """Time of each block's forward run, float64."""
-        return self._arrays[0]
+        return self._numbers[0]
 
     @property
     def backward_seconds(self) -> NDArray:
         """Time of each block's backward run, float64."""
-        return self._arrays[1]
+        return self._numbers[1]
 
     @property
     def activation_bytes(self) -> NDArray:
         """Size of each activation, int64."""
-        return self._arrays[2]
+        return self._numbers[2]
 
     @property
     def gradient_bytes(self) -> NDArray:
         """Size of each activation's gradient, int64."""
-        return self._arrays[3]
+        return self._numbers[3]
 
     @property
     def saved_bytes(self) -> NDArray:
         """What each block leaves behind in saving mode, its output included, int64."""
-        return self._arrays[4]
+        return self._numbers[4]
 
     @property
     def forward_temporary_bytes(self) -> NDArray:
         """Peak of each plain forward run beyond input and output, int64."""
-        return self._arrays[5]
+        return self._numbers[5]
 
     @property
     def saving_temporary_bytes(self) -> NDArray:
         """Peak of each saving forward run beyond input and saved, int64."""
-        return self._arrays[6]
+        return self._numbers[6]
 
     @property
     def backward_temporary_bytes(self) -> NDArray:
         """Peak of each backward run beyond input, saved and both gradients, int64."""
-        return self._arrays[7]
+        return self._numbers[7]
 
     @property
     def offload_bytes_per_second(self) -> float | None:

@@ -47,7 +47,7 @@ class Step(NamedTuple):
     """
 
     kind: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
 
 class Simulation(NamedTuple):
@@ -79,7 +79,7 @@ def _steps_array(steps: Any) -> NDArray:
     if isinstance(steps, np.ndarray):
         array = np.array(steps, np.int32, order="C")
     else:
-        pairs = []
+        pairs: list[tuple[int, int]] = []
         for step in steps:
             kind, index = step
             if kind not in KINDS:
@@ -222,7 +222,8 @@ class Plan:
     @property
     def offloaded(self) -> list[int]:
         """Blocks whose saved memory goes to the host."""
-        return np.unique(self._steps[self._steps[:, 0] == _OFFLOAD, 1]).tolist()
+        blocks = np.unique(self._steps[self._steps[:, 0] == _OFFLOAD, 1])
+        return [int(i) for i in blocks]
 
     @property
     def overhead(self) -> float:

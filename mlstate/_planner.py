@@ -233,7 +233,7 @@ class Pareto:
 
     def _rows(self) -> list[list[str]]:
         count = len(self)
-        shown = range(count)
+        shown = list(range(count))
         if count > _ROWS:
             shown = sorted({round(i * (count - 1) / (_ROWS - 1)) for i in range(_ROWS)})
         peak, plain = self.chain.plain_peak_bytes, self.chain.plain_seconds

@@ -11,12 +11,14 @@
 #include <math.h>
 #include <string.h>
 
+/* As schedules are printed, and as users write them. */
 static const char *const names[MLS_STEP_KINDS] = {
     [MLS_STEP_FORWARD] = "forward",   [MLS_STEP_SAVE] = "save",
     [MLS_STEP_BACKWARD] = "backward", [MLS_STEP_DROP] = "drop",
     [MLS_STEP_OFFLOAD] = "offload",   [MLS_STEP_LOAD] = "load",
 };
 
+/* Kinds come from arrays of anybody: what is none has a name too. */
 const char *mls_step_name(int kind)
 {
     return kind >= 0 && kind < MLS_STEP_KINDS ? names[kind] : "?";
@@ -148,6 +150,7 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
 
 /* ---- schedules ---- */
 
+/* Doubled when it is full: a schedule may have as many steps as blocks squared. */
 mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
                            mls_status *st)
 {
@@ -164,6 +167,7 @@ mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
     return MLS_OK;
 }
 
+/* A schedule that failed half way is freed like any other. */
 void mls_schedule_fini(mls_schedule *s)
 {
     mls_free(s->steps);
@@ -197,6 +201,7 @@ typedef struct refusal {
     size_t index;
 } refusal;
 
+/* By itself, or inside what the block before it saved. */
 static bool activation_is_held(const machine *m, size_t k)
 {
     return m->alone[k] != 0 || (k > 0 && m->saved[k - 1] == ON_DEVICE);
@@ -216,6 +221,7 @@ static bool can_run(const machine *m, size_t i, refusal *why)
     return true;
 }
 
+/* The output is memory of its own; nothing else is kept. */
 static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
 {
     if (!can_run(m, i, why)) {
@@ -228,6 +234,7 @@ static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
+/* What is saved contains the output. */
 static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 {
     if (m->saved[i] != NOWHERE) {
@@ -271,6 +278,7 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
+/* What lies inside something else goes with that, not by a drop. */
 static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
 {
     if (k == 0) {
@@ -306,6 +314,7 @@ static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
+/* The activation that stayed behind must be dropped first: it comes back inside. */
 static bool run_load(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -323,6 +332,7 @@ static bool run_load(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
+/* Do a step: change the machine and say what that takes, or say what is missing. */
 typedef bool (*runner)(machine *m, size_t index, effect *e, refusal *why);
 
 static const runner runners[MLS_STEP_KINDS] = {
@@ -385,6 +395,7 @@ static mls_code run_all(machine *m, const mls_step *steps, size_t count,
     return MLS_OK;
 }
 
+/* One block of memory for both rows of marks. */
 mls_code mls_chain_simulate(const mls_chain *chain, const mls_step *steps, size_t count,
                             mls_step_record *records, mls_totals *out, mls_status *st)
 {

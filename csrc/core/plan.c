@@ -9,6 +9,7 @@
 
 /* ---- budgets ---- */
 
+/* In bytes whatever the solver counts in: this is the figure that refusals name. */
 mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll poll,
                               int64_t *out, mls_status *st)
 {
@@ -90,6 +91,7 @@ static size_t slots_that_fit(size_t blocks, size_t wanted)
     return wanted;
 }
 
+/* Refused before anything is allocated, with what would be possible. */
 static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
 {
     if (slots > MLS_PLAN_MAX_SLOTS) {
@@ -204,6 +206,8 @@ static size_t slots_instead(size_t blocks)
     return slots == 0 ? 1 : slots;
 }
 
+/* Plain where that fits; else to the byte, and by slots where that is wanted or the only
+ * way.  Whichever way says that nothing fits, the refusal is the same. */
 mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
                        mls_plan *out, mls_status *st)
 {
@@ -233,6 +237,7 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
     return code;
 }
 
+/* Only the schedule is owned. */
 void mls_plan_fini(mls_plan *plan)
 {
     mls_schedule_fini(&plan->schedule);
@@ -241,7 +246,8 @@ void mls_plan_fini(mls_plan *plan)
 
 /* ---- the whole curve ---- */
 
-/* Seconds without any recomputation. */
+/* Seconds without any recomputation, to which values of the solvers are added: they leave
+ * out what is the same in all schedules. */
 static double plain_seconds(const mls_chain *chain)
 {
     double seconds = 0;
@@ -302,6 +308,7 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
     return MLS_OK;
 }
 
+/* To the byte; MLS_E_SIZE where that takes too much. */
 static mls_code curve_exact(const mls_chain *chain, const mls_plan_request *r,
                             mls_plan_curve *out, mls_status *st)
 {
@@ -326,6 +333,7 @@ static mls_code curve_exact(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
+/* One table has the values of all budgets that are whole slots of the largest. */
 static mls_code curve_by_slots(const mls_chain *chain, const mls_plan_request *r,
                                size_t slots, mls_plan_curve *out, mls_status *st)
 {
@@ -348,6 +356,7 @@ static mls_code curve_by_slots(const mls_chain *chain, const mls_plan_request *r
     return code;
 }
 
+/* The budget is what a plain run needs: above it there is nothing to see. */
 mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request,
                          mls_plan_curve *out, mls_status *st)
 {
@@ -367,6 +376,7 @@ mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request
     return code == MLS_OK ? curve_by_slots(chain, &r, slots, out, st) : code;
 }
 
+/* The points are one block. */
 void mls_plan_curve_fini(mls_plan_curve *curve)
 {
     mls_free(curve->points);

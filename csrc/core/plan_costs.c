@@ -116,6 +116,8 @@ static mls_code check_request(const mls_chain *chain, int64_t budget, size_t slo
     return MLS_OK;
 }
 
+/* Everything that depends on one block or one activation is computed once here: solvers
+ * look at it for every pair and triple of blocks. */
 mls_code mls_plan_costs_init(mls_plan_costs *out, const mls_chain *chain,
                              int64_t budget_bytes, size_t slots, bool offload,
                              mls_status *st)
@@ -140,6 +142,7 @@ mls_code mls_plan_costs_init(mls_plan_costs *out, const mls_chain *chain,
     return MLS_OK;
 }
 
+/* All arrays lie in one block. */
 void mls_plan_costs_fini(mls_plan_costs *c)
 {
     mls_free(c->memory);
@@ -148,11 +151,13 @@ void mls_plan_costs_fini(mls_plan_costs *c)
 
 /* ---- the least budget ---- */
 
+/* The larger one of two sizes, */
 static int64_t largest(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
+/* and the smaller one. */
 static int64_t least(int64_t a, int64_t b)
 {
     return a < b ? a : b;
@@ -197,6 +202,8 @@ static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
     return true;
 }
 
+/* The same recursion as the solvers', with peaks in place of times: it has no memory to
+ * try, so that a cell is one number. */
 mls_code mls_plan_least(const mls_plan_costs *c, mls_poll poll, mls_plan_needs *out,
                         mls_status *st)
 {
@@ -213,12 +220,14 @@ mls_code mls_plan_least(const mls_plan_costs *c, mls_poll poll, mls_plan_needs *
     return MLS_OK;
 }
 
+/* The table is one block. */
 void mls_plan_needs_fini(mls_plan_needs *needs)
 {
     mls_free(needs->memory);
     *needs = (mls_plan_needs){0};
 }
 
+/* All that fits is worth the same, so that a trace takes the first choice that does. */
 double mls_plan_fits(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_needs *needs = context;
@@ -226,6 +235,7 @@ double mls_plan_fits(const void *context, size_t s, size_t t, int64_t memory)
     return fits ? 0 : (double)INFINITY;
 }
 
+/* From the last block back: what is saved lies below the peaks of what follows. */
 int64_t mls_plan_enough(const mls_plan_costs *c)
 {
     const size_t last = c->blocks - 1;
@@ -294,6 +304,7 @@ static size_t choose(const tracer *r, size_t s, size_t t, int64_t memory, double
     return choice;
 }
 
+/* Put an item on top. */
 static mls_code push_item(tracer *r, item added, mls_status *st)
 {
     if (r->count == r->room) {
@@ -369,6 +380,7 @@ static mls_code expand(tracer *r, item seg, mls_status *st)
     return choice == KEEP ? push_items(r, saved, 3, st) : push_items(r, moved, 6, st);
 }
 
+/* With a stack of its own: segments nest as deep as there are blocks. */
 mls_code mls_plan_trace(const mls_plan_costs *costs, mls_plan_value value,
                         const void *context, mls_poll poll, mls_schedule *out,
                         mls_status *st)

@@ -63,6 +63,7 @@ static const double zeros[ROW]; /* the grid of no front */
 
 /* ---- points ---- */
 
+/* Room for so many points; what is there stays. */
 static bool reserve(points *p, size_t room)
 {
     if (room <= p->room) {
@@ -92,6 +93,7 @@ static size_t find(const mls_plan_front *f, int64_t memory)
     return low;
 }
 
+/* Less memory than the first point has is not enough. */
 double mls_plan_exact_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_fronts *f = context;
@@ -124,6 +126,7 @@ static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64
     w->options[w->option_count++] = o;
 }
 
+/* All choices of s .. t that fit somewhere: save, offload, and every restart. */
 static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limit)
 {
     const mls_plan_costs *c = v->costs;
@@ -211,6 +214,7 @@ static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
 
 /* ---- envelopes ---- */
 
+/* Where a front changes next, seen through a shift. */
 static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
 {
     return i + 1 < f->count ? f->points[i + 1].memory + shift : INT64_MAX;
@@ -390,6 +394,7 @@ static void work(void *context, size_t s)
     }
 }
 
+/* Segments of one length after those of the length below it. */
 static void run_diagonals(solver *v, mls_pool *pool)
 {
     enum { WORTH = 24 }; /* blocks from which on helpers are worth waking */
@@ -405,6 +410,7 @@ static void run_diagonals(solver *v, mls_pool *pool)
 
 /* ---- all of it ---- */
 
+/* Accepts what new_scratches left half done. */
 static void free_scratches(scratch *all, size_t count)
 {
     for (size_t i = 0; all != NULL && i < count; i++) {
@@ -418,6 +424,7 @@ static void free_scratches(scratch *all, size_t count)
     mls_free(all);
 }
 
+/* One for each thread; lists of points grow when they are used. */
 static scratch *new_scratches(size_t count, size_t blocks)
 {
     scratch *all = mls_alloc(count, sizeof *all);
@@ -446,6 +453,7 @@ static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
     return true;
 }
 
+/* Each front is a block of its own: their lengths are known one by one. */
 void mls_plan_fronts_fini(mls_plan_fronts *f)
 {
     const size_t cells = f->fronts == NULL ? 0 : f->blocks * (f->blocks + 1) / 2;
@@ -475,6 +483,7 @@ static mls_code explain(mls_code code, const mls_plan_costs *c, size_t most,
     }
 }
 
+/* Times that differ by less than sums of doubles are sure of are the same time. */
 mls_code mls_plan_exact(const mls_plan_costs *costs, size_t most_points, mls_pool *pool,
                         mls_poll poll, mls_plan_fronts *out, mls_status *st)
 {

@@ -42,6 +42,7 @@ typedef struct solver {
     atomic_bool stopped;
 } solver;
 
+/* The one place that chooses. */
 static const mls_plan_kernels *kernels_of(mls_cpu cpu)
 {
     switch (cpu) {
@@ -60,16 +61,19 @@ static const mls_plan_kernels *kernels_of(mls_cpu cpu)
     }
 }
 
+/* To the next multiple of `unit`. */
 static size_t round_up(size_t value, size_t unit)
 {
     return (value + unit - 1) / unit * unit;
 }
 
+/* The larger one of two numbers, */
 static size_t most(size_t a, size_t b)
 {
     return a > b ? a : b;
 }
 
+/* and the smaller one. */
 static size_t fewest(size_t a, size_t b)
 {
     return a < b ? a : b;
@@ -83,6 +87,7 @@ static size_t stride_of(size_t slots)
     return stride % 1024 == 0 ? stride + LANES : stride;
 }
 
+/* What make_tables asks for, but for small arrays. */
 size_t mls_plan_table_bytes(size_t blocks, size_t slots)
 {
     const size_t padded = round_up(blocks, SMALL);
@@ -101,6 +106,7 @@ static float *values_of(const mls_plan_table *table, size_t s, size_t t)
     return table->values + table->rows[s] + t * table->stride;
 }
 
+/* Traces ask for less than nothing where a size exceeds what is left. */
 double mls_plan_slots_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_table *table = context;
@@ -410,6 +416,7 @@ static void fill_bounds(solver *v)
     }
 }
 
+/* Accepts one that make_tables left half done. */
 static void free_solver(solver *v)
 {
     mls_free(v->shift);
@@ -440,6 +447,7 @@ static bool make_tables(solver *v, mls_plan_table *out)
            out->rows != NULL && out->values != NULL;
 }
 
+/* The costs are borrowed and stay. */
 void mls_plan_table_fini(mls_plan_table *table)
 {
     mls_free(table->rows);
@@ -460,6 +468,7 @@ static void run_diagonals(solver *v, mls_pool *pool)
     }
 }
 
+/* Memory first: nothing is computed that could not be kept. */
 mls_code mls_plan_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
                         mls_poll poll, mls_plan_table *out, mls_status *st)
 {

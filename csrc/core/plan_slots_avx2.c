@@ -11,6 +11,7 @@
 #    define TARGET         __attribute__((target("avx2")))
 #    define MLS_PLAN_TABLE mls_plan_avx2
 
+/* Of one register, and of a tile at a time. */
 enum { LANES = 8, COLUMNS = 2 };
 typedef __m256 floats;
 
@@ -20,6 +21,7 @@ TARGET static inline floats load(const float *p)
     return _mm256_loadu_ps(p);
 }
 
+/* As above. */
 TARGET static inline void store(float *p, floats values)
 {
     _mm256_storeu_ps(p, values);
@@ -31,6 +33,7 @@ TARGET static inline floats repeat(float value)
     return _mm256_set1_ps(value);
 }
 
+/* Rounded as every kernel's additions are. */
 TARGET static inline floats add(floats a, floats b)
 {
     return _mm256_add_ps(a, b);

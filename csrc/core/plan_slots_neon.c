@@ -11,6 +11,7 @@
 #    define TARGET
 #    define MLS_PLAN_TABLE mls_plan_neon
 
+/* Of one register, and of a tile at a time. */
 enum { LANES = 4, COLUMNS = 4 };
 typedef float32x4_t floats;
 
@@ -20,6 +21,7 @@ TARGET static inline floats load(const float *p)
     return vld1q_f32(p);
 }
 
+/* As above. */
 TARGET static inline void store(float *p, floats values)
 {
     vst1q_f32(p, values);
@@ -31,6 +33,7 @@ TARGET static inline floats repeat(float value)
     return vdupq_n_f32(value);
 }
 
+/* Rounded as every kernel's additions are. */
 TARGET static inline floats add(floats a, floats b)
 {
     return vaddq_f32(a, b);

@@ -7,9 +7,11 @@
 #define TARGET
 #define MLS_PLAN_TABLE mls_plan_scalar
 
+/* Of one register, and of a tile at a time. */
 enum { LANES = 1, COLUMNS = 2 };
 typedef float floats;
 
+/* Any address will do. */
 static inline floats load(const float *p)
 {
     return *p;

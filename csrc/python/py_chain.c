@@ -13,6 +13,7 @@ static bool is_long(size_t i)
     return i == 2 || i == 3;
 }
 
+/* Seconds are doubles, bytes are integers. */
 static int type_of(size_t i)
 {
     return i < 2 ? NPY_FLOAT64 : NPY_INT64;
@@ -80,6 +81,7 @@ static int fill_chain(const mlsp_state *state, PyObject *tuple, npy_intp n,
     return 0;
 }
 
+/* The first array says how many blocks there are, all others must agree. */
 int mlsp_take_chain(const mlsp_state *state, PyObject *tuple, mlsp_chain *out)
 {
     *out = (mlsp_chain){0};
@@ -104,12 +106,14 @@ int mlsp_take_chain(const mlsp_state *state, PyObject *tuple, mlsp_chain *out)
     return 0;
 }
 
+/* The chain's pointers lead into the one block. */
 void mlsp_chain_release(mlsp_chain *chain)
 {
     mls_free(chain->memory);
     *chain = (mlsp_chain){0};
 }
 
+/* A copy, 8 bytes a step: the schedule is freed by who made it. */
 PyObject *mlsp_steps_array(const mls_schedule *schedule)
 {
     const npy_intp shape[2] = {(npy_intp)schedule->count, 2};
@@ -210,6 +214,9 @@ static PyObject *simulate(const mlsp_state *state, const mls_chain *chain,
     return result;
 }
 
+/* chain_simulate(chain, steps, detailed) -> (seconds, peak[, before, peaks, after,
+ * times])
+ */
 static PyObject *chain_simulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -226,6 +233,7 @@ static PyObject *chain_simulate(PyObject *module, PyObject *const *args, Py_ssiz
     return result;
 }
 
+/* Known to module.c. */
 PyMethodDef mlsp_chain_methods[] = {
     {"chain_check", chain_check, METH_O,
      "chain_check(chain, /)\n--\n\nRefuse costs that make no sense."},

@@ -62,6 +62,7 @@ static PyObject *raise_of(const job *j, mls_code code)
     return mlsp_raise(j->state, &j->st, NULL);
 }
 
+/* What mlstate/_planner.py turns into sentences. */
 static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
                                       [MLS_PLAN_BY_SLOTS] = "slots",
                                       [MLS_PLAN_THAT_FITS] = "fits"};
@@ -96,7 +97,8 @@ static PyObject *plan_make(PyObject *module, PyObject *const *args, Py_ssize_t c
     return result;
 }
 
-/* plan_least(chain, offload) -> bytes */
+/* plan_least(chain, offload) -> bytes.  Quick next to a plan, but cubic in the number of
+ * blocks all the same: it can be interrupted too. */
 static PyObject *plan_least(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     job j;
@@ -161,6 +163,7 @@ static PyObject *plan_pareto(PyObject *module, PyObject *const *args, Py_ssize_t
     return result;
 }
 
+/* Known to module.c. */
 PyMethodDef mlsp_plan_methods[] = {
     {"plan_make", MLSP_FASTCALL(plan_make),
      "plan_make(chain, budget_bytes, slots, offload, /)\n--\n\nThe fastest persistent "
