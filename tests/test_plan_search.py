@@ -113,8 +113,10 @@ def test_it_is_known_that_nothing_is_faster_with_and_without_a_start():
             assert alone.predicted_seconds == plan(chain, budget, schedules="any").predicted_seconds
 
 
-@pytest.mark.parametrize("blocks", [24, 60])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "offload"),
+    [(24, False), (24, True), pytest.param(60, False, marks=pytest.mark.long)],
+)
 def test_long_chains_are_never_worse_than_the_persistent_plan(blocks, offload):
     rng = np.random.default_rng(blocks)
     won = 0
