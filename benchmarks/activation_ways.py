@@ -225,7 +225,8 @@ class Ways:
             if way.predicted is not None:
                 predicted = way.predicted.predicted_peak_bytes
                 row.extra["predicted MB"] = f"{predicted / 1e6:.2f}"
-                row.extra["error"] = f"{100 * (predicted / way.peak_bytes - 1):+.2f} %"
+                error = round(100 * (predicted / way.peak_bytes - 1), 2)
+                row.extra["error"] = f"{error + 0.0:+.2f} %"
             if way.clock is not None:
                 row.extra["run again"] = way.runs
                 row.extra["their ms"] = f"{1e3 * middle(way.again):.1f}"
