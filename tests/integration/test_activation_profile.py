@@ -198,6 +198,24 @@ def test_arguments():
     assert Chain.from_torch(skips, torch.ones(2, 4), repeats=1).blocks == 3
 
 
+def test_a_backward_run_may_need_less_than_all_that_was_saved():
+    model, x = perceptron(3, width=64, batch=256)
+    chain = Chain.from_torch(model, x, repeats=1)
+    assert (chain.backward_temporary_bytes < 0).any()
+    assert (chain.backward_temporary_bytes >= -chain.gradient_bytes[:-1]).all()
+    assert Chain.from_json(chain.to_json()) == chain
+
+
+def test_but_not_less_than_without_its_gradient():
+    sizes = ([1.0], [1.0], [4, 4], [8])
+    chain = Chain(*sizes, gradient_bytes=[3, 4], backward_temporary_bytes=[-3])
+    assert chain.plain_peak_bytes == 4 + 8 + 4
+    with pytest.raises(ValueError, match=r"backward_temporary_bytes\[0\] is -4: .* at least -3"):
+        Chain(*sizes, gradient_bytes=[3, 4], backward_temporary_bytes=[-4])
+    with pytest.raises(ValueError, match="at least 0"):
+        Chain(*sizes, saving_temporary_bytes=[-1])
+
+
 # The measuring itself
 
 

@@ -26,6 +26,7 @@ from planned_models import (
     transformer,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mlstate.activation import Plan
 from mlstate.errors import MLStateError
@@ -330,6 +331,51 @@ def test_nothing_is_kept_when_the_pass_has_ended():
         loss.backward()
         gc.collect()
         assert [ref for ref in kept[:-1] if ref() is not None] == []
+
+
+class Nested(nn.Module):
+    """Recomputes a part of itself already."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.inner = TransformerBlock(16)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return torch.tanh(checkpoint(self.inner, x, use_reentrant=self.use_reentrant))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_recompute_by_themselves(use_reentrant, seed):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Nested(use_reentrant) for _ in range(4))), torch.randn(2, 4, 16)
+
+    compare(make, random_steps(4, random.Random(seed)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_planned_model_inside_what_recomputes_it(use_reentrant):
+    model, x = transformer(4, width=16)
+    wanted = results(model, [x])
+    model, x = transformer(4, width=16)
+    with planned(segments(4, 1)).apply(model):
+        got = results(model, [x], call=lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
+    assert_same_bits(wanted, got)
+
+
+def test_other_hooks_of_saved_tensors_stay_in_force():
+    model, x = perceptron()
+    wanted = results(model, [x])
+    model, x = perceptron()
+
+    def call(x):
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    with planned(segments(5, 2)).apply(model):
+        assert_same_bits(wanted, results(model, [x], call=call))
 
 
 # What cannot be

@@ -71,7 +71,7 @@ class Host:
         import torch
 
         if self._folder is None:
-            pinned = raw.device.type != "cpu" and torch.accelerator.is_available()
+            pinned = raw.device.type == "cuda"
             host = torch.empty(raw.numel(), dtype=torch.uint8, pin_memory=pinned)
         else:
             host = _file(self._folder, raw.numel())

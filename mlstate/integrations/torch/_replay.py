@@ -41,8 +41,13 @@ def generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]
 
     states: dict[Any, torch.Tensor] = {"cpu": torch.get_rng_state()}
     for device in devices:
-        states[device] = torch.get_device_module(device).get_rng_state(device)
+        of_device = getattr(torch, device.type)  # torch.mps has one device, and no name for it
+        states[device] = of_device.get_rng_state(*_named(device))
     return states
+
+
+def _named(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)
 
 
 def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
@@ -53,7 +58,7 @@ def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
         if device == "cpu":
             torch.set_rng_state(state)
         else:
-            torch.get_device_module(device).set_rng_state(state, device)
+            getattr(torch, device.type).set_rng_state(state, *_named(device))
 
 
 class Buffers:
