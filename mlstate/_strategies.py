@@ -275,10 +275,11 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
     max_memory_percentage : float, default 0.8
         Share of the memory, above 0 and at most 1; used as a float32.
     tracker : MemoryTracker, optional
-        Anything whose ``get_stats()`` has ``current_memory_used`` and ``total_memory``. Default:
-        a new `MemoryTracker`, of the CUDA device if torch uses one, else of this process.
+        Anything whose ``get_stats()`` has ``current_memory_used``. Default: a new
+        `MemoryTracker`, of the CUDA device if torch uses one, else of this process.
     total_memory : int, optional
-        Bytes that there are. Default: the tracker's ``total_memory`` whenever it is read.
+        Bytes that there are. Default: the tracker's ``total_memory`` whenever it is read, or
+        the memory of the system if it has none.
     clock : callable, optional
         Returns seconds. Default: a monotonic clock of the system.
 

@@ -6,6 +6,7 @@
  */
 #include "strategyp.h"
 
+#include "footprint.h"
 #include "strategy.h"
 
 #include <stddef.h>
@@ -141,17 +142,41 @@ static int take_figure(PyObject *self, PyObject *stats, const char *name, int64_
     return 0;
 }
 
+/* The bytes that there are: the user's number, or else the tracker's, or else the
+ * system's for a tracker that knows of none. */
+static int take_total(memory_aware_object *self, PyObject *stats, uint64_t *out)
+{
+    mls_footprint found;
+    mls_status st;
+    if (self->total_bytes > 0) {
+        *out = self->total_bytes;
+        return 0;
+    }
+    if (take_figure((PyObject *)self, stats, "total_memory", 1, out) == 0) {
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    if (mls_footprint_read(&found, &st) != MLS_OK) {
+        mlsp_strategy_fail((PyObject *)self, &st);
+        return -1;
+    }
+    *out = found.total;
+    return 0;
+}
+
 /* Read the memory and adjust the interval to it.  -1 with an exception set, and nothing
  * adjusted. */
 static int adjust(memory_aware_object *self, int64_t now)
 {
-    uint64_t used, total = self->total_bytes;
+    uint64_t used, total;
     PyObject *stats = PyObject_CallMethod(self->tracker, "get_stats", NULL);
     const int failed =
         stats == NULL ||
         take_figure((PyObject *)self, stats, "current_memory_used", 0, &used) < 0 ||
-        (total == 0 &&
-         take_figure((PyObject *)self, stats, "total_memory", 1, &total) < 0);
+        take_total(self, stats, &total) < 0;
     Py_XDECREF(stats);
     if (failed) {
         return -1;
