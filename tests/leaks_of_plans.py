@@ -22,7 +22,7 @@ def chain_of(blocks, **options):
     )
 
 
-@case("Chain", "Chain.to_json", "Chain.from_json")
+@case("Chain", "Chain.to_json", "Chain.from_json", "Chain.least_budget_bytes")
 def chains(_):
     chain = chain_of(9)
     seconds = np.ones(9)
