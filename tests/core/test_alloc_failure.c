@@ -12,6 +12,7 @@
 #include "mem.h"
 #include "names.h"
 #include "outline.h"
+#include "plan.h"
 #include "random_chain.h"
 #include "rename.h"
 #include "runner.h"
@@ -617,6 +618,60 @@ static mls_code choose_items(mls_status *st)
     return code;
 }
 
+/* Whatever fails, a plan is made whole or not at all. */
+static mls_code make_plan(size_t slots, mls_status *st)
+{
+    uint64_t seed = 4;
+    random_chain r;
+    random_chain_fill(&r, 7, &seed, true);
+    const mls_plan_request request = {
+        .budget_bytes = 450, .slots = slots, .offload = true};
+    mls_plan plan = {.slots = 77};
+    const mls_code code = mls_plan_make(&r.chain, &request, &plan, st);
+    CHECK(code == MLS_OK || plan.slots == 77);
+    if (code == MLS_OK) {
+        mls_plan_fini(&plan);
+    }
+    return code;
+}
+
+static mls_code plan_to_the_byte(mls_status *st)
+{
+    return make_plan(0, st);
+}
+
+static mls_code plan_by_slots(mls_status *st)
+{
+    return make_plan(400, st);
+}
+
+/* Too few slots: a plan that fits, whatever it takes. */
+static mls_code plan_that_fits(mls_status *st)
+{
+    return make_plan(1, st);
+}
+
+static mls_code whole_curve(mls_status *st)
+{
+    uint64_t seed = 4;
+    random_chain r;
+    random_chain_fill(&r, 7, &seed, true);
+    const mls_plan_request request = {.slots = 0};
+    mls_plan_curve curve = {0};
+    const mls_code code = mls_plan_pareto(&r.chain, &request, &curve, st);
+    CHECK((code == MLS_OK) == (curve.points != NULL));
+    mls_plan_curve_fini(&curve);
+    return code;
+}
+
+static void planning_survives_every_failure(void)
+{
+    CHECK(fail_each(plan_to_the_byte) >= 30);
+    CHECK(fail_each(plan_by_slots) >= 8);
+    CHECK(fail_each(plan_that_fits) >= 8);
+    CHECK(fail_each(whole_curve) >= 30);
+}
+
 static void searching_for_schedules_survives_every_failure(void)
 {
     CHECK(fail_each(find_schedule) >= 6);
@@ -642,6 +697,7 @@ static const test_case tests[] = {
     TEST(outlining_names_survives_every_failure),
     TEST(explaining_names_survives_every_failure),
     TEST(deciding_survives_every_failure),
+    TEST(planning_survives_every_failure),
     TEST(searching_for_schedules_survives_every_failure),
     TEST(choosing_survives_every_failure),
 };
