@@ -213,7 +213,7 @@ def table(
 
 def decisions(report: Report, quick: bool, repeats: int) -> None:
     """Compare the five strategies with plain Python, and Smart at two numbers of layers."""
-    loops = 20 if quick else 200
+    loops = 20  # 50 us: seldom interrupted, and long enough for the clock
     few = names_of(FEW)
     question = (few[5], SMALL, 5)
     excluded = few[18:]
@@ -298,5 +298,5 @@ if __name__ == "__main__":
     import sys
 
     of_this_run = Report("Decisions of strategies", as_json="--json" in sys.argv)
-    decisions(of_this_run, "--quick" in sys.argv, 7 if "--quick" in sys.argv else 21)
+    decisions(of_this_run, "--quick" in sys.argv, 21 if "--quick" in sys.argv else 101)
     of_this_run.close()
