@@ -26,7 +26,8 @@ const char *mls_step_name(int kind)
 
 /* ---- checks ---- */
 
-/* Seconds of every block; their sum is added to `*sum`. */
+/* Seconds of every block; their sum is added to `*sum`.  NaN is not at least 0, which is
+ * why the comparison is written that way round. */
 static mls_code check_seconds(const char *name, const double *seconds, size_t count,
                               double *sum, mls_status *st)
 {
@@ -68,7 +69,7 @@ static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count
     return MLS_OK;
 }
 
-/* All arrays of bytes. */
+/* All arrays of bytes, each by its name in Python, and what must hold between them. */
 static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
 {
     const size_t n = c->blocks;
@@ -105,7 +106,7 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
     return MLS_OK;
 }
 
-/* Both ways to the host, or none. */
+/* Both ways to the host, or none: what cannot come back must not go. */
 static mls_code check_rates(const mls_chain *c, mls_status *st)
 {
     const bool none = c->offload_rate == 0 && c->load_rate == 0;
@@ -176,10 +177,10 @@ void mls_schedule_fini(mls_schedule *s)
 
 /* ---- simulation ---- */
 
-/* Where saved i is. */
+/* Where saved i is.  On the host it takes no memory that anybody counts. */
 enum { NOWHERE, ON_DEVICE, ON_HOST };
 
-/* What is held at a moment. */
+/* What is held at a moment.  Gradients need no marks: there is one at a time. */
 typedef struct machine {
     const mls_chain *chain;
     unsigned char *alone; /* n + 1: activation k lies by itself */
@@ -189,7 +190,8 @@ typedef struct machine {
     double seconds;
 } machine;
 
-/* What a step does to what is held. */
+/* What a step does to what is held.  What it frees it frees at its end: the peak is that
+ * of everything together. */
 typedef struct effect {
     int64_t makes, temporary, frees;
     double seconds;
@@ -207,7 +209,8 @@ static bool activation_is_held(const machine *m, size_t k)
     return m->alone[k] != 0 || (k > 0 && m->saved[k - 1] == ON_DEVICE);
 }
 
-/* The rules that forward and save share. */
+/* The rules that forward and save share: the input is there, the output is not, in any
+ * form. */
 static bool can_run(const machine *m, size_t i, refusal *why)
 {
     if (!activation_is_held(m, i)) {
@@ -335,13 +338,15 @@ static bool run_load(machine *m, size_t i, effect *e, refusal *why)
 /* Do a step: change the machine and say what that takes, or say what is missing. */
 typedef bool (*runner)(machine *m, size_t index, effect *e, refusal *why);
 
+/* By kind. */
 static const runner runners[MLS_STEP_KINDS] = {
     [MLS_STEP_FORWARD] = run_forward,   [MLS_STEP_SAVE] = run_save,
     [MLS_STEP_BACKWARD] = run_backward, [MLS_STEP_DROP] = run_drop,
     [MLS_STEP_OFFLOAD] = run_offload,   [MLS_STEP_LOAD] = run_load,
 };
 
-/* One step, with all its rules. */
+/* One step, with all its rules.  Kind and index are checked here, before they choose a
+ * function and entries of arrays. */
 static mls_code run_step(machine *m, size_t number, mls_step step,
                          mls_step_record *record, mls_status *st)
 {

@@ -1,4 +1,13 @@
 /* plan: which solver is asked, and what happens where one cannot answer.
+ *
+ * A budget that holds the plain run needs no solver.  Otherwise fronts are the first
+ * choice, since they are exact; they grow with the number of different sums that sizes
+ * have, which nobody knows in advance, so they have a cap.  Beyond it a table of slots is
+ * made, whose size is known: it is refused where it would be too large.  Slots round
+ * every size up, so that a budget near the least one may seem too small: then any
+ * schedule that fits is better than none.
+ *
+ * Only the table of needs, in bytes, decides that nothing fits.
  */
 #include "plan.h"
 
@@ -15,6 +24,7 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
 {
     mls_plan_costs costs;
     mls_plan_needs needs;
+    /* the needs do not depend on a budget: the least that is accepted will do */
     const int64_t input = chain->activation_bytes[0];
     mls_code code = mls_plan_costs_init(&costs, chain, input, 0, offload, st);
     if (code != MLS_OK) {
@@ -29,7 +39,8 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
     return code;
 }
 
-/* The budget above which nothing changes. */
+/* The budget above which nothing changes: the peak of the plain run.  Offloading plays no
+ * part in it. */
 static mls_code enough_bytes(const mls_chain *chain, int64_t *out, mls_status *st)
 {
     mls_plan_costs costs;
@@ -42,7 +53,8 @@ static mls_code enough_bytes(const mls_chain *chain, int64_t *out, mls_status *s
     return code;
 }
 
-/* Refuse a budget, with the least one that would do. */
+/* Refuse a budget, with the least one that would do: `expected` has it for programs,
+ * which may simply ask again with that. */
 static mls_code refuse(const mls_chain *chain, const mls_plan_request *r, mls_status *st)
 {
     int64_t least;
@@ -61,7 +73,8 @@ static mls_code refuse(const mls_chain *chain, const mls_plan_request *r, mls_st
 
 /* ---- the ways to a schedule ---- */
 
-/* Any schedule that fits, for budgets too tight for slots. */
+/* Any schedule that fits, for budgets too tight for slots.  Its time is what it happens
+ * to be: the trace prefers to keep, then the restart that repeats least. */
 static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
                              mls_plan *out, mls_status *st)
 {
@@ -82,7 +95,8 @@ static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* Slots that a table of allowed size has; 0 where it has not even one. */
+/* Slots that a table of allowed size has; 0 where it has not even one.  Sizes of tables
+ * are no simple function of slots (lines of the cache, tiles): so they are tried. */
 static size_t slots_that_fit(size_t blocks, size_t wanted)
 {
     while (wanted > 0 && mls_plan_table_bytes(blocks, wanted) > MLS_PLAN_TABLE_BYTES) {
@@ -108,7 +122,8 @@ static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
                     blocks, slots, MLS_PLAN_TABLE_BYTES >> 20, possible);
 }
 
-/* By slots; MLS_E_CAPACITY where the rounded sizes do not fit. */
+/* By slots; MLS_E_CAPACITY where the rounded sizes do not fit, which does not mean that
+ * the true ones do not. */
 static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
                               size_t slots, mls_plan *out, mls_status *st)
 {
@@ -133,7 +148,8 @@ static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* To the byte; MLS_E_SIZE where that takes too much. */
+/* To the byte; MLS_E_SIZE where that takes too much, be it blocks or points.  What the
+ * fronts hold is freed before anything else is tried. */
 static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
                            mls_plan *out, mls_status *st)
 {
@@ -175,7 +191,8 @@ static mls_code cut_budget(const mls_chain *chain, mls_plan_request *r, bool *pl
     return code;
 }
 
-/* Keep everything: the best plan in any class. */
+/* Keep everything: the best plan in any class.  No solver would find another, but slots
+ * would round its sizes up and miss it. */
 static mls_code make_plain(const mls_chain *chain, mls_plan *out, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -191,7 +208,8 @@ static mls_code make_plain(const mls_chain *chain, mls_plan *out, mls_status *st
     return code;
 }
 
-/* By slots, and where these are too coarse, anything that fits. */
+/* By slots, and where these are too coarse, anything that fits.  That may fail as well,
+ * and then nothing fits at all. */
 static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
                             size_t slots, mls_plan *out, mls_status *st)
 {
@@ -199,7 +217,9 @@ static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
     return code == MLS_E_CAPACITY ? make_fitting(chain, r, out, st) : code;
 }
 
-/* As many slots as are taken where to plan to the byte takes too much. */
+/* As many slots as are taken where to plan to the byte takes too much: fewer for chains
+ * so long that their table would not fit.  One at least, so that there is something to
+ * refuse. */
 static size_t slots_instead(size_t blocks)
 {
     const size_t slots = slots_that_fit(blocks, MLS_PLAN_AUTO_SLOTS);
@@ -257,7 +277,8 @@ static double plain_seconds(const mls_chain *chain)
     return seconds;
 }
 
-/* The front of the whole chain. */
+/* The front of the whole chain, in terms of budgets: activation 0 is above what solvers
+ * count, and all plain seconds are. */
 static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *fronts,
                                 mls_plan_curve *out, mls_status *st)
 {

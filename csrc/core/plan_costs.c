@@ -1,5 +1,15 @@
 /* plan_costs: sizes as a solver counts them, the least budget, and the way back from
  * values to steps.
+ *
+ * Sums of sizes are rounded to slots as sums: two peaks that go together are rounded once
+ * and not twice.  What is added later by solvers (a gradient that is held, an activation
+ * below a segment) is rounded by itself, and a sum of numbers rounded up is at least the
+ * true one: what fits in slots fits in bytes.
+ *
+ * The trace keeps no choices of the solver: it tries all of a segment's choices again,
+ * with the values that the solver left, and takes the best.  That costs little, since a
+ * schedule has few segments next to those that were solved, and it spares a solver a
+ * second table as large as the first.
  */
 #include "plan_costs.h"
 
@@ -39,7 +49,7 @@ static int64_t units_of(unit_scale s, int64_t bytes)
     return units > s.slots ? s.slots + 1 : units;
 }
 
-/* Sizes of one block. */
+/* Sizes of one block.  A saved block and what runs above it form one peak each. */
 static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
                        unit_scale scale)
 {
@@ -56,7 +66,8 @@ static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
     c->sweep[i] = units_of(scale, activation[i] + made);
 }
 
-/* Times of one block. */
+/* Times of one block.  The way to the host and back is paid in full: nothing else runs
+ * meanwhile. */
 static void fill_seconds(mls_plan_costs *c, const mls_chain *chain, size_t i,
                          bool offload)
 {
@@ -89,7 +100,8 @@ static bool make_arrays(mls_plan_costs *c, size_t n)
     return true;
 }
 
-/* What is asked for, before anything is allocated. */
+/* What is asked for, before anything is allocated: limits of numbers come before those of
+ * memory, which are for the solvers to say. */
 static mls_code check_request(const mls_chain *chain, int64_t budget, size_t slots,
                               mls_status *st)
 {
@@ -185,7 +197,8 @@ static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64
     return best;
 }
 
-/* Column by column, each from the diagonal up. */
+/* Column by column, each from the diagonal up: what lies below in a column and to the
+ * left in a row is then known. */
 static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
                        int64_t *column)
 {
@@ -320,7 +333,7 @@ static mls_code push_item(tracer *r, item added, mls_status *st)
     return MLS_OK;
 }
 
-/* Several at once, given in the order in which they come. */
+/* Several at once, given in the order in which they come: the last is put down first. */
 static mls_code push_items(tracer *r, const item *items, size_t count, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -349,7 +362,8 @@ static mls_code restart(tracer *r, item seg, size_t k, mls_status *st)
     return code == MLS_OK ? push_items(r, rest, 3, st) : code;
 }
 
-/* Replace a segment by what its best choice does. */
+/* Replace a segment by what its best choice does.  Where nothing fits although the whole
+ * did, the solver's values contradict each other; that is refused like a small budget. */
 static mls_code expand(tracer *r, item seg, mls_status *st)
 {
     const mls_plan_costs *c = r->costs;

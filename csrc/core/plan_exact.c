@@ -160,7 +160,8 @@ static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limi
 
 /* ---- the grid ---- */
 
-/* The best choice at the beginning of each interval. */
+/* The best choice at the beginning of each interval.  Entries of shifted fronts are taken
+ * where the memory is less than it is, so that values are too large if they are wrong. */
 static void bound_above(const solver *v, scratch *w)
 {
     const int64_t step = v->out->step;
@@ -183,7 +184,8 @@ static void bound_above(const solver *v, scratch *w)
     }
 }
 
-/* Which choices may matter in which interval. */
+/* Which choices may matter in which interval.  Here entries are those of more memory: the
+ * values are too small if they are wrong.  The best of above always matters. */
 static void list_by_interval(const solver *v, scratch *w)
 {
     const size_t stride = v->costs->blocks + 2;
@@ -220,7 +222,8 @@ static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
     return i + 1 < f->count ? f->points[i + 1].memory + shift : INT64_MAX;
 }
 
-/* The points of a choice from `from` to below `to`. */
+/* The points of a choice from `from` to below `to`: both of its fronts side by side, a
+ * point wherever one of them changes. */
 static bool unroll(const option *o, int64_t from, int64_t to, points *out)
 {
     const mls_plan_front *r = o->right, *l = o->left;
@@ -247,7 +250,8 @@ static bool unroll(const option *o, int64_t from, int64_t to, points *out)
     return true;
 }
 
-/* The lower envelope of two lists of points. */
+/* The lower envelope of two lists of points: by memory, and only what is quicker than all
+ * before it. */
 static bool merge(const points *a, const points *b, points *out)
 {
     size_t i = 0, j = 0;
@@ -290,7 +294,8 @@ static bool append(const solver *v, points *front, const points *found)
     return true;
 }
 
-/* All intervals, one after the other, into `front`. */
+/* All intervals, one after the other, into `front`.  Lists change places instead of being
+ * copied. */
 static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 {
     const size_t stride = v->costs->blocks + 2;
@@ -319,7 +324,8 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 
 /* ---- segments ---- */
 
-/* Keep the front of a segment. */
+/* Keep the front of a segment.  The count of all points is shared by threads; who goes
+ * beyond the cap stops all of them. */
 static mls_code keep(solver *v, const points *front, size_t cell)
 {
     mls_plan_front *f = &v->out->fronts[cell];
@@ -465,7 +471,8 @@ void mls_plan_fronts_fini(mls_plan_fronts *f)
     *f = (mls_plan_fronts){0};
 }
 
-/* What a failure means, in words. */
+/* What a failure means, in words.  Threads leave a code and no more: a status has one
+ * writer. */
 static mls_code explain(mls_code code, const mls_plan_costs *c, size_t most,
                         mls_status *st)
 {

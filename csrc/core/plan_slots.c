@@ -154,7 +154,8 @@ static void fill_gap(const solver *v, size_t s, size_t t, size_t k, size_t begin
     }
 }
 
-/* Where a kernel may start with restart k: where the rules allow it for every segment of
+/* Kernels know no rules, only where to start, and look at whole registers.  Where a
+ * kernel may start with restart k: where the rules allow it for every segment of
  * the tile, and not before some segment has finite parts.  The rest is done here. */
 static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 {
@@ -267,7 +268,8 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
 
 /* ---- single segments ---- */
 
-/* A restart from k for one segment. */
+/* A restart from k for one segment.  Beyond `full` nothing is recomputed, and a restart
+ * wins nothing. */
 static void restart(const solver *v, size_t s, size_t t, size_t k)
 {
     const size_t first = most(bound_of(v, s, t, k), natural_of(v, s, t, k));
@@ -395,7 +397,8 @@ static void work(void *context, size_t index)
 
 /* ---- all of it ---- */
 
-/* Forward peaks, and where nothing is recomputed any more. */
+/* Forward peaks, and where nothing is recomputed any more: from there on a segment's
+ * values are 0, and no restart is tried. */
 static void fill_bounds(solver *v)
 {
     const mls_plan_costs *c = v->costs;

@@ -35,7 +35,8 @@ static PyArrayObject *array_at(PyObject *tuple, size_t i, npy_intp count)
     return array;
 }
 
-/* Copy all arrays into `memory`, one after the other, 8 bytes an entry. */
+/* Copy all arrays into `memory`, one after the other, 8 bytes an entry: float64 and int64
+ * alike. */
 static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
                        const void *places[ARRAYS])
 {
@@ -52,7 +53,8 @@ static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
     return 0;
 }
 
-/* Once the memory is there.  -1 with an exception set. */
+/* Once the memory is there: copy, point into the copies, and check what they hold.  -1
+ * with an exception set. */
 static int fill_chain(const mlsp_state *state, PyObject *tuple, npy_intp n,
                       mlsp_chain *out)
 {
@@ -127,7 +129,8 @@ PyObject *mlsp_steps_array(const mls_schedule *schedule)
 
 /* ---- functions ---- */
 
-/* The check itself is part of taking a chain. */
+/* The check itself is part of taking a chain: this is for the constructor, which wants to
+ * know at once. */
 static PyObject *chain_check(PyObject *module, PyObject *tuple)
 {
     mlsp_chain chain;
@@ -183,7 +186,8 @@ const mls_step *mlsp_take_steps(PyObject *object, npy_intp *count)
     return PyArray_DATA(array);
 }
 
-/* With the chain taken: totals, and all records where they are wanted. */
+/* With the chain taken: totals, and all records where they are wanted.  The GIL is kept:
+ * a step takes some nanoseconds. */
 static PyObject *simulate(const mlsp_state *state, const mls_chain *chain,
                           PyObject *steps_object, bool detailed)
 {

@@ -9,7 +9,8 @@
 
 #include "plan.h"
 
-/* The core's poll, through the way back into Python that progress.c keeps. */
+/* The core's poll, through the way back into Python that progress.c keeps.  Any thread of
+ * the pool may ask; only the one that began the work looks for signals. */
 static bool go_on(void *context)
 {
     mlsp_progress *progress = context;
