@@ -378,7 +378,7 @@ class Plan:
         >>> from mlstate.activation import Chain, Plan
         >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
         >>> Plan.from_recomputed(chain, [0])
-        <Plan of 2 blocks: 7 s (+16.7%), peak 70 B of no budget; 1 kept, 1 recomputed, 0 offloaded>
+        <Plan of 2 blocks: 7 s (+16.7%), peak 70 B; 1 kept, 1 recomputed, 0 offloaded>
         """
         n = chain.blocks
         again = np.zeros(n, bool)
@@ -471,10 +471,10 @@ class Plan:
         return hash((self.budget_bytes, self._steps.tobytes()))
 
     def _title(self) -> str:
-        budget = "no budget" if self.budget_bytes is None else bytes_text(self.budget_bytes)
+        budget = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
             f"{self.chain.blocks:,} blocks: {self.predicted_seconds:.4g} s "
-            f"({self.overhead:+.1%}), peak {bytes_text(self.predicted_peak_bytes)} of "
+            f"({self.overhead:+.1%}), peak {bytes_text(self.predicted_peak_bytes)}"
             f"{budget}; {len(self.kept)} kept, {len(self.recomputed)} recomputed, "
             f"{len(self.offloaded)} offloaded"
         )
