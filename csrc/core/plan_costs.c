@@ -20,7 +20,8 @@
 
 enum { ARRAYS = 10 };
 
-/* How bytes become units. */
+/* How bytes become units.  A budget of 0 bytes has slots of none: what has bytes then
+ * exceeds it. */
 typedef struct unit_scale {
     int64_t bytes; /* of the whole budget above activation 0 */
     int64_t slots; /* 0: units are bytes */
@@ -79,7 +80,7 @@ static void fill_seconds(mls_plan_costs *c, const mls_chain *chain, size_t i,
                      : (double)INFINITY;
 }
 
-/* One block of memory for all arrays, 8 bytes an entry. */
+/* One block of memory for all arrays, 8 bytes an entry: sizes first, then seconds. */
 static bool make_arrays(mls_plan_costs *c, size_t n)
 {
     int64_t *memory = mls_alloc(n + 1, ARRAYS * sizeof *memory);

@@ -381,7 +381,8 @@ static scratch *take_scratch(solver *v)
     }
 }
 
-/* One segment of a diagonal. */
+/* One segment of a diagonal.  It is short work next to what a person notices: to ask
+ * between segments is often enough. */
 static void work(void *context, size_t s)
 {
     solver *v = context;
@@ -445,7 +446,8 @@ static scratch *new_scratches(size_t count, size_t blocks)
     return all;
 }
 
-/* The tables.  A step of the grid is such that its last entry lies above the budget. */
+/* The tables, one entry for each segment, and rows of the grid.  A step of the grid is
+ * such that its last entry lies above the budget. */
 static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
 {
     const size_t cells = c->blocks * (c->blocks + 1) / 2;

@@ -327,7 +327,8 @@ static void finish(const solver *v, size_t s, size_t t)
 
 /* ---- large tiles ---- */
 
-/* Infinity everywhere, in what only pads the tile too. */
+/* Infinity everywhere, in what only pads the tile too: kernels read and write all of a
+ * tile, whose segments may go beyond the last block. */
 static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t t_end)
 {
     for (size_t i = s; i < s_end; i++) {
@@ -428,7 +429,9 @@ static void free_solver(solver *v)
     mls_free(v->sweep);
 }
 
-/* The table's memory and the solver's. */
+/* The table's memory and the solver's.  Values come as untouched pages: each tile is
+ * cleared by the thread that fills it.  Segments that are read together lie far apart, a
+ * small page each, so that large pages are asked for. */
 static bool make_tables(solver *v, mls_plan_table *out)
 {
     const size_t n = v->n, padded = round_up(n, SMALL), cells = n * (n + 1) / 2;
@@ -458,7 +461,8 @@ void mls_plan_table_fini(mls_plan_table *table)
     *table = (mls_plan_table){0};
 }
 
-/* Diagonals one after the other; helpers where there is enough for them to do. */
+/* Diagonals one after the other; helpers where there is enough for them to do.  Tiles are
+ * handed out one by one: whoever began the work comes back to poll between its own. */
 static void run_diagonals(solver *v, mls_pool *pool)
 {
     enum { WORTH = 64 }; /* blocks from which on helpers are worth waking */

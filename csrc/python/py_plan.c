@@ -54,7 +54,8 @@ static int job_init(job *j, PyObject *module, PyObject *chain, PyObject *slots,
     return 0;
 }
 
-/* What went wrong: a signal's exception is set already. */
+/* What went wrong: a signal's exception is set already.  A search that was stopped has no
+ * other reason. */
 static PyObject *raise_of(const job *j, mls_code code)
 {
     if (code == MLS_E_STOPPED && PyErr_Occurred()) {
@@ -121,7 +122,8 @@ static PyObject *plan_least(PyObject *module, PyObject *const *args, Py_ssize_t 
     return code == MLS_OK ? PyLong_FromLongLong(least) : raise_of(&j, code);
 }
 
-/* New arrays of budgets and seconds, in a tuple with how they were found. */
+/* New arrays of budgets and seconds, in a tuple with how they were found; the curve stays
+ * the caller's. */
 static PyObject *curve_of(const mls_plan_curve *curve)
 {
     const npy_intp count = (npy_intp)curve->count;
