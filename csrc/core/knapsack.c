@@ -131,22 +131,34 @@ static void sift(const mls_knapsack_items *items, uint32_t *order, size_t at,
     order[at] = moved;
 }
 
-/* The item that comes last goes to the top, and from there to the end. */
-static void sort(const mls_knapsack_items *items, uint32_t *order, size_t count)
+static mls_code ask(const knapsack *k)
 {
-    for (size_t at = count / 2; at-- > 0;) {
-        sift(items, order, at, count);
+    return k->poll.go_on == NULL || k->poll.go_on(k->poll.context)
+               ? MLS_OK
+               : mls_fail(k->st, MLS_E_STOPPED, "the choice was stopped");
+}
+
+/* The item that comes last goes to the top, and from there to the end. */
+static mls_code sort(const knapsack *k)
+{
+    const mls_knapsack_items *items = k->items;
+    for (size_t at = k->count / 2; at-- > 0;) {
+        sift(items, k->order, at, k->count);
     }
-    for (size_t last = count; last-- > 1;) {
-        const uint32_t top = order[0];
-        order[0] = order[last];
-        order[last] = top;
-        sift(items, order, 0, last);
+    for (size_t last = k->count; last-- > 1;) {
+        const uint32_t top = k->order[0];
+        k->order[0] = k->order[last];
+        k->order[last] = top;
+        sift(items, k->order, 0, last);
+        if ((last & 8191) == 0 && ask(k) != MLS_OK) { /* a few milliseconds apart */
+            return k->st->code;
+        }
     }
+    return MLS_OK;
 }
 
 /* Items that are not decided by themselves, sorted; with the sums before each. */
-static void put_in_order(knapsack *k)
+static mls_code put_in_order(knapsack *k)
 {
     const mls_knapsack_items *items = k->items;
     for (size_t i = 0; i < items->count; i++) {
@@ -154,11 +166,12 @@ static void put_in_order(knapsack *k)
             k->order[k->count++] = (uint32_t)i;
         }
     }
-    sort(items, k->order, k->count);
-    for (size_t i = 0; i < k->count; i++) {
+    const mls_code code = sort(k);
+    for (size_t i = 0; i < k->count && code == MLS_OK; i++) {
         k->bytes_before[i + 1] = k->bytes_before[i] + items->bytes[k->order[i]];
         k->seconds_before[i + 1] = k->seconds_before[i] + items->seconds[k->order[i]];
     }
+    return code;
 }
 
 /* ---- bounds ---- */
@@ -326,14 +339,12 @@ static mls_code add_items(knapsack *k, double *most)
     mls_code code = MLS_OK;
     size_t at = 0;
     for (; at < k->count && k->length > 0 && code == MLS_OK; at++) {
-        if (k->poll.go_on != NULL && !k->poll.go_on(k->poll.context)) {
-            return mls_fail(k->st, MLS_E_STOPPED, "the choice was stopped");
-        }
+        code = ask(k);
         /* each choice of the list may be made once more with this item */
         if (k->made + k->length > k->most) {
             break;
         }
-        code = make_room(k);
+        code = code == MLS_OK ? make_room(k) : code;
         if (code == MLS_OK) {
             add_item(k, at);
         }
@@ -361,9 +372,9 @@ static mls_code begin(knapsack *k)
     if (k->order == NULL || k->bytes_before == NULL || k->seconds_before == NULL) {
         return no_memory(k);
     }
-    put_in_order(k);
+    mls_code code = put_in_order(k);
     k->length = 1; /* the empty choice */
-    const mls_code code = make_room(k);
+    code = code == MLS_OK ? make_room(k) : code;
     if (code == MLS_OK) {
         k->list[0] = NOTHING;
     }

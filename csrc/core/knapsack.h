@@ -21,7 +21,7 @@
 
 enum {
     MLS_KNAPSACK_STATES = 1 << 21, /* unless told: 24 bytes each, and 16 in the list */
-    MLS_KNAPSACK_ITEMS = 1 << 24
+    MLS_KNAPSACK_ITEMS = 1 << 22
 };
 
 /* Items, borrowed: what each costs to make again, and to keep. */
