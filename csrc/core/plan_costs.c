@@ -263,7 +263,8 @@ int64_t mls_plan_enough(const mls_plan_costs *c)
 
 /* ---- from values to steps ---- */
 
-/* What is still to be written: a step, or the schedule of a segment. */
+/* What is still to be written: a step, or the schedule of a segment with the memory that
+ * it may take above its input. */
 typedef struct item {
     int32_t kind; /* of a step; MLS_STEP_KINDS: a segment */
     uint32_t s, t;

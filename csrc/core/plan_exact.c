@@ -201,7 +201,8 @@ static void list_by_interval(const solver *v, scratch *w)
     }
 }
 
-/* The front's row of the grid. */
+/* The front's row of the grid: what each entry's memory buys, infinity where that is
+ * nothing. */
 static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
 {
     size_t i = 0;
@@ -371,7 +372,8 @@ static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
     return keep(v, &w->front, mls_plan_cell(c->blocks, s, t));
 }
 
-/* What nobody works with; there are as many as there are threads. */
+/* What nobody works with; there are as many as there are threads.  Should there be more
+ * threads by now, the last of them waits here for another's segment. */
 static scratch *take_scratch(solver *v)
 {
     for (size_t i = 0;; i = (i + 1) % v->tasks) {
