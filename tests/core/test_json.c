@@ -76,6 +76,19 @@ static void members_after_a_nested_container_are_found(void)
     mls_json_free(doc);
 }
 
+/* Strings are looked through eight bytes at a time: each byte counts at each place. */
+static void every_byte_is_seen_at_every_place_of_a_string(void)
+{
+    for (int byte = 0; byte < 256; byte++) {
+        const bool plain = byte >= ' ' && byte < 0x80 && byte != '"' && byte != '\\';
+        for (size_t place = 1; place < 20; place++) {
+            char text[] = "\"~~~~~~~~~~~~~~~~~~~\"";
+            text[place] = (char)byte;
+            CHECK(accepts(text, sizeof text - 1) == plain);
+        }
+    }
+}
+
 static void escapes_become_utf8(void)
 {
     mls_json *doc = NULL;
@@ -276,6 +289,7 @@ static void any_cut_of_a_document_is_refused(void)
 static const test_case tests[] = {
     TEST(every_kind_of_value_is_read),
     TEST(members_after_a_nested_container_are_found),
+    TEST(every_byte_is_seen_at_every_place_of_a_string),
     TEST(escapes_become_utf8),
     TEST(integers_are_read_up_to_two_to_the_64),
     TEST(what_is_not_json_is_refused_at_its_offset),
