@@ -475,7 +475,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small states, one repeat")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--only", help=f"crc, A, B, {', '.join(PARTS)}, or both, as A.save")
-    parser.add_argument("--repeats", type=int, help="rounds, 3 if not given")
+    parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
     parser.add_argument("--folder", type=Path, help="where, on a disk; default: here")
     parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"), help="on a tmpfs")
     return parser.parse_args()
@@ -492,7 +492,7 @@ def main() -> None:
     if not hasattr(mlstate, "save"):
         report.say("this mlstate has no mlstate.save: its lines are left out")
     memory_folder = given.memory_folder if given.memory_folder.is_dir() else None
-    repeats = given.repeats or (1 if given.quick else 3)
+    repeats = given.repeats or (1 if given.quick else 5)
     with (
         tempfile.TemporaryDirectory(dir=given.folder or Path.cwd(), prefix="bench-") as disk,
         tempfile.TemporaryDirectory(dir=memory_folder, prefix="bench-") as shared,

@@ -4,9 +4,10 @@ Arrays are used where they lie, files commit atomically or not at all, and every
 is judged by a clear slow one.
 """
 
-from . import checkpoint, collectives, coreml, errors, kv, state
+from typing import TYPE_CHECKING, Any
+
+from . import coreml, errors, kv, state
 from ._version import __version__
-from .checkpoint import load, load_file, save, save_file, verify
 from .errors import (
     CapacityError,
     ChecksumError,
@@ -20,6 +21,10 @@ from .errors import (
 from .kv import compact_kv_state, transition_kv_state
 from .state import ModelStateDict, OptimizerStateDict, OptimizerType, StateDict, Stateful
 from .threads import get_num_threads, set_num_threads
+
+if TYPE_CHECKING:
+    from . import checkpoint, collectives
+    from .checkpoint import load, load_file, save, save_file, verify
 
 __all__ = [
     "CapacityError",
@@ -52,6 +57,26 @@ __all__ = [
     "transition_kv_state",
     "verify",
 ]
+
+# Loaded when they are first asked for: half of what an import would cost is theirs.
+_MODULES = ("checkpoint", "collectives", "distributed", "fsdp", "plot")
+_OF_CHECKPOINT = ("load", "load_file", "save", "save_file", "verify")
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)  # which binds it here, too
+    if name in _OF_CHECKPOINT:
+        found = getattr(import_module(".checkpoint", __name__), name)
+        globals()[name] = found
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_OF_CHECKPOINT})
 
 
 def _meet_torch() -> None:

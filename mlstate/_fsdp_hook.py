@@ -237,6 +237,8 @@ class FSDPBackwardHook:
 
     def _begin_torch(self) -> None:
         """Have torch call `finish` when the pass ends whose first gradient is there."""
+        if self._pass is not None and self._pass() is not None:
+            return
         from .integrations.torch._backward import begin_pass
 
         self._drop_what_was_cut_short()

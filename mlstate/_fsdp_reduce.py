@@ -94,6 +94,11 @@ def _is_common(gradient: Any) -> bool:
 
 def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
     """Say why a gradient does not fit its unit."""
+    like = unit.like  # of torch, which compares more quickly than names do
+    if like is not None and type(gradient) is type(like) and _is_common(gradient):
+        same = gradient.shape == like.shape and gradient.dtype is like.dtype
+        if same:
+            return ""
     if gradient is None:
         return "no gradient"
     if not is_torch(gradient) and not isinstance(gradient, np.ndarray):

@@ -22,6 +22,31 @@ MEET_SECONDS = 120.0  # for spawned processes to import what they need
 # ---- in a rank ----
 
 
+def _end_with_parent() -> None:
+    """Have this process ended, as `terminate` does, when the one that started it is gone."""
+    import signal
+    import sys
+
+    if sys.platform == "linux":  # without a thread, which a rank that forks had better not have
+        import ctypes
+
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, int(signal.SIGTERM), 0, 0, 0)
+        return
+
+    import threading
+    from multiprocessing import parent_process
+    from multiprocessing.connection import wait
+
+    def watch(sentinel: int) -> None:
+        wait([sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    parent = parent_process()
+    assert parent is not None  # ranks are started by `run`
+    threading.Thread(target=watch, args=[parent.sentinel], daemon=True).start()
+
+
 def _work(
     name: str,
     rank: int,
@@ -34,6 +59,7 @@ def _work(
     from ._local_group import LocalGroup
 
     group = None
+    _end_with_parent()
     try:
         group = LocalGroup.join(name, rank, world_size, timeout=MEET_SECONDS)
         message = ("result", function(group, *args), "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ def table_text(
 
 def table_html(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a table; rows beyond the 50th are counted below it."""
+    from html import escape  # its tables of entities are slow to load
 
     def line(tag: str, cells: Sequence[str]) -> str:
         made = (f"<{tag}>{escape(shorten(cell, 600))}</{tag}>" for cell in cells)

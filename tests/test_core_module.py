@@ -130,6 +130,25 @@ print(*{"torch", "coremltools", "matplotlib", "ml_dtypes", "safetensors"} & set(
     assert child.run(code).strip() == ""
 
 
+def test_what_is_not_used_is_not_loaded():
+    code = """
+import sys, mlstate
+late = {"mlstate.checkpoint", "mlstate.collectives", "mlstate.fsdp", "html"}
+print(*late & set(sys.modules))
+assert {"save", "load", "checkpoint", "fsdp"} <= set(dir(mlstate))
+assert mlstate.save is mlstate.checkpoint.save and mlstate.save is sys.modules["mlstate"].save
+from mlstate import fsdp, load, verify
+assert mlstate.fsdp is fsdp is sys.modules["mlstate.fsdp"]
+try:
+    mlstate.laod
+except AttributeError as error:
+    assert str(error) == "module 'mlstate' has no attribute 'laod'"
+else:
+    raise AssertionError
+"""
+    assert child.run(code).strip() == ""
+
+
 def test_working_loads_no_framework():
     code = """
 import sys

@@ -141,10 +141,15 @@ static mls_code fail_member(reader *r, mls_json_node node, const char *key,
 /* A member that an object may have, and where it was found. */
 typedef struct member {
     const char *key;
-    mls_json_type type; /* that it must have */
+    unsigned char length; /* of the key, in bytes */
     bool needed;
+    mls_json_type type; /* that it must have */
     mls_json_node node; /* MLS_JSON_NONE: absent */
 } member;
+
+/* Such a member before it was looked for. */
+#define MEMBER(name, kind, must)                                                         \
+    {.key = (name), .length = sizeof(name) - 1, .needed = (must), .type = (kind)}
 
 /* "is not of that type" in words. */
 static const char *wrong_type(mls_json_type type)
@@ -159,10 +164,23 @@ static const char *wrong_type(mls_json_type type)
     }
 }
 
+/* The number of the member with that key, looked for from `next` on; `count`: none. */
+static size_t which_member(mls_text key, const member *table, size_t count, size_t next)
+{
+    for (size_t tries = 0; tries < count; tries++) {
+        const size_t i = next + tries < count ? next + tries : next + tries - count;
+        if (key.length == table[i].length &&
+            memcmp(key.data, table[i].key, key.length) == 0) {
+            return i;
+        }
+    }
+    return count;
+}
+
 /* Find the members of an object and see that they have the right types.
  *
- * In one walk: they mostly come in the order of the table,
- * so that each is compared once.  Members that are not in the table are left alone. */
+ * In one walk: they mostly come in the order of the table, so that each is compared
+ * about once.  Members that are not in the table are left alone. */
 static mls_code find_members(reader *r, mls_json_node object, member *table, size_t count)
 {
     size_t next = 0;
@@ -171,14 +189,10 @@ static mls_code find_members(reader *r, mls_json_node object, member *table, siz
     }
     for (mls_json_node node = mls_json_first(r->json, object); node != MLS_JSON_NONE;
          node = mls_json_next(r->json, node)) {
-        const mls_text key = mls_json_key(r->json, node);
-        for (size_t tries = 0; tries < count; tries++) {
-            const size_t i = (next + tries) % count;
-            if (mls_text_is(key, table[i].key)) {
-                table[i].node = node;
-                next = i + 1;
-                break;
-            }
+        const size_t i = which_member(mls_json_key(r->json, node), table, count, next);
+        if (i < count) {
+            table[i].node = node;
+            next = i + 1 < count ? i + 1 : 0;
         }
     }
     for (size_t i = 0; i < count; i++) {
@@ -268,9 +282,9 @@ static bool good_path(mls_text path)
 static mls_code read_file(reader *r, mls_json_node node, mls_index_file *file)
 {
     enum { PATH, BYTES, HEADER_CRC, COUNT };
-    member m[COUNT] = {[PATH] = {"path", MLS_JSON_STRING, true, 0},
-                       [BYTES] = {"bytes", MLS_JSON_NUMBER, true, 0},
-                       [HEADER_CRC] = {"header_crc32c", MLS_JSON_STRING, true, 0}};
+    member m[COUNT] = {[PATH] = MEMBER("path", MLS_JSON_STRING, true),
+                       [BYTES] = MEMBER("bytes", MLS_JSON_NUMBER, true),
+                       [HEADER_CRC] = MEMBER("header_crc32c", MLS_JSON_STRING, true)};
     mls_code code = find_members(r, node, m, COUNT);
     if (code != MLS_OK) {
         return code;
@@ -306,21 +320,21 @@ enum {
 };
 
 static const member shard_members[MEMBERS] = {
-    [SECTION] = {"section", MLS_JSON_STRING, true, 0},
-    [NAME] = {"name", MLS_JSON_STRING, true, 0},
-    [STATE] = {"state", MLS_JSON_STRING, false, 0},
-    [DTYPE] = {"dtype", MLS_JSON_STRING, true, 0},
-    [SHAPE] = {"shape", MLS_JSON_ARRAY, true, 0},
-    [LAYOUT] = {"layout", MLS_JSON_ARRAY, true, 0},
-    [PART] = {"part", MLS_JSON_NUMBER, true, 0},
-    [AXES] = {"axes", MLS_JSON_ARRAY, false, 0},
-    [TIER] = {"tier", MLS_JSON_STRING, false, 0},
-    [VERSION] = {"version", MLS_JSON_NUMBER, true, 0},
-    [FILE_NUMBER] = {"file", MLS_JSON_NUMBER, true, 0},
-    [OFFSET] = {"offset", MLS_JSON_NUMBER, true, 0},
-    [BYTES] = {"bytes", MLS_JSON_NUMBER, true, 0},
-    [CRC] = {"crc32c", MLS_JSON_STRING, true, 0},
-    [BLOCKS] = {"blocks", MLS_JSON_STRING, false, 0},
+    [SECTION] = MEMBER("section", MLS_JSON_STRING, true),
+    [NAME] = MEMBER("name", MLS_JSON_STRING, true),
+    [STATE] = MEMBER("state", MLS_JSON_STRING, false),
+    [DTYPE] = MEMBER("dtype", MLS_JSON_STRING, true),
+    [SHAPE] = MEMBER("shape", MLS_JSON_ARRAY, true),
+    [LAYOUT] = MEMBER("layout", MLS_JSON_ARRAY, true),
+    [PART] = MEMBER("part", MLS_JSON_NUMBER, true),
+    [AXES] = MEMBER("axes", MLS_JSON_ARRAY, false),
+    [TIER] = MEMBER("tier", MLS_JSON_STRING, false),
+    [VERSION] = MEMBER("version", MLS_JSON_NUMBER, true),
+    [FILE_NUMBER] = MEMBER("file", MLS_JSON_NUMBER, true),
+    [OFFSET] = MEMBER("offset", MLS_JSON_NUMBER, true),
+    [BYTES] = MEMBER("bytes", MLS_JSON_NUMBER, true),
+    [CRC] = MEMBER("crc32c", MLS_JSON_STRING, true),
+    [BLOCKS] = MEMBER("blocks", MLS_JSON_STRING, false),
 };
 
 /* The name of a text among `count` names, or `count`. */
@@ -773,8 +787,8 @@ static mls_code check_places(reader *r)
 static mls_code read_format(reader *r)
 {
     enum { FORMAT, FORMAT_NUMBER, COUNT };
-    member m[COUNT] = {[FORMAT] = {"format", MLS_JSON_STRING, true, 0},
-                       [FORMAT_NUMBER] = {"format_version", MLS_JSON_NUMBER, true, 0}};
+    member m[COUNT] = {[FORMAT] = MEMBER("format", MLS_JSON_STRING, true),
+                       [FORMAT_NUMBER] = MEMBER("format_version", MLS_JSON_NUMBER, true)};
     uint64_t number;
     const mls_code code = find_members(r, 0, m, COUNT);
     if (code != MLS_OK) {
@@ -834,11 +848,11 @@ static mls_code read_lists(reader *r, mls_json_node files, mls_json_node shards)
 static mls_code read_index(reader *r)
 {
     enum { GENERATION, RANK, WORLD, FILES, SHARDS, COUNT };
-    member m[COUNT] = {[GENERATION] = {"generation", MLS_JSON_STRING, true, 0},
-                       [RANK] = {"rank", MLS_JSON_NUMBER, true, 0},
-                       [WORLD] = {"world_size", MLS_JSON_NUMBER, true, 0},
-                       [FILES] = {"files", MLS_JSON_ARRAY, true, 0},
-                       [SHARDS] = {"shards", MLS_JSON_ARRAY, true, 0}};
+    member m[COUNT] = {[GENERATION] = MEMBER("generation", MLS_JSON_STRING, true),
+                       [RANK] = MEMBER("rank", MLS_JSON_NUMBER, true),
+                       [WORLD] = MEMBER("world_size", MLS_JSON_NUMBER, true),
+                       [FILES] = MEMBER("files", MLS_JSON_ARRAY, true),
+                       [SHARDS] = MEMBER("shards", MLS_JSON_ARRAY, true)};
     mls_code code = read_format(r);
     if (code != MLS_OK || (code = find_members(r, 0, m, COUNT)) != MLS_OK ||
         (code = read_head(r, &m[GENERATION], &m[RANK], &m[WORLD])) != MLS_OK ||

@@ -49,11 +49,14 @@ typedef struct json_parser {
     mls_status *st;
     size_t at, end;
     size_t depth;
-    mls_json_node open; /* innermost open container, or MLS_JSON_NONE */
-    mls_json_node last; /* its last member so far, or MLS_JSON_NONE */
-    mls_text key;       /* of the member to come */
-    mls_json_node seen; /* the last object without a duplicate key, or MLS_JSON_NONE */
-    uint32_t *scratch;  /* room to sort members in */
+    mls_json_node open;  /* innermost open container, or MLS_JSON_NONE */
+    mls_json_node last;  /* its last member so far, or MLS_JSON_NONE */
+    mls_text key;        /* of the member to come */
+    mls_json_node seen;  /* the last object without a duplicate key, or MLS_JSON_NONE */
+    mls_json_node guess; /* its member whose key may come next, or MLS_JSON_NONE */
+    bool alike;   /* each key so far of the open object is that of `seen` at its place */
+    bool escaped; /* a key was spelled with an escape: nothing is guessed any more */
+    uint32_t *scratch; /* room to sort members in */
     size_t scratch_room;
 } json_parser;
 
@@ -216,6 +219,21 @@ static mls_code read_escape(json_parser *p, size_t *write)
     return MLS_OK;
 }
 
+/* Whether eight characters are all plain, at once.  Each term lifts the top bit of a byte
+ * that is not: a quote, a backslash, DEL, less than a space, more than ASCII.  Borrows
+ * only reach bytes above one that is lifted anyway. */
+static bool eight_plain(const char *text)
+{
+    static const uint64_t ones = 0x0101010101010101U;
+    uint64_t x;
+    memcpy(&x, text, sizeof x);
+    const uint64_t quote = (x ^ (ones * '"')) - ones;
+    const uint64_t slash = (x ^ (ones * '\\')) - ones;
+    const uint64_t control = x - ones * ' ';
+    const uint64_t beyond = x + ones; /* DEL becomes 0x80 */
+    return ((quote | slash | control | beyond | x) & (ones * 0x80U)) == 0;
+}
+
 /* Take the characters up to the next one that needs a look: most texts are plain ASCII.
  */
 static void take_plain(json_parser *p, size_t *write)
@@ -223,6 +241,9 @@ static void take_plain(json_parser *p, size_t *write)
     char *text = p->doc->text;
     const size_t start = p->at;
     size_t at = start;
+    while (p->end - at >= 8 && eight_plain(text + at)) {
+        at += 8;
+    }
     while (at < p->end && text[at] >= ' ' && text[at] < 0x7F && text[at] != '"' &&
            text[at] != '\\') {
         at++;
@@ -335,6 +356,12 @@ static mls_code open_container(json_parser *p, mls_json_type type)
     if (code != MLS_OK) {
         return code;
     }
+    if (type == MLS_JSON_OBJECT) {
+        p->guess = p->seen != MLS_JSON_NONE && !p->escaped
+                       ? mls_json_first(p->doc, p->seen)
+                       : MLS_JSON_NONE;
+        p->alike = p->guess != MLS_JSON_NONE;
+    }
     p->doc->nodes[p->last].next = p->open;
     p->open = p->last;
     p->last = MLS_JSON_NONE;
@@ -409,7 +436,8 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
 {
     const mls_json *doc = p->doc;
     const size_t count = doc->nodes[object].length;
-    if (count < 2 || (p->seen != MLS_JSON_NONE && same_keys(doc, p->seen, object))) {
+    if (count < 2 || (p->alike && count == doc->nodes[p->seen].length) ||
+        (p->seen != MLS_JSON_NONE && same_keys(doc, p->seen, object))) {
         return MLS_OK;
     }
     if (p->scratch_room < 2 * count) {
@@ -453,6 +481,8 @@ static mls_code close_container(json_parser *p)
     node->next = MLS_JSON_NONE;
     if (node->type == MLS_JSON_OBJECT) {
         const mls_code code = check_duplicates(p, closed);
+        p->guess = MLS_JSON_NONE; /* of the object around it nothing is known any more */
+        p->alike = false;
         if (code != MLS_OK) {
             return code;
         }
@@ -571,18 +601,45 @@ static bool in_object(const json_parser *p)
     return p->open != MLS_JSON_NONE && p->doc->nodes[p->open].type == MLS_JSON_OBJECT;
 }
 
+/* Whether the next key and its colon are, byte for byte, those of the same member of the
+ * object before; then they are behind us.  Lists are of objects that say the same of one
+ * thing after the other. */
+static bool guess_key(json_parser *p)
+{
+    const mls_json *doc = p->doc;
+    if (p->guess == MLS_JSON_NONE) {
+        p->alike = false; /* it has more members than the other one */
+        return false;
+    }
+    const json_node *node = &doc->nodes[p->guess];
+    const char *text = doc->text + p->at;
+    const size_t length = node->key_length;
+    if (p->end - p->at < length + 3 || text[0] != '"' || text[length + 1] != '"' ||
+        text[length + 2] != ':' || memcmp(text + 1, doc->text + node->key, length) != 0) {
+        p->guess = MLS_JSON_NONE;
+        p->alike = false;
+        return false;
+    }
+    p->key = (mls_text){text + 1, length};
+    p->at += length + 3;
+    p->guess = node->next;
+    return true;
+}
+
 /* The key of an object's next member and its colon; nothing inside an array. */
 static mls_code read_key(json_parser *p)
 {
-    if (!in_object(p)) {
+    if (!in_object(p) || guess_key(p)) {
         return MLS_OK;
     }
+    const size_t start = p->at;
     if (byte_at(p, p->at) != '"') {
         return unexpected(p, "a key in quotes");
     }
     if (read_string(p, &p->key) != MLS_OK) {
         return MLS_E_FORMAT;
     }
+    p->escaped = p->escaped || p->at - start != p->key.length + 2;
     skip_space(p);
     if (byte_at(p, p->at) != ':') {
         return unexpected(p, "':'");
@@ -647,7 +704,8 @@ mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                      .end = length,
                      .open = MLS_JSON_NONE,
                      .last = MLS_JSON_NONE,
-                     .seen = MLS_JSON_NONE};
+                     .seen = MLS_JSON_NONE,
+                     .guess = MLS_JSON_NONE};
     mls_code code = MLS_E_MEMORY;
     mls_json *doc = mls_alloc(1, sizeof *doc);
     if (doc == NULL || (doc->text = mls_alloc(length, 1)) == NULL) {

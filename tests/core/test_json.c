@@ -76,6 +76,19 @@ static void members_after_a_nested_container_are_found(void)
     mls_json_free(doc);
 }
 
+/* Strings are looked through eight bytes at a time: each byte counts at each place. */
+static void every_byte_is_seen_at_every_place_of_a_string(void)
+{
+    for (int byte = 0; byte < 256; byte++) {
+        const bool plain = byte >= ' ' && byte < 0x80 && byte != '"' && byte != '\\';
+        for (size_t place = 1; place < 20; place++) {
+            char text[] = "\"~~~~~~~~~~~~~~~~~~~\"";
+            text[place] = (char)byte;
+            CHECK(accepts(text, sizeof text - 1) == plain);
+        }
+    }
+}
+
 static void escapes_become_utf8(void)
 {
     mls_json *doc = NULL;
@@ -231,6 +244,46 @@ static void duplicates_are_found_among_many_keys(void)
     free(text);
 }
 
+/* What follows an object is read with its keys in mind, and must come out the same. */
+static void objects_after_one_another_are_each_read_for_themselves(void)
+{
+    static const struct {
+        const char *text;
+        bool good;
+    } cases[] = {
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":4},{\"b\":5,\"a\":6},{\"a\":7}]", true},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":4,\"c\":5},{\"a\":6,\"ab\":7}]", true},
+        {"[{\"a\":1,\"b\":2},{\"a\" :3, \"b\": 4},{\"a\":5,\"b\":6}]", true},
+        {"[{\"a\":1,\"b\":2},{\"a\":{\"a\":3,\"b\":4},\"b\":5}]", true},
+        {"[{\"a\":1,\"b\":2},{\"a\":[{\"a\":3,\"b\":4}],\"a\":5}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":4,\"a\":5}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"a\":4}]", false},
+        {"[{\"a\":1,\"b\":2},{\"b\":3,\"b\":4}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\"}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\"", false},
+        {"[{\"a\\\":\":1,\"b\":2},{\"a\":\":1,\"b\":2}]", false},
+        {"[{\"a\\u0022:\":1,\"b\":2},{\"a\\u0022:\":1,\"b\":2}]", true},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(accepts(cases[i].text, strlen(cases[i].text)) == cases[i].good);
+    }
+    mls_json *doc = NULL;
+    mls_status st;
+    REQUIRE(parse(cases[0].text, &doc, &st) == MLS_OK);
+    static const char *const expected[][2] = {
+        {"1", "2"}, {"3", "4"}, {"6", "5"}, {"7", NULL}};
+    mls_json_node object = mls_json_first(doc, 0);
+    for (size_t i = 0; i < 4; i++, object = mls_json_next(doc, object)) {
+        CHECK(text_is(doc, mls_json_find(doc, object, "a"), expected[i][0]));
+        const mls_json_node b = mls_json_find(doc, object, "b");
+        CHECK(expected[i][1] == NULL ? b == MLS_JSON_NONE
+                                     : text_is(doc, b, expected[i][1]));
+    }
+    mls_json_free(doc);
+}
+
 static void depth_is_bounded_and_costs_no_stack(void)
 {
     enum { DEPTH = 1000000 };
@@ -276,6 +329,7 @@ static void any_cut_of_a_document_is_refused(void)
 static const test_case tests[] = {
     TEST(every_kind_of_value_is_read),
     TEST(members_after_a_nested_container_are_found),
+    TEST(every_byte_is_seen_at_every_place_of_a_string),
     TEST(escapes_become_utf8),
     TEST(integers_are_read_up_to_two_to_the_64),
     TEST(what_is_not_json_is_refused_at_its_offset),
@@ -283,6 +337,7 @@ static const test_case tests[] = {
     TEST(text_with_a_nul_byte_is_refused),
     TEST(duplicate_keys_are_refused_however_they_are_spelled),
     TEST(duplicates_are_found_among_many_keys),
+    TEST(objects_after_one_another_are_each_read_for_themselves),
     TEST(depth_is_bounded_and_costs_no_stack),
     TEST(the_number_of_values_is_bounded),
     TEST(any_cut_of_a_document_is_refused),

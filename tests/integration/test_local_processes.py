@@ -259,8 +259,8 @@ def wait_until(condition, what):
 
 @pytest.mark.skipif(not LINUX, reason="looks at /proc for processes that are left")
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("whom", ["all", "parent"])
-def test_ctrl_c_leaves_no_process(whom, method, tmp_path):
+@pytest.mark.parametrize("whom", ["all", "parent", "parent, killed"])
+def test_ctrl_c_and_a_killed_parent_leave_no_process(whom, method, tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(RANKS), "wait", str(tmp_path), method],
         env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True,
@@ -270,9 +270,9 @@ def test_ctrl_c_leaves_no_process(whom, method, tmp_path):
         if whom == "all":
             os.killpg(process.pid, signal.SIGINT)
         else:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGKILL if "killed" in whom else signal.SIGINT)
         _, said = process.communicate(timeout=LIMIT)
-        assert process.returncode == 130, said
+        assert process.returncode == (-signal.SIGKILL if "killed" in whom else 130), said
         # multiprocessing's own tracker ends a moment after the process that it served
         wait_until(lambda: not processes_of(process.pid), "a process is left")
     finally:
