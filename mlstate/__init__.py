@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 # Loaded when they are first asked for: half of what an import would cost is theirs.
-_MODULES = ("checkpoint", "collectives", "distributed", "fsdp", "plot")
+_MODULES = ("activation", "checkpoint", "collectives", "distributed", "fsdp", "plot")
 _OF_CHECKPOINT = ("load", "load_file", "save", "save_file", "verify")
 
 
