@@ -148,31 +148,44 @@ static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* To the byte; MLS_E_SIZE where that takes too much, be it blocks or points.  What the
- * fronts hold is freed before anything else is tried. */
-static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
-                           mls_plan *out, mls_status *st)
+/* The fronts of all segments; MLS_E_SIZE where they take too much, be it blocks or
+ * points.  Gives both, to be freed in the other order; nothing on failure, so that memory
+ * is free before anything else is tried. */
+static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r,
+                            mls_plan_costs *costs, mls_plan_fronts *fronts,
+                            mls_status *st)
 {
-    mls_plan_costs costs;
-    mls_plan_fronts fronts;
     const size_t most = r->most_points == 0 ? MLS_PLAN_EXACT_POINTS : r->most_points;
     if (chain->blocks > MLS_PLAN_EXACT_BLOCKS) {
         return mls_fail(st, MLS_E_SIZE, "%zu blocks are too many to plan to the byte",
                         chain->blocks);
     }
-    mls_code code =
-        mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);
+    mls_code code = mls_plan_costs_init(costs, chain, r->budget_bytes, 0, r->offload, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_exact(&costs, most, r->pool, r->poll, &fronts, st);
-    if (code == MLS_OK) {
-        out->method = MLS_PLAN_BY_BYTES;
-        out->slots = 0;
-        code = mls_plan_trace(&costs, mls_plan_exact_value, &fronts, r->poll,
-                              &out->schedule, st);
-        mls_plan_fronts_fini(&fronts);
+    code = mls_plan_exact(costs, most, r->pool, r->poll, fronts, st);
+    if (code != MLS_OK) {
+        mls_plan_costs_fini(costs);
     }
+    return code;
+}
+
+/* To the byte; MLS_E_SIZE as above. */
+static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
+                           mls_plan *out, mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_fronts fronts;
+    mls_code code = solve_exact(chain, r, &costs, &fronts, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    out->method = MLS_PLAN_BY_BYTES;
+    out->slots = 0;
+    code = mls_plan_trace(&costs, mls_plan_exact_value, &fronts, r->poll, &out->schedule,
+                          st);
+    mls_plan_fronts_fini(&fronts);
     mls_plan_costs_fini(&costs);
     return code;
 }
@@ -335,21 +348,12 @@ static mls_code curve_exact(const mls_chain *chain, const mls_plan_request *r,
 {
     mls_plan_costs costs;
     mls_plan_fronts fronts;
-    const size_t most = r->most_points == 0 ? MLS_PLAN_EXACT_POINTS : r->most_points;
-    if (chain->blocks > MLS_PLAN_EXACT_BLOCKS) {
-        return mls_fail(st, MLS_E_SIZE, "%zu blocks are too many to plan to the byte",
-                        chain->blocks);
-    }
-    mls_code code =
-        mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);
+    mls_code code = solve_exact(chain, r, &costs, &fronts, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_exact(&costs, most, r->pool, r->poll, &fronts, st);
-    if (code == MLS_OK) {
-        code = curve_of_fronts(chain, &fronts, out, st);
-        mls_plan_fronts_fini(&fronts);
-    }
+    code = curve_of_fronts(chain, &fronts, out, st);
+    mls_plan_fronts_fini(&fronts);
     mls_plan_costs_fini(&costs);
     return code;
 }
