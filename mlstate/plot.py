@@ -432,8 +432,9 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
         corners = [(left, row - 0.4), (left, row + 0.4), (right, row + 0.4), (right, row - 0.4)]
         shapes: Any = np.stack([np.stack(corner, 1) for corner in corners], 1)
         # an edge: of thousands of steps each is thinner than a dot
+        width = 0.4 if plan.chain.blocks <= 4 * _BARS else 1.2
         axes.add_collection(
-            PolyCollection(shapes, facecolors=colour, edgecolors=colour, linewidths=0.4)
+            PolyCollection(shapes, facecolors=colour, edgecolors=colour, linewidths=width)
         )
         handles.append(Patch(color=colour, label=label))
     for blocks, colour in ((plan.recomputed, _AGAIN), (plan.offloaded, _AWAY)):
