@@ -17,6 +17,7 @@
 
 #include <math.h>
 #include <stdatomic.h>
+#include <string.h>
 
 enum {
     SMALL = MLS_PLAN_TILE,
@@ -38,6 +39,7 @@ typedef struct solver {
     int32_t *need;   /* by mls_plan_cell: first entry that is finite */
     int32_t *full;   /* by mls_plan_cell: first entry without recomputation */
     int32_t *sweep;  /* by mls_plan_cell: largest forward peak of s .. t */
+    float *blank;    /* infinity for each entry of a segment, padding included */
     size_t distance; /* of the large tiles at hand from the diagonal */
     atomic_bool stopped;
 } solver;
@@ -160,16 +162,17 @@ static void fill_gap(const solver *v, size_t s, size_t t, size_t k, size_t begin
 static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 {
     const size_t s_end = fewest(s + SMALL, v->n), t_end = fewest(t + SMALL, v->n);
-    size_t bound = v->shift[k], natural = NEVER, lowest = NEVER;
+    size_t sweep = 0, hold = 0, natural = NEVER, lowest = NEVER;
     for (size_t i = s; i < s_end; i++) {
-        lowest = fewest(lowest, (size_t)v->need[mls_plan_cell(v->n, i, k - 1)]);
-        for (size_t l = t; l < t_end; l++) {
-            bound = most(bound, bound_of(v, i, l, k));
-        }
+        const size_t cell = mls_plan_cell(v->n, i, k - 1);
+        lowest = fewest(lowest, (size_t)v->need[cell]);
+        sweep = most(sweep, (size_t)v->sweep[cell]);
     }
     for (size_t l = t; l < t_end; l++) {
         natural = fewest(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
+        hold = most(hold, (size_t)v->costs->hold[l]);
     }
+    const size_t bound = most(sweep + hold, v->shift[k]); /* of bound_of, the largest */
     natural = most(natural + v->shift[k], lowest) / LANES * LANES;
     if (natural >= bound) {
         return (uint32_t)natural;
@@ -296,6 +299,22 @@ static void save(const solver *v, size_t s, size_t t, int64_t moved, double seco
     }
 }
 
+/* The first entry that is finite, or `count`: whatever fits some memory fits more of it,
+ * so that the finite ones are those behind a place. */
+static size_t first_finite(const float *values, size_t count)
+{
+    size_t low = 0, high = count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (isfinite(values[middle])) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
 /* The rest of a segment, once all restarts but those of its own small tile are in. */
 static void finish(const solver *v, size_t s, size_t t)
 {
@@ -318,10 +337,7 @@ static void finish(const solver *v, size_t s, size_t t)
             save(v, s, t, c->activation[s + 1], c->away[s]);
         }
     }
-    size_t first = 0;
-    while (first < v->entries && !isfinite(values[first])) {
-        first++;
-    }
+    const size_t first = first_finite(values, v->entries);
     v->need[cell] = first == v->entries ? NEVER : (int32_t)first;
 }
 
@@ -333,10 +349,8 @@ static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t
 {
     for (size_t i = s; i < s_end; i++) {
         for (size_t l = most(i, t); l < t_end; l++) {
-            float *values = values_of(v->table, i, l);
-            for (size_t m = 0; m < v->table->stride; m++) {
-                values[m] = INFINITY;
-            }
+            memcpy(values_of(v->table, i, l), v->blank,
+                   v->table->stride * sizeof *v->blank);
         }
     }
 }
@@ -427,6 +441,7 @@ static void free_solver(solver *v)
     mls_free(v->need);
     mls_free(v->full);
     mls_free(v->sweep);
+    mls_free(v->blank);
 }
 
 /* The table's memory and the solver's.  Values come as untouched pages: each tile is
@@ -441,6 +456,7 @@ static bool make_tables(solver *v, mls_plan_table *out)
     v->need = mls_alloc(cells, sizeof *v->need);
     v->full = mls_alloc(cells, sizeof *v->full);
     v->sweep = mls_alloc(cells, sizeof *v->sweep);
+    v->blank = mls_alloc(out->stride, sizeof *v->blank);
     out->rows = mls_alloc(padded, sizeof *out->rows);
     out->values = mls_alloc(padded * (padded + 1) / 2, out->stride * sizeof(float));
     if (out->values != NULL) { /* neighbours of a segment lie a small page away each */
@@ -449,8 +465,11 @@ static bool make_tables(solver *v, mls_plan_table *out)
     for (size_t s = 0; out->rows != NULL && s < padded; s++) {
         out->rows[s] = mls_plan_cell(padded, s, 0) * out->stride;
     }
+    for (size_t m = 0; v->blank != NULL && m < out->stride; m++) {
+        v->blank[m] = INFINITY;
+    }
     return v->shift != NULL && v->need != NULL && v->full != NULL && v->sweep != NULL &&
-           out->rows != NULL && out->values != NULL;
+           v->blank != NULL && out->rows != NULL && out->values != NULL;
 }
 
 /* The costs are borrowed and stay. */
