@@ -5,8 +5,8 @@
 # as it is.  The C tests run with LeakSanitizer; in Python it is off, since the interpreter
 # itself leaks at exit (tests/test_leaks.py counts blocks instead).  Left out: tests/lint
 # and the C tests through pytest (nothing of ours runs in them), and in `slice` the tests
-# marked long, slow, torch or coremltools, those of other processes, pictures and pages, and
-# those that go over ground which the rest has covered.
+# marked long, slow, torch or coremltools, those of other processes, pictures, pages and
+# commands, and those that go over ground which the rest has covered.
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 part=$2
@@ -25,7 +25,8 @@ CC=gcc MLSTATE_SANITIZE=address "$python" setup.py -q build_ext --inplace
 marks=()
 [ "$part" = all ] || marks=(--ignore=tests/faults --ignore=tests/integration
     --ignore-glob="tests/test_fsdp_[ghrsuv]*.py" --ignore-glob="tests/test_*html.py"
-    --ignore=tests/test_docs_examples.py --ignore=tests/test_plot.py -m "not long and not slow and not torch and not coremltools")
+    --ignore=tests/test_docs_examples.py --ignore=tests/test_plot.py
+    --ignore-glob="tests/test_cli*.py" --ignore-glob="tests/test_demo*.py" -m "not long and not slow and not torch and not coremltools")
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
 export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too
 export UBSAN_OPTIONS=print_stacktrace=1 MLSTATE_UNDER_SANITIZER=1
