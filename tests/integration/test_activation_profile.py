@@ -238,6 +238,15 @@ def test_measure_peak_counts_what_is_held_at_once():
 def test_what_was_there_before_is_not_counted():
     kept = [torch.ones(1000)]
     assert measure_peak(kept.clear)[:2] == (0, 0)
+    # nor where torch remembers the address from another measurement
+    measure_peak(lambda: kept.append(torch.ones(1000)))
+    address = kept[0].data_ptr()
+    for _ in range(100):
+        kept.clear()
+        kept.append(torch.ones(1000))
+        if kept[0].data_ptr() == address:
+            break
+    assert measure_peak(kept.clear)[:2] == (0, 0)
 
 
 def test_measure_peak_refuses_what_it_cannot_measure():

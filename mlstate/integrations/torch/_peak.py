@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -83,7 +83,7 @@ class Allocations:
         if self._profile is not None:
             self._profile.__exit__(*error)
             if error[0] is None:
-                self._read_events(self._profile.kineto_results.events())
+                self._read_events(self._profile.kineto_results.experimental_event_tree())
             self._profile = None
 
     def mark(self) -> None:
@@ -99,21 +99,22 @@ class Allocations:
         self._read.append((held, torch.cuda.max_memory_allocated(self._device)))
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _read_events(self, events: Any) -> None:
-        found = sorted(
-            (event.start_ns(), event.nbytes() if event.name() == "[memory]" else None)
-            for event in events
-            if event.name() == _MARK
-            or (event.name() == "[memory]" and event.device_type().name == "CPU")
-        )
+    def _read_events(self, roots: Any) -> None:
         held = peak = 0
         began = None
-        for at, change in found:
-            if change is None:
+        sizes: dict[int, int] = {}  # of what was allocated meanwhile, by address
+        for at, event in sorted(_memory_and_marks(roots), key=lambda one: one[0]):
+            if event is None:
                 began = at if began is None else began
                 self._read.append((held, peak))
                 peak = held
-            elif began is not None:
+                continue
+            # torch may know an older size for an address that it did not see allocated
+            if event.alloc_size > 0:
+                change = sizes[event.ptr] = event.alloc_size
+            else:
+                change = -sizes.pop(event.ptr, 0)
+            if began is not None and change:
                 held += change
                 peak = max(peak, held)
                 self.curve.append(((at - began) * 1e-9, held))
@@ -125,6 +126,18 @@ class Allocations:
             Span(before[0] - base, after[1] - base, after[0] - base)
             for before, after in zip(self._read, self._read[1:], strict=False)
         ]
+
+
+def _memory_and_marks(roots: Any) -> Iterator[tuple[int, Any]]:
+    """Go through a tree of events: when memory was taken or released, and None for marks."""
+    waiting = list(roots)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.name == _MARK:
+            yield event.start_time_ns, None
+        elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            yield event.start_time_ns, event.extra_fields
 
 
 def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryUse:
