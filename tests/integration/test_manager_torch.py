@@ -180,7 +180,7 @@ def test_wrong_blocks_are_named():
     for blocks, text in [
         ("layer.*", "no module is called 'layer.*'"),
         (["layers.0", "layers.9"], "no module is called 'layers.9'"),
-        (["layers.0", "layers.0.linear"], "block 'layers.0.linear' is inside block 'layers.0'"),
+        (["layers.0", "layers.0.linear"], "blocks overlap: layers.0.linear lies inside layers.0"),
         ("layers", "block 'layers' is a ModuleList, which has no forward"),
         (None, "block 'layers' is a ModuleList"),
         ([], "Model has no blocks below it"),

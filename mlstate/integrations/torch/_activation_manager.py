@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from ._patterns import modules_named, refuse_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -85,24 +86,20 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name fits a pattern, part by part."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
 def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
     """Modules by name, in the module's order."""
     if blocks is None:
         return dict(module.named_children())
     patterns = [blocks] if isinstance(blocks, str) else list(blocks)
-    names = [(name, block) for name, block in module.named_modules() if name]
+    chosen: set[int] = set()
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"blocks must be names, got {type(pattern).__name__}")
-        if not any(_matches(name, pattern) for name, _ in names):
+        found = modules_named(module, pattern)
+        if not found:
             raise ValueError(f"no module is called {pattern!r}")
-    return {name: block for name, block in names if any(_matches(name, p) for p in patterns)}
+        chosen.update(id(block) for _, block in found)
+    return {name: block for name, block in module.named_modules() if id(block) in chosen}
 
 
 def apply_strategy(
@@ -140,10 +137,8 @@ def apply_strategy(
     chosen = _blocks_of(module, blocks)
     if not chosen:
         raise ValueError(f"{type(module).__name__} has no blocks below it")
+    refuse_overlap(list(chosen.items()))
     for name, block in chosen.items():
-        outer = next((n for n in chosen if name.startswith(f"{n}.")), None)
-        if outer is not None:
-            raise ValueError(f"block {name!r} is inside block {outer!r}")
         if isinstance(vars(block).get("forward"), _Forward):
             raise ValueError(f"block {name!r} has a manager already: remove that first")
         if isinstance(block, torch.nn.ModuleList | torch.nn.ModuleDict):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ._patterns import modules_named, refuse_overlap
 from ._schedule import Block, Program, Run, flatten
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
     if blocks is None:
         found = _children(module, count)
     elif isinstance(blocks, str):
-        found = _named(module, blocks)
+        found = modules_named(module, blocks)
     else:
         names = {} if not isinstance(module, torch.nn.Module) else _names_of(module)
         found = [(names.get(id(b), f"block {i}"), b) for i, b in enumerate(blocks)]
@@ -85,25 +85,6 @@ def _children(module: Any, count: int | None) -> list[tuple[str, Any]]:
         )
     name, chosen = fitting[0]
     return [(f"{name}.{key}", block) for key, block in chosen._modules.items()]
-
-
-def _named(module: Any, pattern: str) -> list[tuple[str, Any]]:
-    """Match names part by part, so that a star stands for one part."""
-    parts = pattern.split(".")
-    found = []
-    for name, child in module.named_modules(remove_duplicate=False):
-        mine = name.split(".")
-        if name and len(mine) == len(parts) and all(map(fnmatchcase, mine, parts)):
-            found.append((name, child))
-    return found
-
-
-def _refuse_overlap(found: Sequence[tuple[str, Any]]) -> None:
-    ids = {id(block): name for name, block in found}
-    for name, block in found:
-        for path, inner in block.named_modules() if hasattr(block, "named_modules") else ():
-            if path and id(inner) in ids and inner is not block:
-                raise ValueError(f"blocks overlap: {ids[id(inner)]} lies inside {name}")
 
 
 class _Entry(partial[Any]):
@@ -230,7 +211,7 @@ class PlannedModel:
         self._is_plain = self._program.is_plain and observe is None  # then torch does all
         self._local = threading.local()
         self._compiled: Callable[..., Any] | None = None
-        _refuse_overlap(found)
+        refuse_overlap(found)
         self._interceptor: Interceptor | None = Interceptor(found, self._enter)
         self._blocks = [
             Block(name, call, block)
