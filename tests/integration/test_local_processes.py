@@ -77,9 +77,9 @@ def held():
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
             kinds.append(str(descriptor.readlink()))
-    temporary = ("mlstate-group", f"mlstate-{os.getuid()}-")
-    files = [name for name in names_of("/dev/shm") if "mlstate" in name]
-    files += [name for name in names_of(tempfile.gettempdir()) if name.startswith(temporary)]
+    temporary = ("mlstate-group", f"mlstate-{os.getuid()}-")  # others test here at the same time
+    folders = ("/dev/shm", tempfile.gettempdir())
+    files = [name for folder in folders for name in names_of(folder) if name.startswith(temporary)]
     with Path("/proc/self/maps").open() as maps:
         files += [line for line in maps if "mlstate-group" in line]
     return sorted(kinds), sorted(files)
