@@ -20,11 +20,14 @@ from ._peak import MemoryUse, measure_peak
 from ._pickle import reduce_state, register, restore_state
 from ._recompute_check import check_recompute
 from ._state import arrays_of, tensors_of
+from ._steps import PlanUse, StepUse, measure_plan
 
 __all__ = [
     "MemoryUse",
     "OperatorProfile",
+    "PlanUse",
     "PlannedModel",
+    "StepUse",
     "TorchGroup",
     "all_reduce_with",
     "apply_plan",
@@ -33,6 +36,7 @@ __all__ = [
     "check_recompute",
     "cuda_memory",
     "measure_peak",
+    "measure_plan",
     "move",
     "note_written",
     "operator_contexts",
