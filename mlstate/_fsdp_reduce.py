@@ -44,25 +44,31 @@ class Entry:
         The full gradient.
     why : str
         What is wrong with it, to be told to all ranks; empty for nothing.
-    settled : callable, optional
-        Called with True once the part is stored, with False where the operation failed.
+    lost : callable, optional
+        Called where the operation failed, and the part is not stored.
     """
 
-    __slots__ = ("flat", "gradient", "out", "settled", "unit", "why")
+    __slots__ = ("flat", "gradient", "lost", "out", "plain", "unit", "why")
 
     def __init__(
         self,
         unit: FSDPShardingUnit,
         gradient: Any,
         why: str = "",
-        settled: Callable[[bool], None] | None = None,
+        lost: Callable[[], None] | None = None,
     ) -> None:
         self.unit = unit
-        self.gradient = plain(gradient)
-        self.why = why or _wrong(unit, self.gradient)
-        self.settled = settled
-        self.flat: Any = None
+        self.lost = lost
         self.out: Any = None
+        # most gradients are as the core wants them, which it sees sooner than Python
+        self.plain = not why and _core.bucket_fits(gradient, unit.dtype, unit.shape, False)
+        if self.plain:
+            self.gradient = self.flat = gradient
+            self.why = ""
+        else:
+            self.gradient = plain(gradient)
+            self.flat = None
+            self.why = why or _wrong(unit, self.gradient)
 
     @property
     def name(self) -> str:
@@ -81,9 +87,9 @@ class Entry:
         """
         if not stored:
             self.unit.local_gradient = None
-        if self.settled is not None:
-            self.settled(stored)
-        self.gradient = self.flat = self.out = None
+            if self.lost is not None:
+                self.lost()
+        self.gradient = self.flat = self.out = self.lost = None
 
 
 def _is_common(gradient: Any) -> bool:
@@ -212,8 +218,21 @@ def _check_sum(entry: Entry) -> None:
         raise ValueError("the local gradient to add to is read-only")
 
 
+def _found(entry: Entry, dtype: str) -> bool:
+    """Whether the result of a plain gradient goes into the local gradient that is there."""
+    unit, there = entry.unit, entry.unit.local_gradient
+    if type(there) is not type(entry.flat):
+        return False
+    if not _core.bucket_fits(there, dtype or unit.dtype, unit.local_shape, True):
+        return False
+    entry.out = there
+    return True
+
+
 def _segment(entry: Entry) -> Segment:
     """Return an entry as the core reduces it."""
+    if entry.plain:
+        return entry.flat, entry.unit.counts, entry.out
     return memory_of(entry.flat), entry.unit.counts, memory_of(entry.out)
 
 
@@ -328,9 +347,11 @@ class Reducer:
 
     def _prepare(self, entries: Sequence[Entry], terms: Terms) -> Any:
         """Find memory for all entries; return them as the core reduces them, if it can."""
+        again = not terms.accumulate and not terms.compression
         for entry in entries:
-            self._find_memory(entry, terms)
-        near = [entry for entry in entries if not entry.why and on_host(entry.flat)]
+            if not (again and entry.plain and _found(entry, terms.reduce_dtype)):
+                self._find_memory(entry, terms)
+        near = [e for e in entries if not e.why and (e.plain or on_host(e.flat))]
         segments = [_segment(entry) for entry in near]
         try:
             bucket = self._capsule(segments, terms)
@@ -350,7 +371,8 @@ class Reducer:
         if entry.why:
             return
         try:
-            entry.flat = packed(entry.gradient)
+            if not entry.plain:
+                entry.flat = packed(entry.gradient)
             entry.out = _output(entry.unit, entry.gradient, terms)
             if terms.accumulate:
                 _check_sum(entry)
@@ -463,12 +485,14 @@ class Reducer:
             spoiled = self._spoiled(pending, tallies)
             self._keep(spoiled)
         for entry, (squares, _) in zip(pending, tallies, strict=True):
-            good = entry.name not in spoiled
-            if good and terms.accumulate and entry.unit.local_gradient is not None:
-                add({entry.name: entry.unit.local_gradient}, {entry.name: entry.out})
+            unit = entry.unit
+            name = unit.parameter_name
+            good = name not in spoiled
+            if good and terms.accumulate and unit.local_gradient is not None:
+                add({name: unit.local_gradient}, {name: entry.out})
             elif good:
-                entry.unit.local_gradient = entry.out
-            self.squares[entry.name] = squares
+                unit.local_gradient = entry.out
+            self.squares[name] = squares
             entry.end(stored=good)
 
     def _spoiled(
