@@ -514,7 +514,8 @@ int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
 static const dlpack_exchange *exchange_of(const mlsp_state *state, PyObject *array)
 {
     const PyTypeObject *type = Py_TYPE(array);
-    if (!PyType_HasFeature(Py_TYPE(array), Py_TPFLAGS_HEAPTYPE) || type->tp_dict == NULL) {
+    if (!PyType_HasFeature(Py_TYPE(array), Py_TPFLAGS_HEAPTYPE) ||
+        type->tp_dict == NULL) {
         return NULL;
     }
     PyObject *capsule = PyDict_GetItemWithError(type->tp_dict, state->exchange_name);

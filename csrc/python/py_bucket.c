@@ -123,8 +123,8 @@ static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t
         Py_RETURN_FALSE;
     }
     const mls_tensor *t = &view.tensor;
-    bool same = t->dtype == dtype && lies_packed(t) &&
-                t->rank == PyTuple_GET_SIZE(args[2]);
+    bool same =
+        t->dtype == dtype && lies_packed(t) && t->rank == PyTuple_GET_SIZE(args[2]);
     for (int axis = 0; same && axis < t->rank; axis++) {
         PyObject *length = PyTuple_GET_ITEM(args[2], axis);
         same = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
@@ -464,7 +464,8 @@ static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t coun
 
 PyMethodDef mlsp_bucket_methods[] = {
     {"bucket_fits", MLSP_FASTCALL(bucket_fits),
-     "bucket_fits(array, dtype, shape, writable, /)\n--\n\nWhether a bucket takes an array as it "
+     "bucket_fits(array, dtype, shape, writable, /)\n--\n\nWhether a bucket takes an "
+     "array as it "
      "lies."},
     {"bucket", MLSP_FASTCALL(bucket),
      "bucket(segments, world, rank, op, divisor, /)\n--\n\nArrays to be reduced as one."},
