@@ -254,6 +254,7 @@ class Reducer:
         self._timeout = timeout
         self._settings = dict(settings)
         self._send = self._receive = self._own = np.empty(0, np.uint8)
+        self._packed: tuple[list[int], int] | None = None  # sizes of what `_send` has already
         self.events: list[Event] | None = None
         self._pending: list[Entry] = []
         self.begin()
@@ -310,7 +311,7 @@ class Reducer:
         }
         digest = digest_of((entry.unit.fact for entry in entries), settings_text(settings))
         refused = REFUSED if any(entry.why for entry in entries) else 0
-        heads = self._exchange(refused, digest)
+        heads = self._exchange(refused, digest, None if terms.compression else bucket)
         agreed = perf_counter()
         self._settle(heads)
         if not all_agree(heads):
@@ -385,15 +386,35 @@ class Reducer:
         group = self._group
         return _core.bucket(segments, group.world_size, group.rank, terms.op, terms.divisor)
 
-    def _exchange(self, flags: int, digest: bytes) -> list[Head]:
-        """Tell the others what comes, and hear what they do."""
+    def _exchange(self, flags: int, digest: bytes, bucket: Any = None) -> list[Head]:
+        """Tell the others what comes, and hear what they do.
+
+        Where an engine sends messages by itself, the bucket is packed meanwhile: no time is
+        lost with waiting for these few bytes.
+        """
         nonfinite = 0
         if self._pending_terms.nonfinite == "error":
             nonfinite = sum(count for _, count in self._tallies)
         head = Head(flags, self._sequence, digest, nonfinite, self._waited)
+        self._packed = None
         began = perf_counter()
-        texts = self._group.gather_bytes(head.pack(), timeout=self._timeout)
-        self._waited = perf_counter() - began
+        packing = 0.0
+        gather = None if bucket is None else getattr(self._group, "_gather_meanwhile", None)
+        if gather is None:
+            texts = self._group.gather_bytes(head.pack(), timeout=self._timeout)
+        else:
+            sizes, mine = _core.bucket_sizes(bucket)
+            self._send = _at_least(self._send, sum(sizes))
+
+            def pack() -> None:
+                nonlocal packing
+                start = perf_counter()
+                _core.bucket_pack(bucket, self._send)
+                packing = perf_counter() - start
+
+            texts = gather(head.pack(), pack, self._timeout)
+            self._packed = sizes, mine
+        self._waited = perf_counter() - began - packing
         heads = []
         for rank, text in enumerate(texts):
             found = Head.unpack(text)
@@ -442,9 +463,12 @@ class Reducer:
             return found
         if terms.compression:
             return self._compressed(bucket, entries, terms.compression)
-        sizes, mine = _core.bucket_sizes(bucket)
-        self._send = _at_least(self._send, sum(sizes))
-        _core.bucket_pack(bucket, self._send)
+        if self._packed is None:
+            sizes, mine = _core.bucket_sizes(bucket)
+            self._send = _at_least(self._send, sum(sizes))
+            _core.bucket_pack(bucket, self._send)
+        else:
+            sizes, mine = self._packed
         self._exchange_parts(sizes, mine)
         return _core.bucket_reduce(bucket, self._receive)
 
