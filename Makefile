@@ -31,7 +31,7 @@ MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
 .PHONY: help demo test test-long test-hosts core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
-	faults faults-slice fuzz fuzz-slice bench docs cross cross-slice wheel wheel-test install dev clean
+	faults faults-slice fuzz fuzz-slice bench docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -103,7 +103,10 @@ wheel: dev ## Build the wheel: dist/.
 	@tools/wheel.sh $(RUN)
 
 wheel-test: wheel ## Install the wheel beside NumPy alone; import, test and demo it.
-	@tools/wheel_test.sh $(RUN)
+	@tools/wheel_test.sh $(RUN) all
+
+wheel-slice: wheel ## Run the part of `wheel-test` that fits a change's check.
+	@tools/wheel_test.sh $(RUN) slice
 
 clean: ## Delete the environment and all that was built.
 	@rm -rf $(VENV) build dist *.egg-info mlstate/*.so

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# wheel_test.sh PYTHON: the newest wheel of dist/ in a clean environment.
+# wheel_test.sh PYTHON all|slice: the newest wheel of dist/ in a clean environment.
 #
 # First with NumPy alone: import and demo.  Then the test tools are put beside it (a folder
 # on PYTHONPATH, so that the environment stays as it is) and the tests run that need neither
-# torch nor coremltools nor this checkout.
+# torch nor coremltools nor this checkout.  `slice` runs one file of them for each part of the
+# package: what a wheel may lack is missed at once, and the rest is tested beside it.
 set -euo pipefail
 python=$1
 work=build/wheel-test
@@ -39,5 +40,12 @@ venv/bin/mlstate --version
 echo "mlstate demo: ok, $(wc -l <demo.log) lines"
 
 "${install[@]}" --target tools pytest pytest-timeout hypothesis
+chosen=(--ignore=tests/faults tests)
+if [ "${2:-all}" = slice ]; then
+    chosen=()
+    for part in checkpoint cli_checkpoint core_module demo distributed fsdp kv plan schema state strategies; do
+        chosen+=("tests/test_$part.py")
+    done
+fi
 PYTHONPATH=$PWD/tools "$clean" -m pytest -q -p no:cacheprovider \
-    -m "not long and not slow and not torch and not coremltools" --ignore=tests/faults tests
+    -m "not long and not slow and not torch and not coremltools" "${chosen[@]}"
