@@ -6,7 +6,8 @@
 # itself leaks at exit (tests/test_leaks.py counts blocks instead).  Left out: tests/lint
 # and the C tests through pytest (nothing of ours runs in them), and in `slice` the tests
 # marked long, slow, torch or coremltools, those of other processes, pictures, pages and
-# commands, and those that go over ground which the rest has covered.
+# commands, what is judged by slow models in Python, and what goes over ground that the rest has
+# covered.
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 part=$2
@@ -26,6 +27,7 @@ marks=()
 [ "$part" = all ] || marks=(--ignore=tests/faults --ignore=tests/integration
     --ignore-glob="tests/test_fsdp_[ghrsuv]*.py" --ignore-glob="tests/test_*html.py"
     --ignore=tests/test_docs_examples.py --ignore=tests/test_plot.py
+    --ignore=tests/test_schema.py --ignore=tests/test_plan_search.py --ignore=tests/test_plan_model.py
     --ignore-glob="tests/test_cli*.py" --ignore-glob="tests/test_demo*.py" -m "not long and not slow and not torch and not coremltools")
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
 export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too
