@@ -71,6 +71,16 @@ static void cut(size_t count, size_t parts, size_t index, size_t *start, size_t 
     *length = count - *start < each ? count - *start : each;
 }
 
+/* Elements of a part's box; 1 for a scalar, which has no axes. */
+static size_t box_count(const mls_part *part)
+{
+    size_t count = 1;
+    for (int axis = 0; axis < part->rank; axis++) {
+        count *= part->length[axis]; /* no more than the tensor's, which was counted */
+    }
+    return count;
+}
+
 /* The whole tensor as a part; false where its elements cannot be counted. */
 static bool whole(int rank, const size_t *shape, mls_part *out)
 {
@@ -82,17 +92,24 @@ static bool whole(int rank, const size_t *shape, mls_part *out)
             return false;
         }
     }
+    out->end = box_count(out);
     return true;
 }
 
-/* Elements of a part's box; 1 for a scalar, which has no axes. */
-static size_t box_count(const mls_part *part)
+/* Parts that get nothing are at the end of their axis, or of their box. */
+void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
 {
-    size_t count = 1;
-    for (int axis = 0; axis < part->rank; axis++) {
-        count *= part->length[axis]; /* no more than the tensor's, which was counted */
+    size_t start, length;
+    if (step.axis == MLS_LAYOUT_FLAT) {
+        cut(box_count(part), step.parts, index, &part->begin, &length);
+        part->end = part->begin + length;
+        part->flat = true;
+        return;
     }
-    return count;
+    cut(part->length[step.axis], step.parts, index, &start, &length);
+    part->length[step.axis] = length;
+    part->start[step.axis] += start;
+    part->end = box_count(part);
 }
 
 /* From the whole tensor inward: each step narrows the box, or ends in a range of it. */
@@ -121,24 +138,11 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     for (int i = 0; i < layout->count; i++) {
         const mls_layout_step step = layout->steps[i];
         parts /= step.parts;
-        const size_t here = index / parts % step.parts;
-        if (step.axis == MLS_LAYOUT_FLAT) {
-            size_t length;
-            cut(box_count(&part), step.parts, here, &part.begin, &length);
-            part.end = part.begin + length;
-            part.flat = true;
-        } else if (step.axis >= rank) {
+        if (step.axis >= rank) {
             return mls_fail(st, MLS_E_SHAPE, "the layout cuts axis %d of %d dimensions",
                             step.axis, rank);
-        } else {
-            size_t start;
-            cut(part.length[step.axis], step.parts, here, &start,
-                &part.length[step.axis]);
-            part.start[step.axis] += start;
         }
-    }
-    if (!part.flat) {
-        part.end = box_count(&part);
+        mls_part_cut(&part, step, index / parts % step.parts);
     }
     *out = part;
     return MLS_OK;

@@ -58,6 +58,10 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st);
 
+/* Cut one part further: it becomes part `index` of those that a step makes of it.  The
+ * step is a good one for it: not behind a flat one, along an axis that there is. */
+void mls_part_cut(mls_part *part, mls_layout_step step, size_t index);
+
 /* Elements of a part. */
 size_t mls_part_count(const mls_part *part);
 
