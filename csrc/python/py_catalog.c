@@ -468,6 +468,9 @@ static PyMethodDef catalog_methods[] = {
     {"load_into", MLSP_FASTCALL(mlsp_catalog_load_into),
      "load_into($self, folder, section, keys, cutting, targets, verify, progress, "
      "/)\n--\n\nRead into arrays that exist."},
+    {"fits", MLSP_FASTCALL(mlsp_catalog_fits),
+     "fits($self, folder, section, keys, cutting, targets, /)\n--\n\nRefuse what "
+     "load_into would."},
     {"verify", MLSP_FASTCALL(catalog_verify),
      "verify($self, folder, progress, /)\n--\n\nEverything that is wrong with the "
      "files."},
