@@ -270,4 +270,7 @@ int mlsp_local_add(PyObject *module);
 /* Add the types of py_strategy.c and py_memory_aware.c.  -1 with an exception set. */
 int mlsp_strategy_add(PyObject *module);
 
+/* Add the type and the function of py_tiers.c.  -1 with an exception set. */
+int mlsp_tiers_add(PyObject *module);
+
 #endif

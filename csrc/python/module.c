@@ -170,7 +170,7 @@ static int core_exec(PyObject *module)
         intern_names(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0 || mlsp_statedict_add(module) < 0 ||
         mlsp_catalog_add(module) < 0 || mlsp_local_add(module) < 0 ||
-        mlsp_strategy_add(module) < 0) {
+        mlsp_strategy_add(module) < 0 || mlsp_tiers_add(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
