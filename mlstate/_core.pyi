@@ -151,17 +151,24 @@ def layout_part(
 def layout_project(
     layout: _Steps, index: int, rank: int, axes: tuple[int | None, ...] | None, /
 ) -> tuple[_Steps, int]: ...
-def shards_write(
-    folder: str,
-    generation: str,
+def shards_gather(
     ranks: tuple[int, int],
-    states: tuple[_Dict | None, _Dict | None],
+    states: tuple[_Dict | None, ...],
     shard_type: type,
     mine: tuple[frozenset[str], frozenset[str]] | None,
     layout: _Steps,
+    /,
+) -> tuple[Any, int]: ...
+def shards_stage(gathering: Any, memory: Any, used: int, /) -> tuple[int, int]: ...
+def memory_touch(memory: Any, /) -> None: ...
+def shards_write(
+    folder: str,
+    generation: str,
+    gathering: Any,
     before: Any,
     pack_below: int,
     progress: _Progress,
+    freed: Callable[[], object] | None,
     /,
 ) -> dict[str, Any]: ...
 def seal(text: bytes, /) -> bytes: ...

@@ -246,6 +246,7 @@ extern PyMethodDef mlsp_names_methods[];
 extern PyMethodDef mlsp_state_methods[];
 extern PyMethodDef mlsp_layout_methods[];
 extern PyMethodDef mlsp_shards_methods[];
+extern PyMethodDef mlsp_staging_methods[];
 extern PyMethodDef mlsp_bucket_methods[];
 extern PyMethodDef mlsp_wire_methods[];
 extern PyMethodDef mlsp_reduce_methods[];
