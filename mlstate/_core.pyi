@@ -278,6 +278,28 @@ class Catalog:
         targets: _Dict,
         /,
     ) -> None: ...
+    def patterns(self) -> list[tuple[bytes, tuple[int, ...]] | None]: ...
+    def names(self) -> list[bytes]: ...
+    def holders(
+        self,
+        folder: str,
+        section: int,
+        keys: list[str],
+        cutting: _Cutting | list[_Place],
+        patterns: tuple[tuple[bytes, bytes, int], ...],
+        own: int,
+        world_size: int,
+        /,
+    ) -> list[int]: ...
+    def reads(
+        self,
+        folder: str,
+        section: int,
+        keys: list[str],
+        cutting: _Cutting | list[_Place],
+        verify: bool,
+        /,
+    ) -> list[tuple[str, int, int, int]]: ...
     def verify(self, folder: str, progress: _Progress, /) -> tuple[int, list[_Problem]]: ...
 
 @final

@@ -4,7 +4,7 @@
  * and that the files are there; make the arrays or view the caller's; read, without the
  * GIL.  Nothing that was found out about a file is believed when it is opened later.
  */
-#include "checkpoint.h"
+#include "catalog_load.h"
 
 #include "mem.h"
 
@@ -12,33 +12,9 @@
 
 /* ---- loading: what is wanted ---- */
 
-/* A tensor, the part of it that is wanted, and where it goes. */
-typedef struct wanted {
-    const mls_catalog_tensor *tensor;
-    mls_part part;
-    PyObject *key;       /* strong: as it was asked for */
-    PyObject *array;     /* strong: the result, or what owns the target's memory */
-    unsigned char *data; /* of a target that is packed */
-    mls_tensor *strided; /* of one that is not; owned */
-    size_t first, count; /* of the job's pieces */
-} wanted;
-
-typedef struct load_job {
-    PyObject *object; /* the Catalog, borrowed */
-    const catalog_object *catalog;
-    const mlsp_state *state;
-    PyObject *path;
-    int folder;
-    wanted *wanted;
-    size_t count;
-    mls_stored_shard *stored;
-    mls_piece *pieces;
-    size_t piece_count;
-} load_job;
-
 /* Needs the GIL: arrays may die here.  Accepts a job that was left half done at any
  * point. */
-static void load_fini(load_job *job)
+void mlsp_load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
         Py_XDECREF(job->wanted[i].key);
@@ -457,8 +433,8 @@ static PyObject *arrays_dict(const load_job *job)
 
 /* The arguments that all ways of loading begin with, and what is wrong with them before
  * any file is looked at.  `cuts` is one for all tensors, or a list of places. */
-static int load_begin(load_job *job, PyObject *object, PyObject *path, PyObject *section,
-                      PyObject *keys, PyObject *cuts)
+int mlsp_load_begin(load_job *job, PyObject *object, PyObject *path, PyObject *section,
+                    PyObject *keys, PyObject *cuts)
 {
     mls_section which;
     cutting how;
@@ -487,7 +463,7 @@ static int load_begin(load_job *job, PyObject *object, PyObject *path, PyObject 
 static int load_init(load_job *job, PyObject *object, PyObject *path, PyObject *section,
                      PyObject *keys, PyObject *cuts)
 {
-    return load_begin(job, object, path, section, keys, cuts) < 0 ||
+    return mlsp_load_begin(job, object, path, section, keys, cuts) < 0 ||
                    mlsp_open_folder(job->state, path, &job->folder) < 0 || plan(job) < 0
                ? -1
                : 0;
@@ -508,7 +484,7 @@ PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t 
         make_arrays(&job, maps != 0) == 0 && read_all(&job, verify != 0, args[6]) == 0) {
         result = arrays_dict(&job);
     }
-    load_fini(&job);
+    mlsp_load_fini(&job);
     return result;
 }
 
@@ -650,9 +626,10 @@ PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t 
     if (mlsp_take_count("fits", 5, count) < 0) {
         return NULL;
     }
-    const bool good = load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
-                      view_targets(&job, args[4]) == 0;
-    load_fini(&job);
+    const bool good =
+        mlsp_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
+        view_targets(&job, args[4]) == 0;
+    mlsp_load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -686,6 +663,6 @@ done:
         mls_free(blocks[i]);
     }
     mls_free(blocks);
-    load_fini(&job);
+    mlsp_load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
 }

@@ -4,6 +4,7 @@
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
 #include "catalog.h"
 #include "fsio.h"
+#include "holders.h"
 #include "improve.h"
 #include "index.h"
 #include "json.h"
@@ -12,6 +13,7 @@
 #include "mem.h"
 #include "names.h"
 #include "outline.h"
+#include "pattern.h"
 #include "plan.h"
 #include "random_chain.h"
 #include "rename.h"
@@ -404,6 +406,36 @@ static mls_code list_shards(mls_status *st)
     return code;
 }
 
+/* The pattern of what was committed, its names, and who has what of it. */
+static mls_code find_shards(mls_status *st)
+{
+    const mls_index *const indexes[] = {&committed};
+    const mls_part *wanted[4] = {NULL};
+    const uint64_t rank = 0, parts[MLS_PATTERN_GROUPS] = {0};
+    mls_pattern pattern = {.group_count = 77};
+    mls_catalog catalog = {0};
+    uint32_t *names = NULL;
+    size_t count = 77;
+    bool needed[1] = {false};
+    mls_code code = mls_pattern_init(&committed, &pattern, st);
+    CHECK(code == MLS_OK ? pattern.known : pattern.group_count == 77);
+    mls_pattern_ranks ranks = {&committed, &rank, parts, 1, pattern.group_count};
+    if (code == MLS_OK) {
+        mls_pattern_fini(&pattern);
+        code = mls_pattern_names(&committed, &mls_crc_scalar, &names, &count, st);
+        CHECK(code == MLS_OK || count == 77);
+        mls_free(names);
+    }
+    if (code == MLS_OK && (code = mls_catalog_init(&catalog, indexes, 1, st)) == MLS_OK) {
+        const mls_part part = mls_index_part(catalog.shards[0].shard);
+        wanted[0] = &part;
+        code = mls_holders_find(&catalog, &ranks, 1, wanted, 0, needed, 1, st);
+        CHECK(needed[0] == (code == MLS_OK));
+        mls_catalog_fini(&catalog);
+    }
+    return code;
+}
+
 /* Each on a checkpoint that was committed. */
 static void checkpoints_survive_every_failure(void)
 {
@@ -420,6 +452,7 @@ static void checkpoints_survive_every_failure(void)
         CHECK(fail_each(plan_shards) >= 30);
         CHECK(fail_each(write_shards) >= 30);
         CHECK(fail_each(list_shards) == 4);
+        CHECK(fail_each(find_shards) >= 8);
         CHECK(unlinkat(pool_fd, committed.files[1].path, 0) == 0);
         CHECK(fail_each(verify_shards) >= 20);
     }
