@@ -5,7 +5,7 @@
 
 #include <stdlib.h>
 
-enum { HOT = MLS_TIER_HOT, WARM = MLS_TIER_WARM, COLD = MLS_TIER_COLD };
+static const mls_tier HOT = MLS_TIER_HOT, WARM = MLS_TIER_WARM, COLD = MLS_TIER_COLD;
 
 static size_t add(mls_tiers *t, uint64_t bytes, mls_tier tier)
 {
