@@ -24,12 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 from ._checkpoint import Checkpoint, ShardRecord, TensorRecord
 from ._checkpoint_manager import CheckpointManager
-from ._layout import Layout, Shard
+from ._layout import Layout, Shard, Tier
 from ._load import LoadedState, load_checkpoint
 from ._plain_file import load_file, load_metadata, save_file
 from ._prune import PruneReport, prune
 from ._reshard import reshard
 from ._save import PACK_BELOW, write_checkpoint
+from ._tiers import StateDicts, TieredState
+from ._tiers_report import TierRecord, TierReport
+from ._tiers_use import TieredUnit
 from ._verify import Problem, VerifyReport, verify_checkpoint
 
 if TYPE_CHECKING:
@@ -47,7 +50,13 @@ __all__ = [
     "PruneReport",
     "Shard",
     "ShardRecord",
+    "StateDicts",
     "TensorRecord",
+    "Tier",
+    "TierRecord",
+    "TierReport",
+    "TieredState",
+    "TieredUnit",
     "VerifyReport",
     "inspect",
     "load",
