@@ -219,7 +219,7 @@ class Save:
 
     # -- what is saved, before anything is touched
 
-    def _failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """A process alone is told at once; other ranks are waiting, and are told later."""
         self.gathered, self.dicts = None, (None, None)
         if self.group.world_size == 1:
@@ -243,7 +243,7 @@ class Save:
             }
             steps_of(self.layout, 1)
         except BaseException as error:
-            self._failed(error)
+            self.fail(error)
 
     def gather(self, copy: Callable[[Any], Any] | None = None) -> None:
         """Take hold of this rank's shards; every rank calls it, also after a failure.
@@ -265,7 +265,7 @@ class Save:
         except CollectiveError:
             raise
         except BaseException as error:
-            self._failed(error)
+            self.fail(error)
         finally:
             self.dicts = (None, None)
 

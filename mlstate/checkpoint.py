@@ -30,6 +30,8 @@ from ._plain_file import load_file, load_metadata, save_file
 from ._prune import PruneReport, prune
 from ._reshard import reshard
 from ._save import PACK_BELOW, write_checkpoint
+from ._save_async import SaveHandle, begin_save
+from ._staging import Staging
 from ._tiers import StateDicts, TieredState
 from ._tiers_report import TierRecord, TierReport
 from ._tiers_use import TieredUnit
@@ -48,8 +50,10 @@ __all__ = [
     "LoadedState",
     "Problem",
     "PruneReport",
+    "SaveHandle",
     "Shard",
     "ShardRecord",
+    "Staging",
     "StateDicts",
     "TensorRecord",
     "Tier",
@@ -65,6 +69,7 @@ __all__ = [
     "prune",
     "reshard",
     "save",
+    "save_async",
     "save_file",
     "verify",
 ]
@@ -169,6 +174,98 @@ def save(
         layout=layout,
         pack_below=pack_below_bytes,
         progress=progress,
+    )
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    max_staging_bytes: int | None = None,
+    staging: Staging | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    progress: Callable[[int], object] | None = None,
+) -> SaveHandle:
+    """
+    Begin to save, and return while the checkpoint is written.
+
+    The state must not be changed before the handle's `staged` returns. Then everything of it
+    is copied or written: training goes on, and the rest is written behind it. The new
+    checkpoint is there when the handle's `wait` returns; up to then the old one is.
+
+    Parameters
+    ----------
+    path, model, optimizer, metadata, step, layout, pack_below_bytes
+        As for `save`. Tensors on a device are always copied.
+    max_staging_bytes : int, optional
+        Bytes that copies may take; 0: none. Small shards are copied first. What does not fit
+        is written from where it lies before `staged` returns. Default: as many as the state
+        has.
+    staging : Staging, optional
+        Memory for the copies, allocated and touched beforehand. Default: allocated now and
+        given back at the end.
+    group : ProcessGroup, optional
+        As for `save`, but one that nothing else uses until the save has ended: a thread talks
+        to the other ranks through it. `staged` waits for the slowest rank to begin.
+    progress : callable, optional
+        As for `save`; called in the thread.
+
+    Returns
+    -------
+    SaveHandle
+        To wait for what happens: `SaveHandle.staged`, `SaveHandle.wait`.
+
+    Raises
+    ------
+    TypeError, ValueError, CompatibilityError, BufferError
+        As `save`, about the arguments; what happens later is raised by the handle. ValueError
+        also where `group` or `staging` is in use by another save, where `group` is torch's
+        default group, or where tensors on a device do not fit `max_staging_bytes`.
+
+    Notes
+    -----
+    Extra memory: `max_staging_bytes` or the state's, and at most 16 MiB for the writer with
+    about 300 bytes a shard. References to arrays are dropped when they are staged, so that
+    the memory of arrays that training replaces is free. Copies are made by the threads of
+    `mlstate.set_num_threads` without the GIL; the writer has up to four threads of its own.
+
+    A thread does the work, which the interpreter waits for when it ends. A save whose error
+    nobody asked for shows it. In a forked child the handle is of no use, and the save is not
+    disturbed. The idea of staging in memory and writing behind the training is that of
+    CheckFreq (Mohan et al., FAST 2021).
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import Staging, save_async
+    >>> state = {"w": np.zeros((1000, 8), np.float32)}  # 32,000 bytes
+    >>> memory = Staging(32_000)
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> for step in range(3):
+    ...     handle = save_async(path, state, step=step, staging=memory)
+    ...     handle.staged()
+    ...     state["w"] += 1  # while it is written
+    ...     checkpoint = handle.wait()
+    >>> checkpoint.step, checkpoint.load().model["w"][0, 0].item()
+    (2, 2.0)
+    """
+    return begin_save(
+        path,
+        model,
+        optimizer,
+        metadata=metadata,
+        step=step,
+        max_staging_bytes=max_staging_bytes,
+        staging=staging,
+        progress=progress,
+        group=group,
+        layout=layout,
+        pack_below=pack_below_bytes,
     )
 
 
