@@ -1,0 +1,121 @@
+"""Starts ranks that train, save, are killed, and resume; compares what they wrote."""
+
+import json
+from pathlib import Path
+
+from torch_processes import run_ranks
+
+RANKS = Path(__file__).with_name("resume_ranks.py")
+SAVED, UNTIL = 3, 6  # steps
+KILL = json.dumps({"do": "kill"})
+
+
+def _start(world, jobs, folder, killed=False):
+    """Run jobs on so many ranks; raise what a rank said, unless all are well."""
+    folder.mkdir(exist_ok=True)
+    store = folder / f"store-{len(list(folder.iterdir()))}"
+    texts = [json.dumps(job) for job in jobs] + [KILL] * killed
+    for rank, (found, log) in enumerate(run_ranks(RANKS, world, texts, store)):
+        for text in texts[: len(jobs)]:
+            assert found.get(text) == "ok", f"rank {rank} of {world}: {found.get(text)}\n{log}"
+        assert log.startswith("exit -9" if killed else "exit 0"), log
+
+
+def _name(kind, optimizer, world):
+    return f"{kind}-{optimizer}-{world}"
+
+
+def train(world, cases, folder):
+    """Train without an interruption: what the others are compared with."""
+    _start(
+        world,
+        [
+            {"do": "train", "kind": kind, "optimizer": optimizer, "until": UNTIL,
+             "out": str(folder / f"{_name(kind, optimizer, world)}-whole")}
+            for kind, optimizer in cases
+        ],
+        folder,
+    )  # fmt: skip
+
+
+def train_and_kill(world, cases, folder):
+    """Train half of it, save, go on, and be killed by signal 9 on every rank."""
+    jobs = []
+    for kind, optimizer in cases:
+        name = _name(kind, optimizer, world)
+        jobs.append(
+            {"do": "save", "kind": kind, "optimizer": optimizer, "until": SAVED,
+             "folder": str(folder / name), "out": str(folder / f"{name}-saved")}
+        )  # fmt: skip
+    _start(world, jobs, folder, killed=True)
+
+
+def resume(world, cases, folder):
+    """Resume (kind, optimizer, world that saved, kind that resumes) on other processes."""
+    jobs = []
+    for kind, optimizer, saved, other in cases:
+        name = f"{_name(kind, optimizer, saved)}-{other}-{world}"
+        jobs.append(
+            {"do": "resume", "kind": other, "optimizer": optimizer, "until": UNTIL,
+             "folder": str(folder / _name(kind, optimizer, saved)),
+             "loaded": str(folder / f"{name}-loaded"), "out": str(folder / f"{name}-resumed")}
+        )  # fmt: skip
+    _start(world, jobs, folder)
+
+
+def losses(folder, name, world):
+    """Losses of each rank, as texts that keep every bit."""
+    return [json.loads(Path(folder, f"{name}.{r}.json").read_text()) for r in range(world)]
+
+
+def full_state(folder, name):
+    """The full state that rank 0 wrote: {"model": ..., "optimizer": ...}."""
+    import torch
+
+    return torch.load(Path(folder, f"{name}.0.pt"), weights_only=True)
+
+
+def difference(first, second, path=""):
+    """Say where two full states differ by their bits; empty where they do not."""
+    import torch
+
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return f"{path}: {first.dtype} {first.shape}, {second.dtype} {second.shape}"
+        same = first.contiguous().reshape(-1).view(torch.uint8).equal(
+            second.contiguous().reshape(-1).view(torch.uint8)
+        )  # fmt: skip
+        return "" if same else f"{path}: {first} {second}"
+    if isinstance(first, dict) and isinstance(second, dict):
+        if first.keys() != second.keys():
+            return f"{path}: only in one: {first.keys() ^ second.keys()}"
+        found = (difference(first[key], second[key], f"{path}/{key}") for key in first)
+        return next(filter(None, found), "")
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        if len(first) != len(second):
+            return f"{path}: {len(first)}, {len(second)}"
+        pairs = enumerate(zip(first, second, strict=True))
+        return next(filter(None, (difference(a, b, f"{path}/{i}") for i, (a, b) in pairs)), "")
+    return "" if first == second else f"{path}: {first!r} {second!r}"
+
+
+def state_difference(folder, kind, optimizer, saved, other, world):
+    """Say where the state that was saved and the one that was loaded differ."""
+    before = full_state(folder, f"{_name(kind, optimizer, saved)}-saved")
+    after = full_state(folder, f"{_name(kind, optimizer, saved)}-{other}-{world}-loaded")
+    return difference(_by_name(before), _by_name(after))
+
+
+def _by_name(state):
+    """Groups in one order of names: FSDP1 lists its units, others the module's parameters."""
+    groups = [
+        {**group, "params": sorted(group["params"])} for group in state["optimizer"]["param_groups"]
+    ]
+    return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
+
+
+def curves(folder, kind, optimizer, saved, other, world):
+    """Losses after the resume, and those of the run that nothing interrupted, by rank."""
+    name = f"{_name(kind, optimizer, saved)}-{other}-{world}-resumed"
+    whole = losses(folder, f"{_name(kind, optimizer, saved)}-whole", saved)
+    return losses(folder, name, world), [steps[SAVED:] for steps in whole]
