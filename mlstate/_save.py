@@ -65,15 +65,24 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
     )
 
 
-def states_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Return the states behind the arguments: mappings as they are, torch objects' own."""
+def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
+    """Return the states behind the arguments: mappings as they are, torch objects' own.
+
+    `ranks` save together: what torch spread over more of them is refused.
+    """
     torch = sys.modules.get("torch")
+    module = model if torch is not None and isinstance(model, torch.nn.Module) else None
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        module = model if isinstance(model, torch.nn.Module) else None
-        optimizer = OptimizerStateDict.from_torch(optimizer, module)
-    if torch is not None and isinstance(model, torch.nn.Module):
-        model = StateDict.from_torch(model.state_dict())
-    states = []
+        from .integrations.torch._training import saved_optimizer
+
+        states, keywords = saved_optimizer(optimizer, module, ranks)
+        optimizer = OptimizerStateDict(**keywords)
+        optimizer.update(states)
+    if module is not None:
+        from .integrations.torch._training import saved_module
+
+        model = StateDict(saved_module(module, ranks))
+    states_given = []
     for name, state in (("model", model), ("optimizer", optimizer)):
         if hasattr(state, "get_state_dict"):
             state = state.get_state_dict()
@@ -83,10 +92,10 @@ def states_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
                 f"{'module' if name == 'model' else 'optimizer'} or something with "
                 f"get_state_dict(), got {type(state).__name__}"
             )
-        states.append(state)
-    if states[0] is None and states[1] is None:
+        states_given.append(state)
+    if states_given[0] is None and states_given[1] is None:
         raise ValueError("nothing to save: give a model, an optimizer or both")
-    return states[0], states[1]
+    return states_given[0], states_given[1]
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
@@ -231,7 +240,7 @@ class Save:
     ) -> None:
         """Look at what is to be saved, without copying any of it."""
         try:
-            states = states_of(model, optimizer)
+            states = states_of(model, optimizer, self.group.world_size)
             self.dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
             self.like = {
                 "writer": _WRITER,
