@@ -18,6 +18,8 @@ _INT64 = (1 << 63) - 1
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CRC = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
+_NAMES = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
+_MOST_GROUPS = 32  # MLS_PATTERN_GROUPS
 
 
 class IndexRecord(NamedTuple):
@@ -28,6 +30,8 @@ class IndexRecord(NamedTuple):
     crc32c: str
     shards: int
     data_bytes: int
+    pattern: int | None = None  # what the index lists, apart from which parts
+    parts: tuple[int, ...] = ()  # which parts, by the pattern's groups
 
 
 class Manifest(NamedTuple):
@@ -43,6 +47,7 @@ class Manifest(NamedTuple):
     optimizer: dict[str, Any] | None
     metadata: dict[str, Any]
     indexes: tuple[IndexRecord, ...]
+    patterns: tuple[str, ...] | None = None  # names that each has, as checksums
 
 
 def kind_of(state: Any) -> dict[str, Any] | None:
@@ -55,6 +60,13 @@ def kind_of(state: Any) -> dict[str, Any] | None:
     return {"kind": "state"} if text is None else json.loads(text)
 
 
+def _described(record: IndexRecord) -> dict[str, Any]:
+    described = record._asdict()
+    if record.pattern is None:
+        del described["pattern"], described["parts"]
+    return described
+
+
 def build(manifest: Manifest) -> bytes:
     """Write a manifest as sealed text; TypeError or ValueError for what JSON cannot say."""
     import json
@@ -63,8 +75,10 @@ def build(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "format_version": VERSION,
         **manifest._asdict(),
-        "indexes": [record._asdict() for record in manifest.indexes],
+        "indexes": [_described(record) for record in manifest.indexes],
     }
+    if manifest.patterns is None:
+        del content["patterns"]
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
     return _core.seal(_START + b",\n" + text[1:].lstrip().encode() + b"\n")
 
@@ -118,7 +132,27 @@ def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str,
     return value  # type: ignore[no-any-return]
 
 
-def _index(value: Any, generation: str, rank: int) -> IndexRecord:
+def _patterns(found: dict[str, Any]) -> tuple[str, ...] | None:
+    if "patterns" not in found:
+        return None
+    patterns = _member(found, "patterns", list)
+    for names in patterns:
+        if not isinstance(names, str) or not _NAMES.match(names):
+            raise _WrongError('"patterns" holds what is no list of checksums')
+    return tuple(patterns)
+
+
+def _parts(value: dict[str, Any], patterns: int) -> tuple[int, tuple[int, ...]]:
+    parts = _member(value, "parts", list)
+    if len(parts) > _MOST_GROUPS:
+        raise _WrongError(f'"parts" has {len(parts)} of them, and {_MOST_GROUPS} are the most')
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part <= _INT64:
+            raise _WrongError('"parts" holds what is no number of a part')
+    return _number(value, "pattern", 0, patterns - 1), tuple(parts)
+
+
+def _index(value: Any, generation: str, rank: int, patterns: int | None) -> IndexRecord:
     if not isinstance(value, dict):
         raise _WrongError('"indexes" holds what is no object')
     path = _member(value, "path", str)
@@ -130,6 +164,7 @@ def _index(value: Any, generation: str, rank: int) -> IndexRecord:
         _matching(value, "crc32c", _CRC),
         _number(value, "shards", 0),
         _number(value, "data_bytes", 0),
+        *(() if patterns is None else _parts(value, patterns)),
     )
 
 
@@ -147,6 +182,8 @@ def _read(found: Any) -> Manifest:
     if len(indexes) != world_size:
         raise _WrongError(f"there are {len(indexes)} indexes for {world_size} ranks")
     step = _member(found, "step", (int, type(None)))
+    patterns = _patterns(found)
+    known = None if patterns is None else len(patterns)
     return Manifest(
         generation=generation,
         sequence=_number(found, "sequence", 1),
@@ -157,7 +194,8 @@ def _read(found: Any) -> Manifest:
         model=_kind(found, "model", ("state", "model")),
         optimizer=_kind(found, "optimizer", ("state", "optimizer")),
         metadata=_member(found, "metadata", dict),
-        indexes=tuple(_index(value, generation, rank) for rank, value in enumerate(indexes)),
+        indexes=tuple(_index(value, generation, r, known) for r, value in enumerate(indexes)),
+        patterns=patterns,
     )
 
 

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
 from ._collective_args import check_group
+from ._drop import Generation, drop_mine, rooted, sort_out
 from ._layout import Layout, Shard, Steps, steps_of
 from ._lock import WriterLock
 from ._manifest import IndexRecord, Manifest, build, kind_of
 from ._optimizer_state import OptimizerStateDict
+from ._patterns import pattern_of, with_patterns
 from ._state_dict import StateDict
 from ._version import __version__
 from .collectives import SingleGroup
@@ -224,7 +226,7 @@ class Save:
         self.sequence = 1
         self.error: BaseException | None = None
         self.unsure = False  # whether something of ours is left, or even committed
-        self.known: dict[str, Any] = {}  # catalogs by generation
+        self.pattern: dict[str, Any] = {}  # of this rank's index
 
     # -- what is saved, before anything is touched
 
@@ -398,29 +400,35 @@ class Save:
         what = f"{model is not None} {optimizer is not None} {steps}"
         joined = "\0".join([what, *names]).encode("utf-8", "surrogatepass")
         digest = hashlib.sha256(joined, usedforsecurity=False).digest()
-        if len(set(_gather(self.group, digest))) == 1:
+        digests = _gather(self.group, digest)
+        if len(set(digests)) == 1:
             return None if steps else _by_section(names[rank::world])
-        everyone = [
-            text.decode("utf-8", "surrogatepass").split("\0")
-            for text in _gather(self.group, joined)
-        ]
+        # of ranks that have the same ones, the first tells which they are
+        first = {other: number for number, other in reversed(list(enumerate(digests)))}
+        texts = _gather(self.group, joined if first[digest] == rank else b"")
+        everyone = {
+            other: texts[other].decode("utf-8", "surrogatepass").split("\0")
+            for other in sorted(first.values())
+        }
         if self.error is not None:
             return None
-        for other, (said, *_) in enumerate(everyone):
+        for other, (said, *_) in everyone.items():
             if said != what:
                 raise ValueError(
                     f"ranks {rank} and {other} do not save the same: a model, an optimizer or a "
                     "layout= is given on one of them only"
                 )
         if steps:
-            for other, (_, *theirs) in enumerate(everyone):
+            for other, (_, *theirs) in everyone.items():
                 lacking = set(names) ^ set(theirs)
                 if lacking:
                     raise ValueError(
                         f"layout= cuts arrays that every rank has whole, but ranks {rank} and "
                         f"{other} do not both have {min(lacking).partition('/')[2]!r}"
                     )
-        earlier = {name for _, *theirs in everyone[:rank] for name in theirs}
+        earlier = {
+            name for other, (_, *theirs) in everyone.items() if other < rank for name in theirs
+        }
         return _by_section([name for name in names if name not in earlier])
 
     def write(
@@ -430,9 +438,12 @@ class Save:
         if self.error is not None:
             raise self.error
         gathered, self.gathered = self.gathered, None
-        return _core.shards_write(
+        written = _core.shards_write(
             self.path, self.generation, gathered, self._catalog(), self.pack_below, progress, freed
         )
+        if self.group.world_size > 1:
+            self.pattern = pattern_of(_folder.load_index(self.path, _record(written)))
+        return written
 
     # -- the end: rank 0 commits if all are well
 
@@ -453,7 +464,9 @@ class Save:
 
     def finish(self, written: dict[str, Any] | None) -> None:
         """Commit if every rank is well; else raise on every rank, and leave nothing behind."""
-        own = {"error": _shown(self.error)} if self.error is not None else {"written": written}
+        own: dict[str, Any] = {"error": _shown(self.error)}
+        if self.error is None and written is not None:
+            own = {"written": {**written, **self.pattern}}
         reports = _gather(self.group, _pack(own), root=0)
         outcome: dict[str, Any] = {"committed": True}
         if self.group.rank == 0:
@@ -479,10 +492,11 @@ class Save:
                 text = f"rank {rank}: {report['error']}"
                 return {"committed": False, "unsure": False, "error": text, "rank": rank}
         try:
-            manifest = self._manifest([report["written"] for report in reports])
+            told = [report["written"] for report in reports]
+            manifest = self._manifest(told)
             if self.group.world_size > 1:
                 # what each stored by itself must make one checkpoint, before it replaces one
-                self.known[self.generation] = _folder.load_catalog(self.path, manifest)
+                manifest, _ = with_patterns(self.path, manifest, told)
             self.commit(manifest)
         except BaseException as error:
             self.error = error
@@ -512,7 +526,6 @@ class Save:
         finally:
             lock.release()
 
-
     def _drop_old(self) -> str | None:
         """Delete what no root needs after a commit; failing here costs disk space only.
 
@@ -522,10 +535,38 @@ class Save:
             if self.retain is not None:
                 self.retain(self.path, _folder.read_manifest(self.path))
             if self.before is not None:
-                _folder.prune(self.path, known=self.known)
+                _folder.prune(self.path)
         except (MLStateError, MemoryError) as error:
             return f"old files of the checkpoint were not deleted: {error}"
         return None
+
+    def _drop_together(self) -> str | None:
+        """The same for many ranks, each of which deletes its own files; all call it.
+
+        Where that does not work out, rank 0 does it for all.
+        """
+        import json
+
+        plan: dict[str, Any] = {}
+        failed = b""
+        if self.group.rank == 0 and (self.before is not None or self.retain is not None):
+            with suppress(MLStateError, MemoryError):
+                before = rooted(self.path)
+                before += [] if self.before is None else [self.before]
+                if self.retain is not None:
+                    self.retain(self.path, _folder.read_manifest(self.path))
+                plan = sort_out(before, rooted(self.path))
+            failed = b"" if plan else b"x"
+        [told, *_] = _gather(self.group, json.dumps(plan).encode())
+        plan = json.loads(told)
+        if plan:
+            gone, kept = ([Generation(*one) for one in plan[name]] for name in ("gone", "kept"))
+            try:
+                drop_mine(self.path, self.group.rank, self.group.world_size, gone, kept)
+            except (MLStateError, MemoryError):
+                failed = b"x"
+        troubles = _gather(self.group, failed, root=0)
+        return self._drop_old() if any(troubles) else None
 
     def run(
         self,
@@ -550,8 +591,7 @@ class Save:
                 self.error = error
             self.finish(written)
             clean = True
-            if self.group.rank == 0:
-                left = self._drop_old()
+            left = self._drop_old() if self.group.world_size == 1 else self._drop_together()
         except BaseException:
             # what ranks that failed left behind is deleted by each; the next save looks again
             failed = self.group.world_size == 1 and self.error is not None
@@ -586,7 +626,7 @@ def write_checkpoint(
 
 
 def _record(written: dict[str, Any]) -> IndexRecord:
-    return IndexRecord(*(written[name] for name in IndexRecord._fields))
+    return IndexRecord(*(written[name] for name in IndexRecord._fields[:5]))
 
 
 def _now() -> str:
@@ -611,24 +651,24 @@ def write_ranks(
     clean = False
     try:
         save.begin()
-        records = []
+        told = []
         for rank in range(world_size):
             ranks = (rank, world_size)
             gathered, _ = _core.shards_gather(ranks, states(rank), Shard, None, ())
             written = _core.shards_write(
                 folder, save.generation, gathered, None, pack_below, progress, None
             )
-            records.append(_record(written))
-        save.commit(
-            like._replace(
-                generation=save.generation,
-                sequence=save.sequence,
-                created=_now(),
-                writer=_WRITER,
-                world_size=world_size,
-                indexes=tuple(records),
-            )
+            told.append({**written, **pattern_of(_folder.load_index(folder, _record(written)))})
+        manifest = like._replace(
+            generation=save.generation,
+            sequence=save.sequence,
+            created=_now(),
+            writer=_WRITER,
+            world_size=world_size,
+            indexes=tuple(map(_record, told)),
+            patterns=None,
         )
+        save.commit(with_patterns(folder, manifest, told)[0] if world_size > 1 else manifest)
         clean = True
         left = save._drop_old()
     except BaseException:
