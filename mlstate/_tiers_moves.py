@@ -218,21 +218,27 @@ class TierMoves:
             elif wanted == Tier.HOT != unit.tier:
                 with suppress(CapacityError):
                     self._move(unit, wanted, checks=True)
-        for unit in reversed(units):
-            self._keep_budget(unit)
+        for unit in reversed(units):  # nothing is known of them: what is there stays
+            while self._is_over(unit):
+                try:
+                    self._move(unit, FARTHER[unit.tier], checks=True)
+                except CapacityError:
+                    self._move(unit, Tier.COLD)
+
+    def _is_over(self, unit: Unit) -> bool:
+        """Whether the tier that a unit is in holds more than it may."""
+        with self._changed:
+            used, budget = self._table.totals()[_ORDER.index(unit.tier)]
+            return budget is not None and used > budget
 
     def _keep_budget(self, unit: Unit) -> None:
-        """Make others go, or this one, where its tier holds more than it may."""
-        with self._changed:
-            if unit.tier == Tier.COLD:
+        """Make others go, or this one, where it has grown beyond what its tier may hold."""
+        while self._is_over(unit):
+            try:
+                self._make_room(unit, unit.tier)
                 return
-            used, budget = self._table.totals()[_ORDER.index(unit.tier)]
-        if budget is None or used <= budget:
-            return
-        if unit.nbytes > budget:
-            self._move(unit, FARTHER[unit.tier] if unit.tier == Tier.HOT else Tier.COLD)
-            return
-        self._make_room(unit, unit.tier)
+            except CapacityError:
+                self._move(unit, FARTHER[unit.tier])
 
     def _unit(self, name: str) -> Unit:
         """Find a unit, under the lock."""
