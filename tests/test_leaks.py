@@ -21,6 +21,7 @@ import leaks_of_operators  # noqa: F401 - its cases
 import leaks_of_planned_models  # noqa: F401 - its cases
 import leaks_of_plans  # noqa: F401 - its cases
 import leaks_of_strategies  # noqa: F401 - its cases
+import leaks_of_tiers  # noqa: F401 - its cases
 import numpy as np
 import pytest
 from leak_cases import CALLS, CASES, case, each, raises
