@@ -319,6 +319,80 @@ class SaveByRanks(SaveCheckpoint):
         )  # fmt: skip
 
 
+# ---- tiers ----
+
+
+class MoveTiers(SaveFile):
+    """A unit of a tiered state: promoted, changed and demoted again."""
+
+    name = "tiers"
+    folder = "tiers"
+    unit = "layer.1.weight"
+    harmless: ClassVar = {
+        **SaveCheckpoint.harmless,
+        "mmap": "what cannot be compared with what is to be written is written again",
+    }
+
+    def missing(self):
+        if not hasattr(mlstate, "TieredState"):
+            return "mlstate.TieredState is not there yet"
+        return None
+
+    def prepare(self):
+        """One parameter; what else a state has becomes its optimizer states."""
+        self.states = {}
+        for which in "ABC":
+            arrays = {name.replace(".", "_"): a for name, a in tensors(which).items()}
+            self.states[which] = {"which": np.array(ord(which)), **arrays}
+
+    def save(self, root, which):
+        parameter, states = self.parts(which)
+        folder = f"{root}/{self.folder}"
+        try:
+            tiers = mlstate.TieredState.open(folder)
+        except FileNotFoundError:
+            tiers = mlstate.TieredState(None, None, folder)
+        with tiers:
+            if self.unit not in tiers:
+                arrays = {f"{self.unit}.{name}": array for name, array in states.items()}
+                tiers.add({self.unit: parameter}, arrays)
+            else:
+                tiers.promote(self.unit)
+                with tiers.use(self.unit) as unit:
+                    unit.parameter[:] = parameter
+                    unit.states = states
+            tiers.demote(self.unit, to="cold")
+
+    def parts(self, which):
+        """The parameter and the others of a state."""
+        states = {name: array.copy() for name, array in self.states[which].items()}
+        return states.pop(self.unit.replace(".", "_")), states
+
+    def load(self, root, *, mmap=False):
+        """Read the unit's file, as anybody can: nothing is changed."""
+        stored = mlstate.load_file(f"{root}/{self.folder}/{self.unit}.safetensors", mmap=mmap)
+        prefix = f"optim_state/{self.unit}."
+        arrays = {name.removeprefix(prefix): array for name, array in stored.items()}
+        arrays[self.unit.replace(".", "_")] = arrays.pop(f"params/{self.unit}")
+        return chr(arrays["which"]), arrays
+
+    def other_complaints(self, root):
+        """It must also be what the next process takes over."""
+        folder = f"{root}/{self.folder}"
+        with mlstate.TieredState.open(folder) as tiers, tiers.use(self.unit) as unit:
+            found = {self.unit.replace(".", "_"): unit.parameter, **unit.states}
+        which = chr(found["which"])
+        wrong = differences(found, self.states[which])
+        return [f"opens as {which} with other content: {wrong}"] if wrong else []
+
+    def strangers(self, root, was_killed):
+        folder = root / self.folder
+        if not folder.exists():
+            return sorted(p.name for p in root.iterdir())
+        found = {p.name for p in folder.iterdir()} - {"lock", f"{self.unit}.safetensors"}
+        return sorted(found | ({p.name for p in root.iterdir()} - {self.folder}))
+
+
 # ---- bad ones: what the harness must find out ----
 
 
@@ -378,5 +452,5 @@ def by_name(*scenarios):
     return {scenario.name: scenario for scenario in scenarios}
 
 
-ALL = by_name(SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveByRanks())
+ALL = by_name(SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveByRanks(), MoveTiers())
 BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))
