@@ -195,7 +195,7 @@ class _Job:
 
         error = self.error
         sys.unraisablehook(
-            SimpleNamespace(  # type: ignore[arg-type]
+            SimpleNamespace(
                 exc_type=type(error),
                 exc_value=error,
                 exc_traceback=None,
