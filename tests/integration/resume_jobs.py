@@ -25,28 +25,21 @@ def _name(kind, optimizer, world):
     return f"{kind}-{optimizer}-{world}"
 
 
-def train(world, cases, folder):
-    """Train without an interruption: what the others are compared with."""
-    _start(
-        world,
-        [
-            {"do": "train", "kind": kind, "optimizer": optimizer, "until": UNTIL,
-             "out": str(folder / f"{_name(kind, optimizer, world)}-whole")}
-            for kind, optimizer in cases
-        ],
-        folder,
-    )  # fmt: skip
-
-
 def train_and_kill(world, cases, folder):
-    """Train half of it, save, go on, and be killed by signal 9 on every rank."""
+    """Train (kind, optimizer) twice on new processes, and kill them by signal 9.
+
+    Once without an interruption, which is what the others are compared with; once half of it,
+    up to a save and a step more.
+    """
     jobs = []
     for kind, optimizer in cases:
         name = _name(kind, optimizer, world)
-        jobs.append(
-            {"do": "save", "kind": kind, "optimizer": optimizer, "until": SAVED,
-             "folder": str(folder / name), "out": str(folder / f"{name}-saved")}
-        )  # fmt: skip
+        what = {"kind": kind, "optimizer": optimizer}
+        jobs += [
+            {"do": "train", **what, "until": UNTIL, "out": str(folder / f"{name}-whole")},
+            {"do": "save", **what, "until": SAVED, "out": str(folder / f"{name}-saved"),
+             "folder": str(folder / name)},
+        ]  # fmt: skip
     _start(world, jobs, folder, killed=True)
 
 
@@ -119,3 +112,9 @@ def curves(folder, kind, optimizer, saved, other, world):
     name = f"{_name(kind, optimizer, saved)}-{other}-{world}-resumed"
     whole = losses(folder, f"{_name(kind, optimizer, saved)}-whole", saved)
     return losses(folder, name, world), [steps[SAVED:] for steps in whole]
+
+
+def means(curves):
+    """The loss of each step, as a mean over ranks."""
+    steps = zip(*curves, strict=True)
+    return [sum(float.fromhex(loss) for loss in step) / len(step) for step in steps]

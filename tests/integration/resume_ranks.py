@@ -20,6 +20,7 @@ import signal
 import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
@@ -120,9 +121,7 @@ class Run:
             tokens = batch_of(self.step, self.group.rank, self.group.world_size)
             self.optimizer.zero_grad()
             found = self.module(tokens[:, :-1])
-            loss = torch.nn.functional.cross_entropy(
-                found.flatten(0, 1), tokens[:, 1:].flatten()
-            )
+            loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
@@ -157,7 +156,7 @@ class Run:
 
     def tell(self, out):
         torch.save(self.full(), f"{out}.{self.group.rank}.pt")
-        with open(f"{out}.{self.group.rank}.json", "w") as file:
+        with Path(f"{out}.{self.group.rank}.json").open("w") as file:
             json.dump([float(loss).hex() for loss in self.losses], file)
         assert all(math.isfinite(loss) for loss in self.losses)
 

@@ -73,7 +73,9 @@ def reshard_flat(wrappers: Iterable[Any]) -> None:
         handle = wrapper._handle
         if handle is None or not handle.uses_sharded_strategy:
             continue
-        if not handle.is_sharded(handle.flat_param):
+        # the root keeps what it gathered after its piece is in use again; before the first
+        # forward pass there is nothing
+        if hasattr(handle.flat_param, "_full_param_padded"):
             handle.reshard(True)
 
 

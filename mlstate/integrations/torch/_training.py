@@ -444,11 +444,12 @@ class OptimizerFilling(Filling):
             slot = self.slots[record.parameter]
             state = record.state or ""
             held = self._held(slot, state)
-            count = 1
-            for size in record.shape:
-                count *= size
             number = is_number(held) or (held is None and (record.parameter, state) in numbers)
-            if record.shape != slot.shape and count == 1 and (number or slot.run or held is None):
+            if (
+                record.shape != slot.shape
+                and record.shape in ((), (1,))
+                and (number or slot.run or held is None)
+            ):
                 alone[key] = number
             elif number:
                 alone[key] = True
