@@ -51,6 +51,7 @@ class _Job:
         self.most = most
         self.callback = progress
         self.pid = os.getpid()
+        self.thread: Any = None
         self.ready: list[Any] = []  # events of devices: then their tensors are what was meant
         # round all below, and told of every change; may be taken again by the same thread,
         # since a handle can be collected at any moment
@@ -69,8 +70,9 @@ class _Job:
         import threading
 
         name = f"mlstate save {os.path.basename(self.path)}"
+        self.thread = threading.Thread(target=self.run, name=name, daemon=False)
         try:
-            threading.Thread(target=self.run, name=name, daemon=False).start()
+            self.thread.start()
         except (RuntimeError, MemoryError):
             self.run()
 
@@ -191,18 +193,12 @@ class _Job:
 
     def report(self) -> None:
         """Show an error that nobody asked for."""
-        from types import SimpleNamespace
+        import threading
 
         error = self.error
-        sys.unraisablehook(
-            SimpleNamespace(
-                exc_type=type(error),
-                exc_value=error,
-                exc_traceback=None,
-                err_msg="Asynchronous save failed, and nobody waited for it",
-                object=self.path,
-            )
-        )
+        assert error is not None
+        error.add_note(f"The asynchronous save of {self.path} failed, and nobody waited for it.")
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, self.thread)))
 
 
 class _Copies:
