@@ -239,6 +239,25 @@ def strange_files(folder: str) -> list[str]:
     return sorted(strange)
 
 
+class Told(NamedTuple):
+    """What one index lists: a digest of its pattern, and which parts."""
+
+    pattern: str
+    parts: tuple[int, ...]
+
+
+def patterns_of(catalog: Any) -> list[Told | None]:
+    """What each index of a catalog lists; None where it has no pattern."""
+    import hashlib
+
+    return [
+        None
+        if found is None
+        else Told(hashlib.sha256(found[0], usedforsecurity=False).hexdigest(), found[1])
+        for found in catalog.patterns()
+    ]
+
+
 def load_index(folder: str, record: IndexRecord) -> bytes:
     """Read one rank's index; a ChecksumError where it is not what was written."""
     data = read_bytes(folder, record.path)
@@ -255,15 +274,28 @@ def load_index(folder: str, record: IndexRecord) -> bytes:
     return data
 
 
-def load_catalog(folder: str, manifest: Manifest, ranks: Iterable[int] | None = None) -> Any:
-    """Read the indexes of a root, of all ranks or some; a FormatError names a wrong one."""
-    if ranks is None:
-        records = list(manifest.indexes)
-    else:
-        records = [manifest.indexes[rank] for rank in ranks]
-    texts = tuple(load_index(folder, record) for record in records)
+def load_catalog(
+    folder: str,
+    manifest: Manifest,
+    ranks: Iterable[int] | None = None,
+    texts: dict[int, bytes] | None = None,
+) -> Any:
+    """Read the indexes of a root, of all ranks or some; a FormatError names a wrong one.
+
+    `texts` are those that were read before, and become those that are read now.
+    """
+    chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
+    records = [manifest.indexes[rank] for rank in chosen]
+    before = {} if texts is None else dict(texts)
+    data = tuple(
+        before[rank] if rank in before else load_index(folder, record)
+        for rank, record in zip(chosen, records, strict=True)
+    )
+    if texts is not None:
+        texts.clear()
+        texts.update(zip(chosen, data, strict=True))
     paths = tuple(os.path.join(folder, record.path) for record in records)
-    catalog = _core.Catalog(texts, paths)
+    catalog = _core.Catalog(data, paths)
     for record, head in zip(records, catalog.heads(), strict=True):
         generation, rank, world_size, *held = head
         if (generation, world_size, held) != (
@@ -274,6 +306,14 @@ def load_catalog(folder: str, manifest: Manifest, ranks: Iterable[int] | None = 
             other = FormatError(f"{record.path}: the index of another checkpoint")
             other.path = os.path.join(folder, record.path)
             raise other
+    if manifest.patterns is not None:
+        for record, told in zip(records, patterns_of(catalog), strict=True):
+            assert record.pattern is not None
+            expected = Told(manifest.patterns[record.pattern].sha256, record.parts)
+            if told != expected:
+                other = FormatError(f"{record.path}: the manifest says that it lists other parts")
+                other.path = os.path.join(folder, record.path)
+                raise other
     return catalog
 
 

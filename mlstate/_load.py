@@ -11,6 +11,7 @@ from . import _core, _folder
 from ._agreement import agree
 from ._collective_args import check_group
 from ._compatibility import SHOWN, join, rename_hint
+from ._indexes import GLOB, Indexes
 from ._layout import Layout, Steps, steps_of
 from ._optimizer_state import OptimizerStateDict
 from ._state_kind import restore_kind
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ._state_dict import StateDict
     from .collectives import ProcessGroup
 
-_GLOB = re.compile(r"[*?\[]")
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer that was saved by itself
 MISSING = ("skip", "zeros", "error")
 _TRIES = 20  # to load a checkpoint that is replaced meanwhile
@@ -87,32 +87,38 @@ class LoadedState:
 # ---- which tensors ----
 
 
-def _pattern(name: str, state: bool) -> str:
-    """A regular expression for a name: it, a layer of that name, or a glob."""
-    suffix = r"(?:\.[^.]*)?" if state else ""
-    exact = re.escape(name) + r"(?:\..*)?"
-    if not _GLOB.search(name):
-        return exact
+def _glob(name: str, state: bool) -> re.Pattern[str]:
+    """What matches a glob, the layers of that very name, and states of what matches."""
     import fnmatch
 
+    suffix = r"(?:\.[^.]*)?" if state else ""
     glob = re.sub(r"\\[Zz]$", "", fnmatch.translate(name))
-    return f"{exact}|{glob}{suffix}"
+    return re.compile(rf"(?s:{re.escape(name)}(?:\..*)?|{glob}{suffix})\Z")
 
 
 def select(keys: list[str], names: list[str] | None, section: int) -> tuple[list[str], set[str]]:
-    """Return the keys that `names` mean, and the names that mean any of them."""
+    """Return the keys that `names` mean, and the names that mean any of them.
+
+    A name is that of a tensor, or of a layer: what goes on with a dot.
+    """
     if names is None:
         return keys, set()
-    chosen: dict[str, None] = {}
+    from bisect import bisect_left
+
+    ordered = sorted(keys)
+    chosen: set[str] = set()
     used = set()
     for name in names:
-        matching = re.compile(f"(?s:{_pattern(name, section == 1)})\\Z").match
-        found = list(filter(matching, keys))
+        if GLOB.search(name):
+            found = list(filter(_glob(name, section == 1).match, keys))
+        else:
+            at = bisect_left(ordered, name)
+            found = ordered[at : at + 1] if ordered[at : at + 1] == [name] else []
+            # "/" comes next to "."
+            found += ordered[bisect_left(ordered, f"{name}.") : bisect_left(ordered, f"{name}/")]
         if found:
             used.add(name)
-        chosen.update(dict.fromkeys(found))
-    if len(names) == 1:
-        return list(chosen), used
+            chosen.update(found)
     return list(filter(chosen.__contains__, keys)), used
 
 
@@ -217,7 +223,7 @@ class Loader:
     ) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.catalog: Any = None
+        self.indexes: Indexes
         self.cutting = cutting
         self.own = own  # torch's objects know themselves which parts they have
         self.mmap = mmap
@@ -225,13 +231,20 @@ class Loader:
         self.missing = missing
         self.progress = progress
 
+    @property
+    def catalog(self) -> Any:
+        """What was read of the indexes; `Indexes.need` comes before anything is loaded."""
+        return self.indexes.catalog
+
     def fresh(self, section: int, keys: list[str], *, whole: bool = False) -> dict[str, Any]:
         """New arrays, or views of the files."""
+        cutting = (None, 0, 0) if whole else self.cutting
+        self.indexes.need([(section, keys, cutting)])
         return self.catalog.load(  # type: ignore[no-any-return]
             self.folder,
             section,
             keys,
-            (None, 0, 0) if whole else self.cutting,
+            cutting,
             self.verify and not self.mmap,
             self.mmap,
             self.progress,
@@ -378,6 +391,7 @@ def _fillings(
             filling = _Filling(target)
         chosen = loader.names_fit(section, keys[section], filling, named)
         ready.append((section, filling, chosen, loader.cuts(filling, chosen)))
+    loader.indexes.need((section, chosen, cuts) for section, _, chosen, cuts in ready)
     for section, filling, chosen, cuts in ready:
         loader.check(section, filling, chosen, cuts)
     return ready
@@ -421,7 +435,13 @@ def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState
             loader.fill(*one)
         return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
     results: list[Any] = [None, None]
-    for section, kind in enumerate((manifest.model, manifest.optimizer)):
+    kinds = (manifest.model, manifest.optimizer)
+    loader.indexes.need(
+        (section, chosen[section], loader.cutting)
+        for section, kind in enumerate(kinds)
+        if kind is not None
+    )
+    for section, kind in enumerate(kinds):
         if kind is None:
             continue
         arrays = loader.fresh(section, chosen[section])
@@ -578,8 +598,10 @@ def load_checkpoint(
         )
 
     def open_first(loader: Loader) -> None:
-        loader.catalog = _folder.load_catalog(folder, loader.manifest)
+        own_rank = rank if group is None else group.rank
+        loader.indexes = Indexes(folder, loader.manifest, listed, own_rank)
         if verify == "first":
+            loader.indexes.read_all()
             _verified_first(folder, loader.manifest, loader.catalog)
             loader.verify = False
 

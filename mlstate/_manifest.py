@@ -18,6 +18,7 @@ _INT64 = (1 << 63) - 1
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CRC = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z", re.ASCII)
 _NAMES = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
 _MOST_GROUPS = 32  # MLS_PATTERN_GROUPS
 
@@ -34,6 +35,13 @@ class IndexRecord(NamedTuple):
     parts: tuple[int, ...] = ()  # which parts, by the pattern's groups
 
 
+class Pattern(NamedTuple):
+    """What the indexes of some ranks have in common."""
+
+    sha256: str  # of all that they say of their shards but which parts these are
+    names: str  # checksums of the tensors' names, and of what is above them
+
+
 class Manifest(NamedTuple):
     """A root: what there is besides the indexes, and which they are."""
 
@@ -47,7 +55,7 @@ class Manifest(NamedTuple):
     optimizer: dict[str, Any] | None
     metadata: dict[str, Any]
     indexes: tuple[IndexRecord, ...]
-    patterns: tuple[str, ...] | None = None  # names that each has, as checksums
+    patterns: tuple[Pattern, ...] | None = None
 
 
 def kind_of(state: Any) -> dict[str, Any] | None:
@@ -79,6 +87,8 @@ def build(manifest: Manifest) -> bytes:
     }
     if manifest.patterns is None:
         del content["patterns"]
+    else:
+        content["patterns"] = [pattern._asdict() for pattern in manifest.patterns]
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
     return _core.seal(_START + b",\n" + text[1:].lstrip().encode() + b"\n")
 
@@ -132,13 +142,15 @@ def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str,
     return value  # type: ignore[no-any-return]
 
 
-def _patterns(found: dict[str, Any]) -> tuple[str, ...] | None:
+def _patterns(found: dict[str, Any]) -> tuple[Pattern, ...] | None:
     if "patterns" not in found:
         return None
-    patterns = _member(found, "patterns", list)
-    for names in patterns:
-        if not isinstance(names, str) or not _NAMES.match(names):
-            raise _WrongError('"patterns" holds what is no list of checksums')
+    patterns = []
+    for value in _member(found, "patterns", list):
+        if not isinstance(value, dict):
+            raise _WrongError('"patterns" holds what is no object')
+        digest = _matching(value, "sha256", _SHA256)
+        patterns.append(Pattern(digest, _matching(value, "names", _NAMES)))
     return tuple(patterns)
 
 
@@ -184,6 +196,11 @@ def _read(found: Any) -> Manifest:
     step = _member(found, "step", (int, type(None)))
     patterns = _patterns(found)
     known = None if patterns is None else len(patterns)
+    records = tuple(_index(value, generation, r, known) for r, value in enumerate(indexes))
+    groups: dict[int | None, int] = {}
+    for rank, record in enumerate(records):
+        if groups.setdefault(record.pattern, len(record.parts)) != len(record.parts):
+            raise _WrongError(f"rank {rank} has other parts than those of its pattern")
     return Manifest(
         generation=generation,
         sequence=_number(found, "sequence", 1),
@@ -194,7 +211,7 @@ def _read(found: Any) -> Manifest:
         model=_kind(found, "model", ("state", "model")),
         optimizer=_kind(found, "optimizer", ("state", "optimizer")),
         metadata=_member(found, "metadata", dict),
-        indexes=tuple(_index(value, generation, r, known) for r, value in enumerate(indexes)),
+        indexes=records,
         patterns=patterns,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
-from ._manifest import IndexRecord, Manifest
+from ._manifest import IndexRecord, Manifest, Pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,13 +20,8 @@ _MOST_NAMES = 16 << 20  # characters of all patterns' names: beyond, the manifes
 
 def pattern_of(text: bytes) -> dict[str, Any]:
     """What a rank tells of its index: a digest of its pattern, None for none, and its parts."""
-    import hashlib
-
-    [found] = _core.Catalog((text,), ("index",)).patterns()
-    if found is None:
-        return {"pattern": None, "parts": ()}
-    digest = hashlib.sha256(found[0], usedforsecurity=False).hexdigest()
-    return {"pattern": digest, "parts": found[1]}
+    [told] = _folder.patterns_of(_core.Catalog((text,), ("index",)))
+    return {"pattern": None, "parts": ()} if told is None else told._asdict()
 
 
 def with_patterns(
@@ -53,7 +48,8 @@ def with_patterns(
             first.append(rank)
         records.append(record._replace(pattern=number, parts=tuple(one["parts"])))
     catalog = _folder.load_catalog(folder, manifest, first)
-    names = tuple(found.hex() for found in catalog.names())
+    names = [found.hex() for found in catalog.names()]
     if sum(map(len, names)) > _MOST_NAMES:
         return manifest, catalog
-    return manifest._replace(indexes=tuple(records), patterns=names), catalog
+    patterns = tuple(map(Pattern, numbers, names))
+    return manifest._replace(indexes=tuple(records), patterns=patterns), catalog
