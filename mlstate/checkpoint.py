@@ -101,7 +101,9 @@ def save(
     model : mapping of str to array or Shard, or torch.nn.Module, optional
         A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or anything with
         ``get_state_dict()``. Arrays are NumPy's, ml_dtypes', or torch tensors; they are used
-        where they lie. Tensors on a device are copied to main memory first, all of them.
+        where they lie. Tensors on a device are copied to main memory first, all of them. A
+        module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or tensor
+        parallelism: names are those without the wrappers, and each rank stores its shards.
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
         An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer, whose parameters' names come from the module given as `model`.
@@ -133,6 +135,9 @@ def save(
         version goes back.
     CompatibilityError
         A dtype that files have no name for, or a shape that does not go with its layout.
+    TypeError, ValueError
+        A sharded module without the `group` of its ranks; an optimizer whose parameters are
+        not the module's; a DTensor that is cut as no `Layout` can say. The text names it.
     BufferError
         A tensor has no memory to export, such as one on torch's ``meta`` device.
     StoreError
@@ -300,12 +305,17 @@ def load(
         How to cut, whatever they were saved as. Optimizer states are cut along the same axes as
         their parameter, in so far as they have them.
     group : ProcessGroup, optional
-        In place of `rank` and `world_size`. The ranks need not wait for each other.
+        In place of `rank` and `world_size`. The ranks need not wait for each other, but for
+        torch modules and optimizers in `into`: there all ranks call this, and hear of each
+        other, before anything is changed, whether all fits and is of one checkpoint.
     into : mapping or object, optional
         ``{"model": state, "optimizer": state}``, or something with these attributes: arrays
-        that exist, of the right shape and dtype, are filled; no new ones are made. A torch
-        module is filled in place, a torch optimizer by its ``load_state_dict``. Nothing is
-        loaded for one that is absent.
+        that exist, of the right shape and dtype, are filled; no new ones are made. Torch
+        modules and optimizers are filled in place, of DDP, FSDP2 and FSDP1 too: they know
+        which part of a tensor they have, so `group`, `rank` and `layout` do not cut for them
+        (a `rank` or `layout` that is given cuts for modules that are not sharded). States
+        that an optimizer has not made yet are made; its groups get the values that were
+        saved. Nothing is loaded for one that is absent.
     mmap : bool, default False
         Return read-only arrays over the mapped files: nothing is read before it is touched.
         Tensors whose part lies in several shards are put together in new memory.
@@ -314,7 +324,8 @@ def load(
         ``"first"``: read and compare the whole checkpoint before anything else is done.
     missing : {"skip", "zeros", "error"}, default "skip"
         What to do about optimizer states that were not saved, such as those of parameters that
-        have none: leave them out (or, with `into`, as they are), make them zeros, or refuse.
+        have none: leave them out, make them zeros, or refuse. With `into`, ``"skip"`` leaves
+        arrays as they are, and lets a torch optimizer forget such states: it makes them anew.
     progress : callable, optional
         As for `save`.
 
@@ -337,6 +348,8 @@ def load(
         One of `names` means nothing. (A `KeyError`.)
     CompatibilityError
         `into` has other names, shapes or dtypes. Nothing was changed.
+    TypeError, ValueError
+        As `save`, of the torch objects in `into`. Nothing was changed.
     ImportError
         The checkpoint holds bfloat16 or 8-bit floats, and ml_dtypes is not installed.
 
