@@ -1,3 +1,7 @@
+/* The bookkeeping is an array of units by number, with sums for each tier that every
+ * change keeps right; a decision sorts a copy of what it needs and changes nothing, so
+ * that an owner may carry it out, or not, and ask again.
+ */
 #include "tiers.h"
 
 #include "mem.h"
@@ -11,6 +15,7 @@ enum { FIRST_ROOM = 16 };
 /* Far below what overflows when a quarter is added twice. */
 #define MOST_SCORE (UINT64_C(1) << 60)
 
+/* Lists are given with the room of all units: what is left of it goes with them. */
 void mls_tier_moves_fini(mls_tier_moves *moves)
 {
     mls_free(moves->list);
@@ -19,6 +24,8 @@ void mls_tier_moves_fini(mls_tier_moves *moves)
 
 /* ---- units ---- */
 
+/* Cold is a tier like the others, whose budget is never asked for: so one function
+ * serves all three. */
 void mls_tiers_init(mls_tiers *out, uint64_t hot_budget, uint64_t warm_budget)
 {
     *out = (mls_tiers){0};
@@ -29,18 +36,22 @@ void mls_tiers_init(mls_tiers *out, uint64_t hot_budget, uint64_t warm_budget)
     out->budgets[MLS_TIER_WARM] = warm_budget;
 }
 
+/* Units hold nothing but numbers. */
 void mls_tiers_fini(mls_tiers *t)
 {
     mls_free(t->units);
     *t = (mls_tiers){0};
 }
 
+/* A free number has no tier. */
 bool mls_tiers_has(const mls_tiers *t, size_t unit)
 {
     return unit < t->count && t->units[unit].tier != MLS_TIER_NONE;
 }
 
-/* A number for a new unit: one that is free again, or the next.  SIZE_MAX: no memory. */
+/* A number for a new unit: one that is free again, or the next.  SIZE_MAX: no memory.
+ * Free ones are looked for from the start, since units are seldom removed; the count of
+ * them says when there is nothing to look for. */
 static size_t free_number(mls_tiers *t)
 {
     if (t->vacant > 0) {
@@ -65,11 +76,14 @@ static size_t free_number(mls_tiers *t)
     return t->count;
 }
 
+/* Bytes of memory never come near this; those of a file that lies may. */
 static mls_code fail_sum(mls_status *st)
 {
     return mls_fail(st, MLS_E_SIZE, "more bytes in a tier than 64 bits count");
 }
 
+/* The sum is tried first: after it nothing but the allocation can fail, and both leave
+ * everything as it was. */
 mls_code mls_tiers_add(mls_tiers *t, uint64_t bytes, mls_tier tier, size_t *out,
                        mls_status *st)
 {
@@ -92,6 +106,7 @@ mls_code mls_tiers_add(mls_tiers *t, uint64_t bytes, mls_tier tier, size_t *out,
     return MLS_OK;
 }
 
+/* What it was used for is forgotten too: a unit of the same name begins anew. */
 void mls_tiers_remove(mls_tiers *t, size_t unit)
 {
     t->bytes[t->units[unit].tier] -= t->units[unit].bytes;
@@ -99,6 +114,7 @@ void mls_tiers_remove(mls_tiers *t, size_t unit)
     t->vacant++;
 }
 
+/* The budget is not looked at: the bytes are there already, and the owner makes room. */
 mls_code mls_tiers_resize(mls_tiers *t, size_t unit, uint64_t bytes, mls_status *st)
 {
     mls_tier_unit *u = &t->units[unit];
@@ -121,6 +137,8 @@ void mls_tiers_touch(mls_tiers *t, size_t unit)
     u->uses++;
 }
 
+/* Pins are counted, since several users may have a unit at once, and a move is one more.
+ */
 void mls_tiers_pin(mls_tiers *t, size_t unit)
 {
     t->units[unit].pins++;
@@ -139,6 +157,7 @@ static uint64_t left_of(uint64_t budget, uint64_t used)
     return used > budget ? 0 : budget - used;
 }
 
+/* The one refusal that no other unit's leaving would help. */
 static mls_code fail_alone(const mls_tiers *t, size_t unit, mls_tier tier, mls_status *st)
 {
     return mls_fail(st, MLS_E_CAPACITY,
@@ -147,6 +166,8 @@ static mls_code fail_alone(const mls_tiers *t, size_t unit, mls_tier tier, mls_s
                     t->units[unit].bytes, mls_tier_name(tier), t->budgets[tier]);
 }
 
+/* A unit fits where it is, whatever the sums: it is there.  The two refusals are told
+ * apart because only the second one can be mended by moving others. */
 mls_code mls_tiers_fits(const mls_tiers *t, size_t unit, mls_tier tier, mls_status *st)
 {
     const mls_tier_unit *u = &t->units[unit];
@@ -168,6 +189,8 @@ mls_code mls_tiers_fits(const mls_tiers *t, size_t unit, mls_tier tier, mls_stat
     return MLS_OK;
 }
 
+/* Counted in the new tier from the beginning, since memory is taken before bytes come;
+ * the old one gives up its bytes at the end. */
 mls_code mls_tiers_begin(mls_tiers *t, size_t unit, mls_tier to, mls_status *st)
 {
     uint64_t sum;
@@ -179,6 +202,8 @@ mls_code mls_tiers_begin(mls_tiers *t, size_t unit, mls_tier to, mls_status *st)
     return MLS_OK;
 }
 
+/* One of the two tiers gives up the bytes: the old one, or after a failure the new one.
+ */
 void mls_tiers_end(mls_tiers *t, size_t unit, mls_tier to, bool moved)
 {
     mls_tier_unit *u = &t->units[unit];
@@ -196,7 +221,8 @@ typedef struct ranked {
     mls_tier from, to;
 } ranked;
 
-/* The most used first; of equals the one that is nearer, then the one used last. */
+/* The most used first; of equals the one that is nearer, then the one used last.  The
+ * number decides last, so that no two are equal and every machine sorts alike. */
 static int compare_best(const void *left, const void *right)
 {
     const ranked *a = left, *b = right;
@@ -218,6 +244,7 @@ static uint64_t weight_of(const mls_tier_unit *u)
     return u->score + u->score / 4 * (uint64_t)(MLS_TIER_COLD - u->tier);
 }
 
+/* With all that the comparison needs: qsort passes nothing else on. */
 static ranked rank_of(const mls_tiers *t, size_t unit, uint64_t weight)
 {
     const mls_tier_unit *u = &t->units[unit];
@@ -229,6 +256,7 @@ static ranked rank_of(const mls_tiers *t, size_t unit, uint64_t weight)
                     .to = u->tier};
 }
 
+/* The list has room: no unit moves twice. */
 static void push(mls_tier_moves *moves, const ranked *r, mls_tier to)
 {
     moves->list[moves->count++] = (mls_tier_move){.unit = r->unit, .to = to};
@@ -243,7 +271,9 @@ typedef struct victims {
     uint64_t bytes;
 } victims;
 
-/* Take what the larger ones have made needless off again, the most used first. */
+/* Take what the larger ones have made needless off again, the most used first.  Units
+ * were taken in order of use until there was enough, so a large one at the end may do
+ * for all the small ones in front of it. */
 static void spare(victims *v, uint64_t need)
 {
     size_t kept = 0;
@@ -318,6 +348,7 @@ static void cascade(const mls_tiers *t, size_t unit, const victims *first,
     }
 }
 
+/* All that may move would not be enough. */
 static mls_code fail_pinned(const mls_tiers *t, size_t unit, mls_tier tier,
                             mls_status *st)
 {
@@ -328,6 +359,8 @@ static mls_code fail_pinned(const mls_tiers *t, size_t unit, mls_tier tier,
                     t->units[unit].bytes, mls_tier_name(tier), t->budgets[tier]);
 }
 
+/* Nothing is changed, here or in the units: what is given is a plan, which is good as
+ * long as the caller keeps his lock, and may be asked for again when it is not. */
 mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
                              mls_tier_moves *out, mls_status *st)
 {
@@ -345,6 +378,7 @@ mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
         code = mls_fail(st, MLS_E_MEMORY, "no memory to choose what goes");
         goto done;
     }
+    /* a unit that is there already and grew: its bytes are in the sum */
     const uint64_t mine = u->tier == tier ? u->bytes : 0;
     if (!choose(t, tier, unit, excess(t, tier, mine, u->bytes), &first)) {
         code = fail_pinned(t, unit, tier, st);
@@ -358,7 +392,7 @@ mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
         }
     }
     *out = moves;
-    moves = (mls_tier_moves){0};
+    moves = (mls_tier_moves){0}; /* given */
 done:
     mls_free(first.list);
     mls_free(second.list);
@@ -426,7 +460,9 @@ static size_t next_of(const ranked *list, size_t count, size_t at, bool to_hot)
     return at;
 }
 
-/* Exchange hot and warm: whatever fits into hot goes there, else one unit leaves it. */
+/* Exchange hot and warm: whatever fits into hot goes there, else one unit leaves it.  So
+ * hot never exceeds its budget, and warm by no more than what is on its way through.
+ * It ends, since all that goes to hot fits once all that leaves it has left. */
 static void exchange(const mls_tiers *t, const ranked *list, size_t count,
                      mls_tier_moves *out)
 {
@@ -452,7 +488,8 @@ static void exchange(const mls_tiers *t, const ranked *list, size_t count,
     }
 }
 
-/* What goes cold first, the least used before all; what comes from there last. */
+/* What goes cold first, the least used before all; what comes from there last, when all
+ * that makes room for it has gone. */
 static void order_moves(const mls_tiers *t, const ranked *list, size_t count,
                         mls_tier_moves *out)
 {
@@ -469,6 +506,8 @@ static void order_moves(const mls_tiers *t, const ranked *list, size_t count,
     }
 }
 
+/* Scores age after the decision, and only where there is one: a failure changes nothing.
+ * Pinned units age as all others do. */
 mls_code mls_tiers_rebalance(mls_tiers *t, mls_tier_moves *out, mls_status *st)
 {
     uint64_t left[MLS_TIER_COUNT];

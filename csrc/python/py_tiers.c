@@ -8,16 +8,19 @@
 #include "filename.h"
 #include "tiers.h"
 
-/* The core's structure and nothing of Python's. */
+/* The core's structure and nothing of Python's: no references, so no cycles.  The lock is
+ * the caller's, since what it guards is more than this table. */
 typedef struct tiers_object {
     PyObject_HEAD mls_tiers tiers;
 } tiers_object;
 
+/* Methods of a heap type get no module: it is found by the type. */
 static const mlsp_state *state_of(PyObject *self)
 {
     return mlsp_state_of(mlsp_module_of(Py_TYPE(self)));
 }
 
+/* No file is concerned: the path stays None. */
 static PyObject *fail(PyObject *self, const mls_status *st)
 {
     return mlsp_raise(state_of(self), st, NULL);
@@ -25,7 +28,8 @@ static PyObject *fail(PyObject *self, const mls_status *st)
 
 /* ---- arguments ---- */
 
-/* A number of bytes; None is `none`. */
+/* A number of bytes, as much as a signed 64-bit integer holds, which is more than files
+ * have; None is `none`, where that is not 0. */
 static int take_bytes(const mlsp_state *state, PyObject *object, const char *what,
                       uint64_t none, uint64_t *out)
 {
@@ -46,6 +50,7 @@ static int take_bytes(const mlsp_state *state, PyObject *object, const char *wha
     return 0;
 }
 
+/* The number of a unit that is there: the core does not look. */
 static int take_unit(PyObject *self, PyObject *object, size_t *out)
 {
     uint64_t number;
@@ -61,6 +66,7 @@ static int take_unit(PyObject *self, PyObject *object, size_t *out)
     return 0;
 }
 
+/* The name of one of the three tiers: a str, and so a member of Tier too. */
 static int take_tier(PyObject *object, mls_tier *out)
 {
     mls_text text;
@@ -90,7 +96,10 @@ static int take_unit_and_tier(PyObject *self, const char *name, PyObject *const 
 
 /* ---- life ---- */
 
-/* Tiers(hot budget or None, warm budget or None) */
+/* Tiers(hot budget or None, warm budget or None)
+ *
+ * In __new__ and not in __init__, which could be called again on a table with units.
+ * The object comes first, since errors are raised by the module of its type. */
 static PyObject *tiers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *hot, *warm;
@@ -118,6 +127,7 @@ static PyObject *tiers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return self;
 }
 
+/* Not tracked by the collector: there is nothing in it to visit. */
 static void tiers_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -147,6 +157,7 @@ static PyObject *tiers_add(PyObject *self, PyObject *const *args, Py_ssize_t cou
     return PyLong_FromSize_t(unit);
 }
 
+/* remove(number): of a unit that does not move, as its caller has seen to. */
 static PyObject *tiers_remove(PyObject *self, PyObject *number)
 {
     size_t unit;
@@ -157,7 +168,7 @@ static PyObject *tiers_remove(PyObject *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* resize(unit, bytes) */
+/* resize(unit, bytes): an optimizer made states, or dropped some. */
 static PyObject *tiers_resize(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -200,7 +211,9 @@ static PyObject *tiers_release(PyObject *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* unit(number) -> (bytes, tier, uses, score, pins) */
+/* unit(number) -> (bytes, tier, uses, score, pins)
+ *
+ * The score in uses, as people count: 1.0 is one use since the last rebalance. */
 static PyObject *tiers_unit(PyObject *self, PyObject *number)
 {
     size_t unit;
@@ -213,7 +226,9 @@ static PyObject *tiers_unit(PyObject *self, PyObject *number)
                          (double)u->score / (double)MLS_TIERS_USE, u->pins);
 }
 
-/* totals() -> ((bytes, budget or None) of hot, of warm, of cold) */
+/* totals() -> ((bytes, budget or None) of hot, of warm, of cold)
+ *
+ * Bytes of units that move are in both tiers. */
 static PyObject *tiers_totals(PyObject *self, PyObject *unused)
 {
     const mls_tiers *t = &((tiers_object *)self)->tiers;
@@ -250,7 +265,7 @@ static PyObject *tiers_fits(PyObject *self, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-/* begin(unit, tier) */
+/* begin(unit, tier): whoever calls this also calls end, whatever happens between. */
 static PyObject *tiers_begin(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -265,7 +280,7 @@ static PyObject *tiers_begin(PyObject *self, PyObject *const *args, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
-/* end(unit, tier, moved) */
+/* end(unit, tier, moved): it is there now, or where it was. */
 static PyObject *tiers_end(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -281,7 +296,8 @@ static PyObject *tiers_end(PyObject *self, PyObject *const *args, Py_ssize_t cou
     Py_RETURN_NONE;
 }
 
-/* [(unit, tier), ...]; ends `moves`. */
+/* [(unit, tier), ...] in the order in which they are to be carried out; ends `moves`,
+ * also where there is no memory for the list. */
 static PyObject *list_of(mls_tier_moves *moves)
 {
     PyObject *list = PyList_New((Py_ssize_t)moves->count);
@@ -298,7 +314,10 @@ static PyObject *list_of(mls_tier_moves *moves)
     return list;
 }
 
-/* make_room(unit, tier) -> moves that come before the unit's own */
+/* make_room(unit, tier) -> moves that come before the unit's own
+ *
+ * Sorts the units of a tier, with the GIL: a million of them take a fraction of the time
+ * that any file does. */
 static PyObject *tiers_make_room(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -370,7 +389,9 @@ static PyType_Spec tiers_spec = {
     .slots = tiers_slots,
 };
 
-/* file_name(name, number) -> a name for files, on any system */
+/* file_name(name, number) -> a name for files, on any system
+ *
+ * Without a suffix.  Only a long name is cut, and has the number in it. */
 static PyObject *file_name(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     mls_text text;
