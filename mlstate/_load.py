@@ -409,9 +409,8 @@ def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
     return found
 
 
-def _chosen(loader: Loader, names: list[str] | None) -> list[list[str]]:
-    """The keys of both sections that `names` mean."""
-    catalog = loader.catalog
+def chosen_keys(catalog: Any, names: list[str] | None, folder: str) -> list[list[str]]:
+    """Return the keys of both sections that `names` mean."""
     chosen = []
     used: set[str] = set()
     for section in (0, 1):
@@ -421,14 +420,14 @@ def _chosen(loader: Loader, names: list[str] | None) -> list[list[str]]:
     unused = [name for name in names or () if name not in used]
     if unused:
         error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint")
-        error.name, error.path = unused[0], loader.folder
+        error.name, error.path = unused[0], folder
         raise error
     return chosen
 
 
 def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState:
     manifest = loader.manifest
-    chosen = _chosen(loader, names)
+    chosen = chosen_keys(loader.catalog, names, loader.folder)
     if into is not None:
         targets = _targets(manifest, into, loader.folder)
         for one in _fillings(loader, chosen, targets, names is not None):
@@ -498,7 +497,12 @@ def _load_together(
             loader = make()
             open_first(loader)
             targets = _targets(loader.manifest, into, loader.folder)
-            ready = _fillings(loader, _chosen(loader, names), targets, names is not None)
+            ready = _fillings(
+                loader,
+                chosen_keys(loader.catalog, names, loader.folder),
+                targets,
+                names is not None,
+            )
         except BaseException as caught:
             error = caught
         if not tell(loader, error, attempt):
@@ -515,7 +519,7 @@ def _load_together(
     raise StoreError(f"the checkpoint was replaced at each of {_TRIES} attempts to load it")
 
 
-def _ranks(
+def ranks_of(
     rank: int | None,
     world_size: int | None,
     layout: Layout | str | None,
@@ -572,7 +576,7 @@ def load_checkpoint(
 ) -> LoadedState:
     """Load one root; see `mlstate.load`."""
     folder = os.path.abspath(os.fspath(path))
-    steps, index, world = _ranks(rank, world_size, layout, group)
+    steps, index, world = ranks_of(rank, world_size, layout, group)
     listed = _names(names)
     if verify not in (True, False, "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")

@@ -68,11 +68,12 @@ def kind_of(state: Any) -> dict[str, Any] | None:
     return {"kind": "state"} if text is None else json.loads(text)
 
 
-def _described(record: IndexRecord) -> dict[str, Any]:
-    described = record._asdict()
+def described(record: IndexRecord) -> dict[str, Any]:
+    """Return what the manifest says of a rank's index."""
+    members = record._asdict()
     if record.pattern is None:
-        del described["pattern"], described["parts"]
-    return described
+        del members["pattern"], members["parts"]
+    return members
 
 
 def build(manifest: Manifest) -> bytes:
@@ -83,7 +84,7 @@ def build(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "format_version": VERSION,
         **manifest._asdict(),
-        "indexes": [_described(record) for record in manifest.indexes],
+        "indexes": [described(record) for record in manifest.indexes],
     }
     if manifest.patterns is None:
         del content["patterns"]

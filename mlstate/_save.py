@@ -128,7 +128,7 @@ def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
     return plain
 
 
-def _whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> list[str]:
+def whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> list[str]:
     """Names of all arrays that are there whole, with their section, sorted."""
     return sorted(
         f"{section}/{name}"
@@ -396,7 +396,7 @@ class Save:
             return None
         import hashlib
 
-        names = [] if self.error is not None else _whole_names(model, optimizer)
+        names = [] if self.error is not None else whole_names(model, optimizer)
         what = f"{model is not None} {optimizer is not None} {steps}"
         joined = "\0".join([what, *names]).encode("utf-8", "surrogatepass")
         digest = hashlib.sha256(joined, usedforsecurity=False).digest()

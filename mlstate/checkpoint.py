@@ -27,6 +27,7 @@ from ._checkpoint_manager import CheckpointManager
 from ._layout import Layout, Shard, Tier
 from ._load import LoadedState, load_checkpoint
 from ._plain_file import load_file, load_metadata, save_file
+from ._planned import FileRead, LoadPlan, SavePlan, plan_load, plan_save
 from ._prune import PruneReport, prune
 from ._reshard import reshard
 from ._save import PACK_BELOW, write_checkpoint
@@ -46,11 +47,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
+    "FileRead",
     "Layout",
+    "LoadPlan",
     "LoadedState",
     "Problem",
     "PruneReport",
     "SaveHandle",
+    "SavePlan",
     "Shard",
     "ShardRecord",
     "Staging",
@@ -66,6 +70,8 @@ __all__ = [
     "load",
     "load_file",
     "load_metadata",
+    "plan_load",
+    "plan_save",
     "prune",
     "reshard",
     "save",

@@ -9,6 +9,7 @@
 
 #include "fsio.h"
 #include "seal.h"
+#include "shard_plan.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -203,6 +204,50 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
     return write_gathered(g, args[0], &job, args[5], args[6]);
 }
 
+/* shards_plan(generation, gathering, pack_below) -> bytes: the index that shards_write
+ * would make, without its checksums */
+static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_shard_job job = {.crc = mlsp_crc_of(state)};
+    mls_buffer text = {0};
+    mls_text generation;
+    mls_status st;
+    mls_code code;
+    int64_t pack_below;
+    PyObject *result = NULL;
+    if (mlsp_take_count("shards_plan", 3, count) < 0 ||
+        mlsp_take_text(args[0], "generation", &generation) < 0 ||
+        mlsp_take_int64(state, args[2], "pack_below_bytes", &pack_below) < 0) {
+        return NULL;
+    }
+    const mlsp_gathering *g = mlsp_gathering_of(args[1]);
+    if (g == NULL) {
+        return NULL;
+    }
+    if (generation.length != MLS_GENERATION_DIGITS || pack_below < 0) {
+        PyErr_SetString(PyExc_ValueError, pack_below < 0 ? "pack_below_bytes is negative"
+                                                         : "no such generation");
+        return NULL;
+    }
+    job.generation = generation.data;
+    job.pack_below = (uint64_t)pack_below;
+    job.items = g->items;
+    job.count = g->count;
+    job.rank = g->rank;
+    job.world_size = g->world_size;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_shard_plan_index(&job, &text, &st);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+    } else {
+        result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
+    }
+    mls_buffer_fini(&text);
+    return result;
+}
+
 /* ---- sealed texts and small files ---- */
 
 /* seal(text) -> bytes: a text that starts with the seal, with its checksum filled in */
@@ -321,6 +366,9 @@ PyMethodDef mlsp_shards_methods[] = {
     {"shards_write", MLSP_FASTCALL(shards_write),
      "shards_write(folder, generation, gathering, before, pack_below, progress, freed, "
      "/)\n--\n\nStore one rank's shards, durably."},
+    {"shards_plan", MLSP_FASTCALL(shards_plan),
+     "shards_plan(generation, gathering, pack_below, /)\n--\n\nThe index that "
+     "shards_write would make."},
     {"seal", seal, METH_O, "seal(text, /)\n--\n\nFill in a text's own checksum."},
     {"seal_check", MLSP_FASTCALL(seal_check),
      "seal_check(data, path, /)\n--\n\nRaise unless a text is what was sealed."},
