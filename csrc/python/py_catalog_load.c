@@ -109,7 +109,9 @@ static size_t find(const mls_catalog *catalog, const mls_tensor_id *id, size_t n
                : mls_catalog_find(catalog, id);
 }
 
-/* Refuse a place for a tensor of another shape: parts of both may well look alike. */
+/* Refuse a place for a tensor of another shape.  Parts of both may well look alike: the
+ * first of two parts has three rows, be there five rows or six, and a run of elements has
+ * no shape at all.  So what the owner believes of the whole is compared, not the part. */
 static int refuse_shape(const load_job *job, const mls_index_shard *facts, int rank,
                         const size_t *shape)
 {
@@ -125,7 +127,9 @@ static int refuse_shape(const load_job *job, const mls_index_shard *facts, int r
     return -1;
 }
 
-/* The elements `begin` .. `end` of a whole tensor, in C order. */
+/* The elements `begin` .. `end` of a whole tensor, in C order, as one who has several
+ * tensors behind each other has them: where the cut falls into one is anybody's guess, so
+ * that no layout says it.  None of them is a part too. */
 static int take_run(const mls_index_shard *facts, int64_t begin, int64_t end,
                     mls_part *out)
 {
@@ -147,7 +151,11 @@ static int take_run(const mls_index_shard *facts, int64_t begin, int64_t end,
 }
 
 /* The wanted part of one tensor whose place says what it is: (shape of the whole, layout,
- * index) or (shape of the whole, begin, end).  The layout is the tensor's own. */
+ * index) or (shape of the whole, begin, end).
+ *
+ * The layout is the tensor's own, and is taken as it is: whoever has a state cut along
+ * the axes of its parameter has done so already.  How the tensor was cut when it was
+ * stored plays no part here. */
 static int take_place(const load_job *job, PyObject *place, wanted *w)
 {
     const mls_index_shard *facts = w->tensor->facts;
@@ -603,7 +611,8 @@ static void scatter(load_job *job, unsigned char *const *blocks)
     }
 }
 
-/* View all targets, each of which then is what goes there. */
+/* View all targets, each of which then is what goes there.  Nothing is read before all of
+ * them were looked at. */
 static int view_targets(load_job *job, PyObject *targets)
 {
     if (!PyDict_Check(targets)) {
@@ -618,8 +627,11 @@ static int view_targets(load_job *job, PyObject *targets)
     return 0;
 }
 
-/* fits(folder, section, keys, cutting, targets): what load_into would refuse, without a
- * look at files */
+/* fits(folder, section, keys, cutting, targets)
+ *
+ * What load_into would refuse for the targets' sake, without a look at files: whoever
+ * fills several sections, or goes on together with other ranks, asks for all of them
+ * before the first is changed.  The folder is for the text of errors. */
 PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     load_job job = {.folder = -1};
@@ -633,8 +645,11 @@ PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t 
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* load_into(folder, section, keys, cutting, targets, verify, progress), where cutting is
- * (layout, index, world) for all, or a list with a place for each */
+/* load_into(folder, section, keys, cutting, targets, verify, progress)
+ *
+ * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
+ * `targets` are writable arrays or tensors by key; where they are not packed, bytes go by
+ * way of new memory. */
 PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
                                  Py_ssize_t count)
 {

@@ -7,6 +7,7 @@ from torch_processes import run_ranks
 
 RANKS = Path(__file__).with_name("resume_ranks.py")
 SAVED, UNTIL = 3, 6  # steps
+LIMIT_SECONDS = 280
 KILL = json.dumps({"do": "kill"})
 
 
@@ -15,7 +16,7 @@ def _start(world, jobs, folder, killed=False):
     folder.mkdir(exist_ok=True)
     store = folder / f"store-{len(list(folder.iterdir()))}"
     texts = [json.dumps(job) for job in jobs] + [KILL] * killed
-    for rank, (found, log) in enumerate(run_ranks(RANKS, world, texts, store)):
+    for rank, (found, log) in enumerate(run_ranks(RANKS, world, texts, store, LIMIT_SECONDS)):
         for text in texts[: len(jobs)]:
             assert found.get(text) == "ok", f"rank {rank} of {world}: {found.get(text)}\n{log}"
         assert log.startswith("exit -9" if killed else "exit 0"), log
