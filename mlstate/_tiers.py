@@ -5,7 +5,6 @@ Public through `mlstate.checkpoint`.
 
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -198,16 +197,10 @@ class TieredState(TierMoves):
         ...     unit.parameter, unit.states
         (array([0., 1., 2.]), {'m': array([1., 1., 1.])})
         """
-        if not os.path.isdir(directory):
-            raise _folder.store_error(
-                FileNotFoundError(errno.ENOENT, "there is no such folder"),
-                "cannot open the tiers",
-                os.fspath(directory),
-            )
         made = cls.__new__(cls)
         made._start(directory, hot_budget_bytes, warm_budget_bytes)
         made._choose_device([], device)
-        made._open_directory()
+        made._lock_directory()
         try:
             made._take_over()
         except BaseException:

@@ -154,6 +154,9 @@ class TierMoves:
             raise _folder.store_error(
                 error, "cannot create the folder of tiers", self._directory
             ) from None
+        self._lock_directory()
+
+    def _lock_directory(self) -> None:
         lock = WriterLock(self._directory, "folder of tiers")
         lock.acquire()
         self._close = weakref.finalize(self, lock.release)

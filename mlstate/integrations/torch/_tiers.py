@@ -40,22 +40,29 @@ def accelerator(values: Iterable[Any], device: Any) -> Any:
     return torch.device("cuda") if tensors and torch.cuda.is_available() else None
 
 
-def on_device(array: Any, device: Any) -> torch.Tensor:
-    """Copy an array or a tensor to new memory of a device, its strides kept."""
+def _new(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """Return new memory for a tensor's elements, its strides kept.
+
+    Main memory is NumPy's, which asks for huge pages: torch's costs a fault for every 4 KiB.
+    """
     import torch
 
+    if torch.device(device).type != "cpu" or not tensor.is_contiguous():
+        return torch.empty_like(tensor, device=device)
+    flat = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
+    return torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape)
+
+
+def on_device(array: Any, device: Any) -> torch.Tensor:
+    """Copy an array or a tensor to new memory of a device."""
     if isinstance(array, np.ndarray):
         array = tensors_of({"": array})[""]
-    made = torch.empty_like(array, device=device)
-    return made.copy_(array)
+    return _new(array, device).copy_(array)
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to new main memory, its strides kept."""
-    import torch
-
-    made = torch.empty_like(tensor, device="cpu")
-    return made.copy_(tensor)
+    """Copy a tensor to new main memory."""
+    return _new(tensor, "cpu").copy_(tensor)
 
 
 def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
