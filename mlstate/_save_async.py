@@ -52,6 +52,7 @@ class _Job:
         self.callback = progress
         self.pid = os.getpid()
         self.thread: Any = None
+        self.watch: Any = None  # calls `abandon` when nobody has the handle any more
         self.ready: list[Any] = []  # events of devices: then their tensors are what was meant
         # round all below, and told of every change; may be taken again by the same thread,
         # since a handle can be collected at any moment
@@ -178,8 +179,25 @@ class _Job:
             if not self.changed.wait_for(lambda: getattr(self, what), timeout):
                 raise TimeoutError(f"the save of {self.path} is not {what} after {timeout} seconds")
             if self.error is not None:
-                self.asked = True
+                self.tell_nobody()
                 raise self.error.with_traceback(None)
+        if self.ended:
+            self.join()
+
+    def tell_nobody(self) -> None:
+        """Somebody knows the error.
+
+        Its traceback will lead to the handle, which must not be what the watch keeps alive.
+        """
+        self.asked = True
+        self.watch.detach()
+
+    def join(self) -> None:
+        """The thread has nothing to do any more: let it be gone, too."""
+        import threading
+
+        if self.thread.ident is not None and self.thread is not threading.current_thread():
+            self.thread.join()
 
     def abandon(self) -> None:
         """Nobody can ask any more: the handle is gone, or the interpreter ends."""
@@ -269,7 +287,7 @@ class SaveHandle:
         if not isinstance(job, _Job):
             raise TypeError("a SaveHandle is made by save_async, not by calling it")
         self._job = job
-        weakref.finalize(self, job.abandon)
+        job.watch = weakref.finalize(self, job.abandon)
 
     def staged(self, timeout: float | None = None) -> None:
         """Wait until the state may be changed.
@@ -402,8 +420,10 @@ class SaveHandle:
         with job.changed:
             if not job.changed.wait_for(lambda: job.ended, timeout):
                 raise TimeoutError(f"the save of {job.path} has not ended after {timeout} seconds")
-            job.asked = job.asked or getattr(job.error, "errno", None) == errno.ECANCELED
-            return job.error is not None
+            if getattr(job.error, "errno", None) == errno.ECANCELED:
+                job.tell_nobody()
+        job.join()
+        return job.error is not None
 
     def _settle(self) -> None:
         """Wait; raise what went wrong unless somebody was told already."""

@@ -266,6 +266,53 @@ class SaveStep(SaveCheckpoint):
         return [p.relative_to(folder).as_posix() for p in (folder / "roots").glob("*.json")]
 
 
+class SaveAsync(SaveCheckpoint):
+    """A checkpoint that is written while its state is overwritten, as soon as that is allowed.
+
+    Half of it fits the staging memory: the rest is written before.
+    """
+
+    name = "async"
+    budget = 900_000
+
+    def save(self, root, which):
+        model, moments = (
+            {name: array.copy() for name, array in state.items()} for state in self.parts[which]
+        )
+        optimizer = mlstate.OptimizerStateDict(moments, optimizer_type="adam", step=ord(which))
+        handle = mlstate.checkpoint.save_async(
+            f"{root}/{self.folder}", model=model, optimizer=optimizer, metadata={"which": which},
+            pack_below_bytes=self.pack_below_bytes, max_staging_bytes=self.budget,
+        )  # fmt: skip
+        try:
+            handle.staged()
+            overwrite(model, moments)
+        finally:  # a process that ends here without waiting is as good as killed
+            handle.wait()
+
+
+def overwrite(*states):
+    """Train: nothing of what was is left."""
+    for state in states:
+        for array in state.values():
+            array[...] = 7
+
+
+class SaveStepAsync(SaveStep):
+    """A manager's third step, begun while the second is still written."""
+
+    name = "async-manager"
+
+    def save_step(self, manager, step, which):
+        model, optimizer = self.state(which)
+        model = {name: array.copy() for name, array in model.items()}
+        handle = manager.save_async(
+            step, model=model, optimizer=optimizer, metadata={"which": which}
+        )
+        handle.staged()
+        overwrite(model)
+
+
 class SaveByRanks(SaveCheckpoint):
     """Two processes, each with its own rows of the large tensors."""
 
@@ -452,5 +499,8 @@ def by_name(*scenarios):
     return {scenario.name: scenario for scenario in scenarios}
 
 
-ALL = by_name(SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveByRanks(), MoveTiers())
+ALL = by_name(
+    SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveAsync(), SaveStepAsync(),
+    SaveByRanks(), MoveTiers(),
+)  # fmt: skip
 BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))
