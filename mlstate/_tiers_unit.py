@@ -304,8 +304,8 @@ def open_unit(path: str) -> Unit:
     """
     arrays, texts = _core.file_load(path, True, True)
     found = _described(texts, path)
-    unit = Unit(found["unit"], Tier.COLD)
     try:
+        unit = Unit(found["unit"], Tier.COLD)
         for about in found["parts"]:
             section, _, key = about["name"].partition("/")
             value = _value_of(about, arrays.pop(about["name"]))

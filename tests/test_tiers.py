@@ -530,6 +530,39 @@ def test_a_damaged_header_leaves_the_other_units(folder):
         assert list(tiers) == ["b"]
 
 
+HOSTILE = [
+    "", "[]", "null", "3", "{", '{"unit": "w"}', '{"unit": 3, "parts": []}',
+    '{"unit": "\\ud800", "parts": []}', '{"unit": "w", "parts": []}',
+    '{"unit": "w", "parts": {}}', '{"unit": "w", "parts": [3]}', '{"unit": "w", "parts": [{}]}',
+    '{"unit": "w", "parts": [{"name": 3}]}', '{"unit": "w", "parts": [{"name": "params/x"}]}',
+    '{"unit": "w", "parts": [{"name": "other/w"}]}',
+    '{"unit": "w", "parts": [{"name": "params/w"}, {"name": "params/w"}]}',
+    '{"unit": "../w", "parts": [{"name": "params/w"}]}',
+    "[" * 100_000,
+    *(
+        '{{"unit": "w", "parts": [{{"name": "params/w", "layout": {}, "index": {}, "shape": {}, '
+        '"replica": {}}}]}}'.format(*facts)
+        for facts in (
+            ("[[0, 2]]", "5", "[6]", "0"), ("[[0, 0]]", "0", "[6]", "0"), ("3", "0", "[6]", "0"),
+            ("[[0, 2]]", "1e400", "[6]", "0"), ("[[0, 2]]", "0", "[7, 7]", "0"),
+            ("[[0, 2]]", "0", '"ab"', "0"), ("[[0, 2]]", "0", "[6]", "-1"),
+            ("[[0, 2]]", "99999999999999999999999", "[6]", "0"),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_files_that_lie_about_their_unit_are_left_out(folder, text):
+    folder.mkdir()
+    metadata = {"tiers.unit": text}
+    mlstate.save_file({"params/w": np.ones(3)}, folder / "w.safetensors", metadata)
+    with pytest.warns(UserWarning, match=r"left out: w\.safetensors"):
+        tiers = TieredState.open(folder)
+    with tiers:
+        assert not list(tiers)
+
+
 def test_a_write_that_fails_leaves_the_unit_where_it_was(folder):
     model, adam = states(2)
     first, second = model
