@@ -191,7 +191,7 @@ def plan_save(
     Notes
     -----
     It is a first save that is planned: with one in the folder, what did not change would not be
-    written again. Time and memory grow with what the rank has, about 10 µs and 2 KiB a shard.
+    written again. Time and memory grow with what the rank has, not with `world_size`.
 
     Examples
     --------

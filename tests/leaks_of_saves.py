@@ -52,3 +52,29 @@ def asynchronous_saves(tmp_path):
         raises(TypeError, checkpoint.save_async, path, {"a": object()}),
         raises(ValueError, checkpoint.save_async, path, model, max_staging_bytes=-1),
     ), [model, strided]
+
+
+@case("plan_save", "plan_load", "SavePlan", "LoadPlan", "FileRead", calls=FEW)
+def planned_saves_and_loads(tmp_path):
+    model = {f"layers.{i}.w": np.ones((9, 5 + i), np.float32) for i in range(4)}
+    rows = checkpoint.Layout.rows(3)
+    state = {"layers.0.w.m": rows.shard(np.ones((9, 5)).T.copy().T, 1)}
+    source, path = tmp_path / "source", tmp_path / "ckpt"
+    checkpoint.save(source, model, state)
+    checkpoint.reshard(source, path, layout="flat", world_size=3)
+
+    def run():
+        repr(checkpoint.plan_save(model, state, rank=1, world_size=3, layout="flat"))
+        checkpoint.plan_save(model, rank=2, world_size=3)
+        plan = checkpoint.plan_load(path, names=["layers.1", "layers.2.w"])
+        repr(plan), plan.files, plan.nbytes
+        checkpoint.plan_load(path, rank=1, world_size=2, layout="rows", verify=False)
+        checkpoint.load(path, names=["layers.3"], rank=2, world_size=5, layout="flat")
+
+    return each(
+        run,
+        raises(ValueError, checkpoint.plan_save, model, rank=3, world_size=3),
+        raises(ValueError, checkpoint.plan_save, model, pack_below_bytes=-1),
+        raises(errors.TensorNotFoundError, checkpoint.plan_load, path, names=["nothing"]),
+        raises(errors.StoreError, checkpoint.plan_load, tmp_path / "nowhere"),
+    ), [model, state]

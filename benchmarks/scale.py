@@ -1,0 +1,122 @@
+"""Shapes of a trillion parameters, cut for up to 4,096 ranks: what a rank writes and reads.
+
+    PYTHONPATH=. python benchmarks/scale.py [--worlds 64 256 1024 4096] [--layers 61]
+
+Nothing but manifests and indexes is written; docs/scale.md says what is simulated. Each figure
+of time and memory is that of a process of its own: the best of three runs of the plan, and the
+peak of its resident memory over what it had before.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+
+def kibibytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def one(what, folder, world, across, layers, stacked, rank):
+    """Time and memory of one plan, measured in this process."""
+    from moe_model import Moe, Simulated
+
+    moe = Moe(world, across=across, layers=layers, stacked=stacked)
+    states = moe.states(rank)  # what a job has anyway
+    simulated = Simulated.__new__(Simulated)
+    simulated.folder, simulated.moe = Path(folder), moe
+    from mlstate.checkpoint import plan_save
+
+    def plan():
+        if what == "save":
+            return plan_save(*states, rank=rank, world_size=world)
+        return simulated.plan_load(moe, rank)
+
+    before, seconds = kibibytes(), []
+    for _ in range(3):
+        start = time.perf_counter()
+        plan()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": min(seconds), "kib": kibibytes() - before}
+
+
+def measure(*arguments):
+    """`one` in a process of its own."""
+    command = [sys.executable, __file__, "--one", json.dumps(arguments)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def mib(count):
+    return f"{count / 2**20:,.2f}"
+
+
+def row(world, layers, stacked, rank):
+    """The line of one world, and counts for the text."""
+    from moe_model import Moe, Simulated
+
+    moe = Moe(world, layers=layers, stacked=stacked)
+    new = Moe(world // 4 * 3, across=48, layers=layers, stacked=stacked)
+    with tempfile.TemporaryDirectory() as folder:
+        simulated = Simulated.for_loads(Path(folder), moe, [(moe, rank), (new, rank)])
+        save, load = moe.plan(rank), simulated.plan_load(moe, rank)
+        reshard = simulated.plan_load(new, rank)
+        timed = [
+            measure("save", str(simulated), world, 64, layers, stacked, rank),
+            measure("load", str(simulated), world, 64, layers, stacked, rank),
+            measure("load", str(simulated), new.world, 48, layers, stacked, rank),
+        ]
+    cells = [
+        f"{world:,}",
+        mib(simulated.manifest_bytes),
+        f"{save.shards:,}",
+        f"{len(save.files):,}",
+        f"{save.data_bytes / 1e9:.2f}",
+        mib(save.index_bytes),
+        f"{len(load.indexes):,}",
+        f"{len(reshard.indexes):,}",
+        f"{reshard.nbytes / 1e9:.2f}",
+        *(f"{t['seconds'] * 1e3:,.0f}" for t in timed),
+        *(f"{t['kib'] / 1024:,.0f}" for t in timed),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+HEAD = [
+    "ranks", "manifest MiB", "shards a rank", "files a rank", "GB a rank", "index MiB",
+    "indexes read to load", "to reshard", "GB read to reshard", "ms to plan save", "load",
+    "reshard", "peak MiB to plan save", "load", "reshard",
+]  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--separate", action="store_true", help="each expert by itself")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(*json.loads(options.one))))
+        return
+    from moe_model import Moe
+
+    count = Moe(64, layers=options.layers).count()
+    print(f"{count:,} parameters, {date.today()}, {platform.machine()}, "
+          f"{platform.system()}, Python {platform.python_version()}")  # fmt: skip
+    print("| " + " | ".join(HEAD) + " |")
+    print("| ---: " * len(HEAD) + "|")
+    for world in options.worlds:
+        print(row(world, options.layers, not options.separate, world // 3), flush=True)
+
+
+if __name__ == "__main__":
+    main()
