@@ -37,7 +37,7 @@ def check_resumed(folder, cases, saved, world, *, same_bits):
             assert resumed_losses == whole, what
         elif (
             (other, name) != ("fsdp1", "adafactor")
-        ):  # which measures each rank's piece by itself  # the mean over ranks is of the same sequences
+        )::
             assert resume_jobs.means(resumed_losses) == pytest.approx(
                 resume_jobs.means(whole), rel=2e-4
             ), what
