@@ -35,9 +35,8 @@ def check_resumed(folder, cases, saved, world, *, same_bits):
         resumed_losses, whole = resume_jobs.curves(folder, kind, name, saved, other, world)
         if same_bits:
             assert resumed_losses == whole, what
-        elif (
-            (other, name) != ("fsdp1", "adafactor")
-        )::
+        elif (other, name) != ("fsdp1", "adafactor"):
+            # that one measures each rank's piece; the means of others are of the same sequences
             assert resume_jobs.means(resumed_losses) == pytest.approx(
                 resume_jobs.means(whole), rel=2e-4
             ), what
