@@ -464,9 +464,9 @@ class Save:
 
     def finish(self, written: dict[str, Any] | None) -> None:
         """Commit if every rank is well; else raise on every rank, and leave nothing behind."""
-        own: dict[str, Any] = {"error": _shown(self.error)}
-        if self.error is None and written is not None:
-            own = {"written": {**written, **self.pattern}}
+        own: dict[str, Any] = {"written": {**(written or {}), **self.pattern}}
+        if self.error is not None:
+            own = {"error": _shown(self.error)}
         reports = _gather(self.group, _pack(own), root=0)
         outcome: dict[str, Any] = {"committed": True}
         if self.group.rank == 0:

@@ -469,7 +469,8 @@ static size_t cut_file(const mls_shard_plan *plan, size_t number, task *out)
     return count;
 }
 
-/* Whether a file takes a shard whose memory is not a copy of ours. */
+/* Whether a file takes a shard whose memory is not a copy of ours.  One such shard makes
+ * a whole segment urgent: small shards are copied first, so that is seldom. */
 static bool is_lent(const writer *w, size_t number)
 {
     const mls_planned_file *file = &w->plan.files[number];
@@ -481,7 +482,8 @@ static bool is_lent(const writer *w, size_t number)
     return false;
 }
 
-/* The tasks of all files that are lent, or of all others. */
+/* The tasks of all files that are lent, or of all others.  Where nobody waits all files
+ * are in one list, in their order. */
 static void add_tasks(writer *w, bool lent)
 {
     for (size_t i = 0; i < w->plan.file_count; i++) {
@@ -707,6 +709,7 @@ static mls_code write_files(writer *w, mls_status *st)
     }
     /* decided before any file is written, since each would else sync itself */
     w->sync_once = w->plan.file_count > FEW_FILES && can_sync_once(w->job->folder);
+    /* two runs: the first ends when no thread reads memory that somebody waits for */
     mls_pool_run(w->job->pool, write_task, w, w->first_count);
     if (w->job->freed != NULL && w->failed == SIZE_MAX) {
         w->job->freed(w->job->freed_context);

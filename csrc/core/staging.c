@@ -119,6 +119,8 @@ static void copy_bytes(const copying *c, const chosen *which, size_t start, size
     const mls_shard_item *item = &c->items[which->number];
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
     unsigned char *to = c->to->memory + which->place + start;
+    /* any strides, either byte order; or bytes as they are, round the cache where all of
+     * them could not stay there anyway */
     if (item->data == NULL) {
         mls_pack(c->to->kernels, item->strided, item->first + start / size, bytes / size,
                  to);
@@ -164,6 +166,7 @@ static void copy_task(void *context, size_t index)
     const size_t from = index * PIECE_BYTES;
     const size_t to = c->bytes - from < PIECE_BYTES ? c->bytes : from + PIECE_BYTES;
     for (size_t i = item_at(c, from); i < c->count && c->order[i].place < to; i++) {
+        /* both ends are rounded alike, so each element is copied by one task */
         const size_t start = element_at(c, &c->order[i], from);
         const size_t end = element_at(c, &c->order[i], to);
         if (start < end) {
@@ -185,7 +188,8 @@ static void point_to_copies(const copying *c)
     }
 }
 
-/* Sorting costs less than a thousandth of the copying. */
+/* Sorting costs less than a thousandth of the copying.  Pieces are of the memory, not of
+ * the items: a large item is shared out, and a task of small ones has enough to do. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
                    mls_staged *out, mls_status *st)
 {

@@ -289,7 +289,8 @@ static int shard_tier(PyObject *shard, mls_tier *out)
     return failed;
 }
 
-/* The layout and shape of a Shard; returns the rank, or -1 with an exception set. */
+/* The layout and shape of a Shard, which describe the whole tensor and not the memory
+ * that the part lies in; returns the rank, or -1 with an exception set. */
 static int shard_shape(const mlsp_gathering *g, PyObject *shard, mls_layout *layout,
                        size_t *shape)
 {
@@ -372,6 +373,8 @@ static int add_shard(mlsp_gathering *g, const mls_tensor_id *id, const char *wha
 
 /* ---- all of a state ---- */
 
+/* One entry of a dict: a Shard says itself which part it is, an array is looked at only
+ * where it is ours to store.  Most are plain arrays, which have a short way. */
 static int add_value(mlsp_gathering *g, PyObject *model, mls_section section,
                      const mlsp_item *entry)
 {

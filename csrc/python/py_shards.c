@@ -23,6 +23,8 @@ const mls_crc_kernels *mlsp_crc_of(const mlsp_state *state)
 
 /* ---- paths and errors ---- */
 
+/* The descriptor stands for the folder from here on, even where its name becomes that of
+ * another.  A network file system may take its time: the GIL is released. */
 int mlsp_open_folder(const mlsp_state *state, PyObject *path, int *out)
 {
     PyObject *encoded = NULL;
@@ -160,6 +162,7 @@ static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job
     job->crc = mlsp_crc_of(g->state);
     job->pool = g->state->pool;
     job->progress = &progress.core;
+    /* the thread that calls back is this one: progress keeps its state meanwhile */
     job->freed = freed == Py_None ? NULL : arrays_are_free;
     job->freed_context = &who;
     mlsp_progress_begin(&progress);
@@ -174,7 +177,11 @@ static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job
 }
 
 /* shards_write(folder, generation, gathering, before, pack_below, progress, freed)
- *     -> dict */
+ *     -> dict
+ *
+ * `before` is a Catalog of what is committed, or None: all is written.  `progress` is
+ * called with bytes, `freed` once, without arguments, when the arrays of the gathering
+ * are not read any more; with it the work has threads of its own. */
 static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -287,7 +294,8 @@ static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t 
                : mlsp_raise(state, &st, args[1]);
 }
 
-/* crc32c(data) -> int */
+/* crc32c(data) -> int: of any buffer, without the GIL, however small: indexes are what it
+ * is called with, and they are not */
 static PyObject *crc32c(PyObject *module, PyObject *data)
 {
     Py_buffer view;
@@ -320,7 +328,8 @@ static mls_code replace(const char *path, const char *data, size_t length, mls_s
     return mls_atomic_commit(&file, st);
 }
 
-/* file_replace(path, data) */
+/* file_replace(path, data): afterwards the file holds all of `data`, on the disk, or what
+ * it held before */
 static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     char *bytes;
@@ -342,7 +351,8 @@ static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_
                           : mlsp_raise(mlsp_state_of(module), &st, args[0]);
 }
 
-/* folder_sync(path): make the names in a folder durable */
+/* folder_sync(path): make the names in a folder durable; what is in the files is another
+ * matter, and was brought to the disk before */
 static PyObject *folder_sync(PyObject *module, PyObject *path)
 {
     const mlsp_state *state = mlsp_state_of(module);

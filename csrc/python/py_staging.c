@@ -19,6 +19,7 @@ static void capsule_dies(PyObject *capsule)
     mls_free(g);
 }
 
+/* A capsule's name is its type: nothing else can be passed in its place. */
 mlsp_gathering *mlsp_gathering_of(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, NAME);
@@ -48,7 +49,11 @@ static int take_arguments(mlsp_gathering *g, PyObject *const *args, PyObject **d
 }
 
 /* shards_gather((rank, world_size), (model, optimizer), Shard, mine, layout)
- *     -> (gathering, bytes) */
+ *     -> (gathering, bytes)
+ *
+ * `mine` are two sets of names of whole arrays that this rank is to store, or None: all
+ * of them.  What is wrong with an array is raised here, before a folder is touched; so is
+ * a layout that the arrays do not have.  The bytes are those of all shards, packed. */
 static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     PyObject *dicts[MLS_SECTION_COUNT];
@@ -57,6 +62,7 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
     if (mlsp_take_count("shards_gather", 5, count) < 0) {
         return NULL;
     }
+    /* from here on the capsule frees it, however far it gets */
     mlsp_gathering *g = mls_alloc(1, sizeof *g);
     PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, capsule_dies);
     if (capsule == NULL) {
@@ -87,7 +93,12 @@ static void note_copies(mlsp_gathering *g, size_t used)
     }
 }
 
-/* shards_stage(gathering, memory, used) -> (bytes used, shards not copied) */
+/* shards_stage(gathering, memory, used) -> (bytes used, shards not copied)
+ *
+ * The first `used` bytes of the memory hold copies that the caller made, of tensors that
+ * only their framework can read.  The gathering keeps the memory as long as it lives, and
+ * lets go of every array that it has a copy of: whoever replaces his arrays gets their
+ * memory back before the disk is done. */
 static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -119,6 +130,7 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
                             .bytes = (size_t)(g->staging.len - (Py_ssize_t)used),
                             .kernels = state->kernels,
                             .pool = state->pool};
+    /* nobody else has the gathering, and items point to memory that its owners keep */
     Py_BEGIN_ALLOW_THREADS
         code = mls_stage(&to, g->items, g->count, &staged, &st);
     Py_END_ALLOW_THREADS
@@ -130,7 +142,8 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
                          (Py_ssize_t)staged.lent);
 }
 
-/* memory_touch(memory): write zeros all over it */
+/* memory_touch(memory): write zeros all over it, so that the system has given every page
+ * before somebody waits for a copy to it */
 static PyObject *memory_touch(PyObject *module, PyObject *memory)
 {
     Py_buffer view;
