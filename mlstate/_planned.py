@@ -11,7 +11,7 @@ from ._indexes import Indexes
 from ._layout import Layout, Shard, steps_of
 from ._load import _names, chosen_keys, ranks_of
 from ._manifest import IndexRecord, described
-from ._save import PACK_BELOW, states_of, whole_names
+from ._save import PACK_BELOW, by_section, states_of, whole_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +37,7 @@ class SavePlan(NamedTuple):
         Bytes of the rank's index.
     manifest_bytes : int
         Bytes that the manifest has for this rank: all that it has for each.
-    index : bytes
+    index_text : bytes
         Text of the index, with zeros for checksums.
 
     Examples
@@ -55,7 +55,7 @@ class SavePlan(NamedTuple):
     files: dict[str, int]
     index_bytes: int
     manifest_bytes: int
-    index: bytes
+    index_text: bytes
 
     def __repr__(self) -> str:
         return (
@@ -141,8 +141,15 @@ def _shape_only(value: Any) -> Any:
         array = _shape_only(value.array)
         if array is value.array:
             return value
-        facts = {"shape": value.shape, "version": value.version, "replica": value.replica}
-        return Shard(array, value.layout, value.index, tier=value.tier, **facts)
+        return Shard(
+            array,
+            value.layout,
+            value.index,
+            shape=value.shape,
+            version=value.version,
+            tier=value.tier,
+            replica=value.replica,
+        )
     if torch is None or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
         return value
     return torch.zeros((), dtype=value.dtype).expand(value.shape)
@@ -213,9 +220,7 @@ def plan_save(
     mine = None
     if world_size > 1 and not steps:
         names = whole_names(*dicts)[rank::world_size]
-        mine = tuple(
-            frozenset(name[2:] for name in names if name[0] == section) for section in "01"
-        )
+        mine = by_section(names)
     gathered, nbytes = _core.shards_gather((rank, world_size), dicts, Shard, mine, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
     catalog = _core.Catalog((text,), ("index",))

@@ -139,7 +139,8 @@ def whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) 
     )
 
 
-def _by_section(names: list[str]) -> tuple[frozenset[str], frozenset[str]]:
+def by_section(names: list[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Part such names again."""
     return (
         frozenset(name[2:] for name in names if name[0] == "0"),
         frozenset(name[2:] for name in names if name[0] == "1"),
@@ -402,7 +403,7 @@ class Save:
         digest = hashlib.sha256(joined, usedforsecurity=False).digest()
         digests = _gather(self.group, digest)
         if len(set(digests)) == 1:
-            return None if steps else _by_section(names[rank::world])
+            return None if steps else by_section(names[rank::world])
         # of ranks that have the same ones, the first tells which they are
         first = {other: number for number, other in reversed(list(enumerate(digests)))}
         texts = _gather(self.group, joined if first[digest] == rank else b"")
@@ -429,7 +430,7 @@ class Save:
         earlier = {
             name for other, (_, *theirs) in everyone.items() if other < rank for name in theirs
         }
-        return _by_section([name for name in names if name not in earlier])
+        return by_section([name for name in names if name not in earlier])
 
     def write(
         self, progress: Callable[[int], object] | None, freed: Callable[[], object] | None

@@ -111,12 +111,12 @@ class Moe:
     def told(self, rank):
         """What a rank tells the first one, and the text of its index."""
         plan = self.plan(rank)
-        catalog = _core.Catalog((plan.index,), ("index",))
+        catalog = _core.Catalog((plan.index_text,), ("index",))
         [pattern] = _folder.patterns_of(catalog)
         path = f"index/{GENERATION}.{rank}.json"
-        crc = f"{_core.crc32c(plan.index):08x}"
-        record = IndexRecord(path, len(plan.index), crc, plan.shards, plan.data_bytes)
-        return record, pattern._asdict(), plan.index
+        crc = f"{_core.crc32c(plan.index_text):08x}"
+        record = IndexRecord(path, len(plan.index_text), crc, plan.shards, plan.data_bytes)
+        return record, pattern._asdict(), plan.index_text
 
 
 class Simulated:

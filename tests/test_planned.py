@@ -66,7 +66,7 @@ def test_a_planned_save_is_what_the_save_writes(six):
             record.data_bytes,
             record.bytes,
         )
-        assert plan.rank == rank and len(plan.index) == plan.index_bytes
+        assert plan.rank == rank and len(plan.index_text) == plan.index_bytes
 
 
 def test_whole_arrays_are_planned_by_turns_and_by_layout():
