@@ -40,7 +40,8 @@ typedef struct search {
     bool *needed;
 } search;
 
-/* For qsort: by part, then by rank. */
+/* For qsort: by part, then by rank, so that of several ranks that have one part the first
+ * is found first. */
 static int compare_holders(const void *a, const void *b)
 {
     const holder *x = a, *y = b;
@@ -102,7 +103,8 @@ static mls_code learn(const mls_pattern_ranks *ranks, uint64_t own, uint64_t wor
     return MLS_OK;
 }
 
-/* Where the wanted tensors are listed, tensor by tensor. */
+/* Where the wanted tensors are listed, tensor by tensor.  The catalog itself keeps one
+ * shard of each part, and so forgets patterns whose ranks may have other parts. */
 static mls_code list_wanted(search *s, const mls_part *const *wanted, mls_status *st)
 {
     size_t all = 0;
@@ -142,7 +144,9 @@ static uint64_t first_holder(const holder *holders, size_t count, uint64_t part)
     return low < count && holders[low].part == part ? holders[low].rank : UINT64_MAX;
 }
 
-/* Who is to give a part of a tensor that is listed in `count` places. */
+/* Who is to give a part of a tensor that is listed in `count` places.  The rank that asks
+ * comes first, wherever it has the part: then copies of one part are read by everyone
+ * from his own files, and not by all from the first rank's. */
 static uint64_t choose(const search *s, const listed *places, size_t count, size_t part)
 {
     uint64_t best = UINT64_MAX;

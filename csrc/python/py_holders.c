@@ -12,7 +12,10 @@
 
 /* ---- patterns ---- */
 
-/* New reference to (text, (part, ...)), or to None for an index without a pattern. */
+/* New reference to (text, (part, ...)), or to None for an index without a pattern.
+ *
+ * The text goes to a digest at once, which Python has and the core has not; it is about
+ * as long as half of the index. */
 static PyObject *pattern_tuple(const mlsp_state *state, const mls_index *index)
 {
     mls_pattern pattern;
@@ -49,7 +52,8 @@ static PyObject *pattern_tuple(const mlsp_state *state, const mls_index *index)
     return result;
 }
 
-/* New reference to the checksums of names as bytes, four for each, highest first. */
+/* New reference to the checksums of names as bytes, four for each, highest first: their
+ * hexadecimal digits are then those of every other checksum in a manifest. */
 static PyObject *names_bytes(const mlsp_state *state, const mls_index *index)
 {
     uint32_t *names;
@@ -70,7 +74,8 @@ static PyObject *names_bytes(const mlsp_state *state, const mls_index *index)
     return bytes;
 }
 
-/* New reference to a list with what `make` gives for each index. */
+/* New reference to a list with what `make` gives for each index, in the order in which
+ * the Catalog was given them. */
 static PyObject *for_each(PyObject *object,
                           PyObject *(*make)(const mlsp_state *, const mls_index *))
 {
@@ -114,7 +119,8 @@ typedef struct question {
     uint64_t own, world_size;
 } question;
 
-/* Accepts one that was left half done. */
+/* Accepts one that was left half done: views are counted as they are taken, and whatever
+ * else is not there yet is NULL. */
 static void question_fini(question *q)
 {
     for (size_t i = 0; i < q->view_count; i++) {
@@ -126,7 +132,8 @@ static void question_fini(question *q)
     mls_free(q->needed);
 }
 
-/* A buffer of numbers, kept by the question. */
+/* A buffer of numbers, kept by the question until its end, so that nobody can change its
+ * length while the core works without the GIL.  NULL with an exception set. */
 static const uint64_t *take_numbers(question *q, PyObject *object, size_t *count)
 {
     Py_buffer *view = &q->views[q->view_count];
@@ -178,7 +185,8 @@ static int take_patterns(question *q, const catalog_object *catalog, PyObject *t
     return 0;
 }
 
-/* Tables for what is wanted of each tensor, and for the answer. */
+/* Tables for what is wanted of each tensor, and for the answer: one byte for each rank of
+ * the world, which is all here that grows with it. */
 static int make_room(question *q, const catalog_object *catalog)
 {
     q->wanted = mls_alloc(catalog->catalog.tensor_count, sizeof *q->wanted);
@@ -211,7 +219,8 @@ static mls_code ask(const question *q, const load_job *job, mls_status *st)
     return code;
 }
 
-/* New reference to the ranks that are needed, as a list. */
+/* New reference to the ranks that are needed, as a list, rising.  Most of a large world
+ * are not in it. */
 static PyObject *needed_list(const question *q)
 {
     PyObject *list = PyList_New(0);
@@ -225,7 +234,10 @@ static PyObject *needed_list(const question *q)
     return list;
 }
 
-/* holders(folder, section, keys, cutting, patterns, own, world_size) -> [rank, ...] */
+/* holders(folder, section, keys, cutting, patterns, own, world_size) -> [rank, ...]
+ *
+ * The folder is for errors: nothing is opened.  What does not go together is the
+ * manifest's fault, since the indexes were compared with it when they were read. */
 PyObject *mlsp_catalog_holders(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     load_job job = {.folder = -1};
@@ -267,6 +279,8 @@ typedef struct extent {
     uint64_t begin, end, bytes;
 } extent;
 
+/* Runs come in the order of the shard's bytes, so that one walk finds both ends, and a
+ * block that two runs share is counted once. */
 static extent extent_of(const mls_stored_shard *stored, const mls_part *to, bool verify)
 {
     const uint64_t size = stored->item_bytes, block = MLS_SAFETENSORS_BLOCK;
@@ -290,7 +304,9 @@ static extent extent_of(const mls_stored_shard *stored, const mls_part *to, bool
     return (extent){stored->offset + e.begin, stored->offset + e.end, e.bytes};
 }
 
-/* Add what one tensor needs to a list of (path, begin, end, bytes). */
+/* Add what one tensor needs to a list of (path, begin, end, bytes), a tuple for each
+ * shard. The pieces are those that a load would read, from the same function, but without
+ * a place for the bytes. */
 static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject *list)
 {
     const size_t most = w->tensor->count;
@@ -320,7 +336,9 @@ static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject
     return failed;
 }
 
-/* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes), ...] */
+/* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes), ...]
+ *
+ * No shard file is looked at: it need not even be there. */
 PyObject *mlsp_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     load_job job = {.folder = -1};
