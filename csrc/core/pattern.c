@@ -12,7 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Whether a shard is of the group that `other` is of. */
+/* Whether a shard is of the group that `other` is of: cut in the same way, and the same
+ * part.  Shapes do not matter, so that tensors of any sizes that are cut alike are one
+ * group, however many there are. */
 static bool same_group(const mls_index_shard *shard, const mls_index_shard *other)
 {
     bool same = shard->part == other->part && shard->layout.count == other->layout.count;
@@ -88,7 +90,8 @@ void mls_pattern_text(const mls_index *index, const mls_pattern *pattern,
     }
 }
 
-/* For qsort. */
+/* For qsort: rising, so that equal ones are neighbours, and whoever reads the list can
+ * look things up in it by halves. */
 static int compare_numbers(const void *a, const void *b)
 {
     const uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
@@ -108,7 +111,8 @@ static size_t sort_unique(uint32_t *numbers, size_t count)
     return kept;
 }
 
-/* Names that an index may have: one for each shard and for each dot. */
+/* Names that an index may have: one for each shard and for each dot.  Shards of one
+ * parameter are counted each, which is more room than is used and costs a walk less. */
 static size_t most_names(const mls_index *index)
 {
     size_t most = 0;
