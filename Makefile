@@ -31,7 +31,7 @@ MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
 .PHONY: help demo test test-long test-hosts core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
-	faults faults-slice fuzz fuzz-slice bench docs cross wheel wheel-test install dev clean
+	faults faults-slice fuzz fuzz-slice bench docs cross cross-slice wheel wheel-test install dev clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -94,7 +94,10 @@ docs: dev ## Build the documentation: build/docs/index.html.
 	@tools/docs.sh $(RUN)
 
 cross: dev ## Compile for arm64, macOS and Windows; run the arm64 C tests under qemu.
-	@tools/cross.sh $(RUN)
+	@tools/cross.sh $(RUN) all
+
+cross-slice: dev ## Run the part of `cross` that fits a change's check.
+	@tools/cross.sh $(RUN) slice
 
 wheel: dev ## Build the wheel: dist/.
 	@tools/wheel.sh $(RUN)

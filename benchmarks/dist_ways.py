@@ -219,7 +219,7 @@ class Counting:
         self.sent = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_reduce_bucket":  # which sends elements as they are
+        if name in ("_reduce_bucket", "_gather_meanwhile"):  # which send by themselves
             raise AttributeError(name)
         return getattr(self._group, name)
 
@@ -262,6 +262,8 @@ class Silent:
         self._group = group
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_gather_meanwhile":  # there is nothing to wait for
+            raise AttributeError(name)
         return getattr(self._group, name)
 
     def gather_bytes(self, data: bytes, **_: Any) -> list[bytes]:

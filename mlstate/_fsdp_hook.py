@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _MISSING = "the backward pass gave no gradient"
+_NOT_WORTH_A_THREAD = 1 << 20  # bytes of a last bucket that `finish` reduces itself
 
 
 def _check_units(units: Any) -> None:
@@ -54,7 +56,8 @@ class FSDPBackwardHook:
     -----
     ``FSDPBackwardHook`` of the specification (FSDP backward hook). Gradients go in buckets
     of `FSDP.bucket_bytes`, in the reverse order of the parameters, from a thread of their own:
-    the backward pass goes on meanwhile. Where one gradient fails, all others are scattered, and
+    the backward pass goes on meanwhile. A last bucket of less than 1 MiB is reduced when the
+    pass ends, without that thread. Where one gradient fails, all others are scattered, and
     then every rank raises the same `CollectiveError`, which names rank and parameter.
 
     Examples
@@ -82,6 +85,8 @@ class FSDPBackwardHook:
         self._parameters: dict[str, Any] = {}  # of torch, by name
         self._units: dict[str, FSDPShardingUnit] = {}
         self._buckets: list[list[FSDPShardingUnit]] = []
+        self._bucket_of: dict[str, int] = {}  # by parameter
+        self._at_once = 0  # how many of the buckets are reduced as soon as they are full
         self._accumulate = False
         self._keep = False  # full gradients stay with torch's parameters
         self._sync = True
@@ -96,7 +101,8 @@ class FSDPBackwardHook:
         """Be ready for another backward pass."""
         self._arrived: dict[str, Entry] = {}
         self._next = 0  # the bucket that is reduced next
-        self._there = 0  # of its first gradients, how many are known to have arrived
+        self._lacking = [len(bucket) for bucket in self._buckets]  # gradients still to come
+        self._full = [0.0] * len(self._buckets)  # when the last one came, if that is recorded
         self._works: list[Any] = []
         self._times: list[tuple[str, float]] = []
         self._running = False
@@ -192,7 +198,20 @@ class FSDPBackwardHook:
                 f"got {type(model).__name__}. For a loop of your own: use_units and add_gradient"
             )
         self._accumulate = accumulate
+        self._divide()
+
+    def _divide(self) -> None:
+        """Divide the units into buckets, once for all passes."""
         self._buckets = list(self._runs.buckets(reversed(self._units.values())))
+        self._bucket_of = {
+            unit.parameter_name: number
+            for number, bucket in enumerate(self._buckets)
+            for unit in bucket
+        }
+        last = self._buckets[-1] if self._buckets else []
+        size = sum(unit.full_bytes for unit in last)
+        self._at_once = len(self._buckets) - int(size < _NOT_WORTH_A_THREAD)
+        self._forget()
 
     def _register_torch(
         self, model: Any, units: Mapping[str, FSDPShardingUnit], keep: bool
@@ -207,38 +226,32 @@ class FSDPBackwardHook:
                 units[name].like = parameter.detach()
                 self._units[name] = units[name]
                 self._parameters[name] = parameter
-                self._handles.append(watch(parameter, self._torch_hook(name)))
+                self._handles.append(watch(parameter, self._torch_hook(name, parameter)))
         self._keep = keep
 
-    def _torch_hook(self, name: str) -> Callable[[Any], None]:
+    def _torch_hook(self, name: str, parameter: Any) -> Callable[[Any], None]:
         def ready(gradient: Any) -> None:
             if not self._sync:
                 self._unsent.add(name)
                 return
             with self._lock:
-                self._begin_torch()
-            self._unsent.discard(name)
-            self._add(name, gradient, self._take(name, gradient))
+                if self._pass is None or self._pass() is None:
+                    self._begin_torch()
+                self._unsent.discard(name)
+                if self._keep:
+                    self._add(name, gradient)
+                else:
+                    self._add(name, gradient, self._take(parameter, gradient))
 
         return ready
 
-    def _take(self, name: str, gradient: Any) -> Callable[[bool], None] | None:
+    def _take(self, parameter: Any, gradient: Any) -> Callable[[], None]:
         """Take a gradient off its parameter, and return what puts it back if that is to be."""
-        if self._keep:
-            return None
-        parameter, of = self._parameters[name], self._pass
-
-        def settled(stored: bool) -> None:
-            if not stored and of is not None and of() is not None:
-                parameter.grad = gradient
-
         parameter.grad = None
-        return settled
+        return partial(_put_back, parameter, gradient, self._pass)
 
     def _begin_torch(self) -> None:
         """Have torch call `finish` when the pass ends whose first gradient is there."""
-        if self._pass is not None and self._pass() is not None:
-            return
         from .integrations.torch._backward import begin_pass
 
         self._drop_what_was_cut_short()
@@ -306,7 +319,7 @@ class FSDPBackwardHook:
             raise ValueError("this object has hooks already; close it, or make another one")
         self._units = dict(sharding_units)
         self._accumulate = accumulate
-        self._buckets = list(self._runs.buckets(reversed(self._units.values())))
+        self._divide()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -386,39 +399,47 @@ class FSDPBackwardHook:
         if not self._sync:
             self._hold(name, gradient)
             return
-        gradient, why = self._sum(name, gradient)
-        self._add(name, gradient, None, why)
+        why = ""
+        if self._held:
+            gradient, why = self._sum(name, gradient)
+        with self._lock:
+            self._add(name, gradient, None, why)
 
     def _add(
-        self, name: str, gradient: Any, settled: Callable[[bool], None] | None, why: str = ""
+        self, name: str, gradient: Any, lost: Callable[[], None] | None = None, why: str = ""
     ) -> None:
-        with self._lock:
-            if not self._running:
-                self._runs.begin()
-                self._running = True
-            if name in self._arrived:
-                if settled is not None:
-                    settled(False)
-                raise ValueError(f"{name!r} has a gradient already in this backward pass")
-            self._arrived[name] = self._runs.entry(self._units[name], gradient, why, settled)
-            now = perf_counter()
-            self._times.append((name, now))
-            self._send_what_is_full(now)
+        """Take a gradient of a pass, and hand over what it completes; with the lock held."""
+        if not self._running:
+            self._runs.begin()
+            self._running = True
+        if name in self._arrived:
+            if lost is not None:
+                lost()
+            raise ValueError(f"{name!r} has a gradient already in this backward pass")
+        self._arrived[name] = self._runs.entry(self._units[name], gradient, why, lost)
+        number = self._bucket_of[name]
+        self._lacking[number] -= 1
+        if self._runs.events is not None:
+            self._full[number] = perf_counter()
+            self._times.append((name, self._full[number]))
+        if number == self._next and self._lacking[number] == 0:
+            self._send_what_is_full()
 
-    def _send_what_is_full(self, now: float) -> None:
-        """Hand over buckets whose gradients are all there, in their order."""
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
-            while self._there < len(bucket):
-                if bucket[self._there].parameter_name not in self._arrived:
-                    return
-                self._there += 1
-            entries = [self._arrived[unit.parameter_name] for unit in bucket]
-            self._works.append(
-                self._runs.reduce_later(entries, accumulate=self._accumulate, ready=now)
-            )
-            self._next += 1
-            self._there = 0
+    def _send_what_is_full(self) -> None:
+        """Hand over buckets whose gradients are all there, in their order.
+
+        Not the last one, if it is small: little is left of the pass to go on meanwhile.
+        """
+        while self._next < self._at_once and self._lacking[self._next] == 0:
+            self._works.append(self._send_next(later=True))
+
+    def _send_next(self, *, later: bool) -> Any:
+        """Have a bucket reduced here, or later by the thread; its gradients are all there."""
+        number, self._next = self._next, self._next + 1
+        entries = [self._arrived[unit.parameter_name] for unit in self._buckets[number]]
+        return self._runs.reduce_bucket(
+            entries, accumulate=self._accumulate, ready=self._full[number], later=later
+        )
 
     def finish(self) -> None:
         """End a backward pass: wait until all gradients are scattered.
@@ -450,35 +471,44 @@ class FSDPBackwardHook:
                 self._forget()
 
     def _finish(self) -> None:
-        for name, unit in self._units.items():
+        missing = self._units if len(self._arrived) < len(self._units) else {}
+        for name, unit in missing.items():
             if name not in self._arrived:
-                held, settled = self._with_held(name, None), None
+                held, lost = self._with_held(name, None), None
                 if held is None and name in self._unsent:
                     held = self._parameters[name].grad
-                    settled = self._take(name, held)
-                missing = held is None and not self._fsdp.allow_unused
-                why = _MISSING if missing else ""
-                self._arrived[name] = self._runs.entry(unit, held, why, settled)
+                    lost = None if self._keep else self._take(self._parameters[name], held)
+                absent = held is None and not self._fsdp.allow_unused
+                why = _MISSING if absent else ""
+                self._arrived[name] = self._runs.entry(unit, held, why, lost)
+                self._full[self._bucket_of[name]] = perf_counter()
         self._unsent.clear()
-        self._send_what_is_full(perf_counter())
-        error = self._wait()
+        error = self._wait(to_the_end=True)
         if error is not None:  # the group is broken: there is nobody to end a run with
             raise error
         self._runs.finish("backward pass")
 
-    def _wait(self) -> BaseException | None:
-        """Wait for the buckets that were handed over; return what went wrong first."""
+    def _wait(self, *, to_the_end: bool) -> BaseException | None:
+        """Wait for the buckets that were handed over; return what went wrong first.
+
+        Reduces the others after them, if they are to be: there is nothing else to do here.
+        """
         error: BaseException | None = None
         for work in self._works:
             try:
                 work.wait()
             except BaseException as caught:
                 error = error or caught
+        while to_the_end and self._next < len(self._buckets):
+            try:
+                self._send_next(later=False)
+            except BaseException as caught:
+                error = error or caught
         return error
 
     def _give_up(self) -> None:
         """End a backward pass without its other gradients; its local ones are lost."""
-        self._wait()
+        self._wait(to_the_end=False)
         for bucket in self._buckets[self._next :]:
             for unit in bucket:
                 if unit.parameter_name in self._arrived:
@@ -791,11 +821,19 @@ class FSDPBackwardHook:
         self._units = {}
         self._parameters = {}
         self._buckets = []
+        self._bucket_of = {}
+        self._at_once = 0
         self._held.clear()
         self._unsent.clear()
 
 
-# ---- arrays ----
+# ---- torch's parameters ----
+
+
+def _put_back(parameter: Any, gradient: Any, of: Any) -> None:
+    """Give a gradient that was not reduced back to its parameter, while its pass goes on."""
+    if of is not None and of() is not None:
+        parameter.grad = gradient
 
 
 def _check_parameter(

@@ -44,25 +44,31 @@ class Entry:
         The full gradient.
     why : str
         What is wrong with it, to be told to all ranks; empty for nothing.
-    settled : callable, optional
-        Called with True once the part is stored, with False where the operation failed.
+    lost : callable, optional
+        Called where the operation failed, and the part is not stored.
     """
 
-    __slots__ = ("flat", "gradient", "out", "settled", "unit", "why")
+    __slots__ = ("flat", "gradient", "lost", "out", "plain", "unit", "why")
 
     def __init__(
         self,
         unit: FSDPShardingUnit,
         gradient: Any,
         why: str = "",
-        settled: Callable[[bool], None] | None = None,
+        lost: Callable[[], None] | None = None,
     ) -> None:
         self.unit = unit
-        self.gradient = plain(gradient)
-        self.why = why or _wrong(unit, self.gradient)
-        self.settled = settled
-        self.flat: Any = None
+        self.lost = lost
         self.out: Any = None
+        # most gradients are as the core wants them, which it sees sooner than Python
+        self.plain = not why and _core.bucket_fits(gradient, unit.dtype, unit.shape, False)
+        if self.plain:
+            self.gradient = self.flat = gradient
+            self.why = ""
+        else:
+            self.gradient = plain(gradient)
+            self.flat = None
+            self.why = why or _wrong(unit, self.gradient)
 
     @property
     def name(self) -> str:
@@ -81,9 +87,9 @@ class Entry:
         """
         if not stored:
             self.unit.local_gradient = None
-        if self.settled is not None:
-            self.settled(stored)
-        self.gradient = self.flat = self.out = None
+            if self.lost is not None:
+                self.lost()
+        self.gradient = self.flat = self.out = self.lost = None
 
 
 def _is_common(gradient: Any) -> bool:
@@ -212,8 +218,21 @@ def _check_sum(entry: Entry) -> None:
         raise ValueError("the local gradient to add to is read-only")
 
 
+def _found(entry: Entry, dtype: str) -> bool:
+    """Whether the result of a plain gradient goes into the local gradient that is there."""
+    unit, there = entry.unit, entry.unit.local_gradient
+    if type(there) is not type(entry.flat):
+        return False
+    if not _core.bucket_fits(there, dtype or unit.dtype, unit.local_shape, True):
+        return False
+    entry.out = there
+    return True
+
+
 def _segment(entry: Entry) -> Segment:
     """Return an entry as the core reduces it."""
+    if entry.plain:
+        return entry.flat, entry.unit.counts, entry.out
     return memory_of(entry.flat), entry.unit.counts, memory_of(entry.out)
 
 
@@ -235,6 +254,7 @@ class Reducer:
         self._timeout = timeout
         self._settings = dict(settings)
         self._send = self._receive = self._own = np.empty(0, np.uint8)
+        self._packed: tuple[list[int], int] | None = None  # sizes of what `_send` has already
         self.events: list[Event] | None = None
         self._pending: list[Entry] = []
         self.begin()
@@ -291,7 +311,7 @@ class Reducer:
         }
         digest = digest_of((entry.unit.fact for entry in entries), settings_text(settings))
         refused = REFUSED if any(entry.why for entry in entries) else 0
-        heads = self._exchange(refused, digest)
+        heads = self._exchange(refused, digest, None if terms.compression else bucket)
         agreed = perf_counter()
         self._settle(heads)
         if not all_agree(heads):
@@ -328,9 +348,11 @@ class Reducer:
 
     def _prepare(self, entries: Sequence[Entry], terms: Terms) -> Any:
         """Find memory for all entries; return them as the core reduces them, if it can."""
+        again = not terms.accumulate and not terms.compression
         for entry in entries:
-            self._find_memory(entry, terms)
-        near = [entry for entry in entries if not entry.why and on_host(entry.flat)]
+            if not (again and entry.plain and _found(entry, terms.reduce_dtype)):
+                self._find_memory(entry, terms)
+        near = [e for e in entries if not e.why and (e.plain or on_host(e.flat))]
         segments = [_segment(entry) for entry in near]
         try:
             bucket = self._capsule(segments, terms)
@@ -350,7 +372,8 @@ class Reducer:
         if entry.why:
             return
         try:
-            entry.flat = packed(entry.gradient)
+            if not entry.plain:
+                entry.flat = packed(entry.gradient)
             entry.out = _output(entry.unit, entry.gradient, terms)
             if terms.accumulate:
                 _check_sum(entry)
@@ -363,15 +386,35 @@ class Reducer:
         group = self._group
         return _core.bucket(segments, group.world_size, group.rank, terms.op, terms.divisor)
 
-    def _exchange(self, flags: int, digest: bytes) -> list[Head]:
-        """Tell the others what comes, and hear what they do."""
+    def _exchange(self, flags: int, digest: bytes, bucket: Any = None) -> list[Head]:
+        """Tell the others what comes, and hear what they do.
+
+        Where an engine sends messages by itself, the bucket is packed meanwhile: no time is
+        lost with waiting for these few bytes.
+        """
         nonfinite = 0
         if self._pending_terms.nonfinite == "error":
             nonfinite = sum(count for _, count in self._tallies)
         head = Head(flags, self._sequence, digest, nonfinite, self._waited)
+        self._packed = None
         began = perf_counter()
-        texts = self._group.gather_bytes(head.pack(), timeout=self._timeout)
-        self._waited = perf_counter() - began
+        packing = 0.0
+        gather = None if bucket is None else getattr(self._group, "_gather_meanwhile", None)
+        if gather is None:
+            texts = self._group.gather_bytes(head.pack(), timeout=self._timeout)
+        else:
+            sizes, mine = _core.bucket_sizes(bucket)
+            self._send = _at_least(self._send, sum(sizes))
+
+            def pack() -> None:
+                nonlocal packing
+                start = perf_counter()
+                _core.bucket_pack(bucket, self._send)
+                packing = perf_counter() - start
+
+            texts = gather(head.pack(), pack, self._timeout)
+            self._packed = sizes, mine
+        self._waited = perf_counter() - began - packing
         heads = []
         for rank, text in enumerate(texts):
             found = Head.unpack(text)
@@ -420,9 +463,12 @@ class Reducer:
             return found
         if terms.compression:
             return self._compressed(bucket, entries, terms.compression)
-        sizes, mine = _core.bucket_sizes(bucket)
-        self._send = _at_least(self._send, sum(sizes))
-        _core.bucket_pack(bucket, self._send)
+        if self._packed is None:
+            sizes, mine = _core.bucket_sizes(bucket)
+            self._send = _at_least(self._send, sum(sizes))
+            _core.bucket_pack(bucket, self._send)
+        else:
+            sizes, mine = self._packed
         self._exchange_parts(sizes, mine)
         return _core.bucket_reduce(bucket, self._receive)
 
@@ -463,12 +509,14 @@ class Reducer:
             spoiled = self._spoiled(pending, tallies)
             self._keep(spoiled)
         for entry, (squares, _) in zip(pending, tallies, strict=True):
-            good = entry.name not in spoiled
-            if good and terms.accumulate and entry.unit.local_gradient is not None:
-                add({entry.name: entry.unit.local_gradient}, {entry.name: entry.out})
+            unit = entry.unit
+            name = unit.parameter_name
+            good = name not in spoiled
+            if good and terms.accumulate and unit.local_gradient is not None:
+                add({name: unit.local_gradient}, {name: entry.out})
             elif good:
-                entry.unit.local_gradient = entry.out
-            self.squares[entry.name] = squares
+                unit.local_gradient = entry.out
+            self.squares[name] = squares
             entry.end(stored=good)
 
     def _spoiled(

@@ -31,7 +31,7 @@ class Bucket(NamedTuple):
         When its turn came.
     agreed : float
         When all ranks had told what they reduce: from `started` to here this rank waits for
-        others.
+        others, over torch.distributed while it packs what it is about to send.
     ended : float
         When the sums were there.
     waits : tuple of float

@@ -99,12 +99,12 @@ class Runs:
         unit: FSDPShardingUnit,
         gradient: Any,
         why: str = "",
-        settled: Callable[[bool], None] | None = None,
+        lost: Callable[[], None] | None = None,
     ) -> Entry:
         """Make the entry of a gradient; one that is missing is zero where that is allowed."""
         if gradient is None and self._allow_unused and not why:
             gradient = unit.zeros()
-        return Entry(unit, gradient, why, settled)
+        return Entry(unit, gradient, why, lost)
 
     def begin(self) -> None:
         """Start a run of buckets; another one must not be under way."""
@@ -136,15 +136,17 @@ class Runs:
         finally:
             self.end()
 
-    def reduce_later(self, entries: list[Entry], *, accumulate: bool, ready: float) -> Any:
-        """Let the thread of this object reduce one bucket of a run; return its `Work`."""
+    def reduce_bucket(
+        self, entries: list[Entry], *, accumulate: bool, ready: float, later: bool
+    ) -> Any:
+        """Reduce one bucket of a run, or let the thread of this object do it; return its `Work`."""
 
         def task() -> None:
             rest: list[Entry] | None = entries
             while rest:
                 rest = self._bucket(rest, accumulate, ready, [])
 
-        return self._turns.run("reduce_scatter", task, async_op=True)
+        return self._turns.run("reduce_scatter", task, async_op=later)
 
     def _bucket(
         self, entries: list[Entry], accumulate: bool, ready: float, rest: list[Entry]

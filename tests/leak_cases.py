@@ -2,7 +2,7 @@
 
 import pytest
 
-CALLS = 300
+CALLS = 100
 CASES = []
 
 

@@ -232,6 +232,30 @@ def test_buckets_are_reduced_while_the_backward_pass_goes_on(bucket_bytes):
     assert all(unit.local_gradient.tolist() == [1.0] * 4 for unit in units.values())
 
 
+@pytest.mark.parametrize(("elements", "threads"), [(1 << 18, 1), ((1 << 18) - 1, 0)])
+def test_a_small_last_bucket_wakes_no_thread(elements, threads, monkeypatch):
+    """It is reduced where `finish` is called; one of 1 MiB goes on its way as soon as it is full.
+
+    The report says of both that they were full when their last gradient came.
+    """
+    started = []
+    start = threading.Thread.start
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread))[1]
+    )
+    units = units_of(0, {"w": (elements,)})
+    hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
+    hook.use_units(units)
+    for _ in range(2):
+        del started[:]
+        hook.add_gradient("w", np.ones(elements, np.float32))
+        hook.finish()
+        assert started == ["mlstate-fsdp"] * threads
+        assert units["w"].local_gradient.sum() == elements
+        (bucket,) = hook.report().buckets
+        assert bucket.names == ("w",) and bucket.ready <= hook.report().backward
+
+
 def test_gradients_may_come_from_several_threads():
     def work(group):
         names = [f"p{i}" for i in range(40)]

@@ -70,10 +70,11 @@ def check(model, budget, best, **options):
         assert made.predicted_seconds >= best - 1e-9
 
 
+@pytest.mark.parametrize("chains", [100, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("offload", [False, True], ids=["kept", "offload"])
-def test_plans_of_random_chains_are_the_fastest_of_their_class(offload):
+def test_plans_of_random_chains_are_the_fastest_of_their_class(offload, chains):
     rng = np.random.default_rng(7)
-    for model in plan_model.random_chains(11, 500, most_blocks=6, rates=offload):
+    for model in plan_model.random_chains(11, chains, most_blocks=6, rates=offload):
         front = plan_model.persistent_front(model, offload)
         budgets = plan_model.budgets_of(front)
         for budget in rng.choice(budgets, min(3, len(budgets)), replace=False).tolist():

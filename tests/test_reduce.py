@@ -233,3 +233,46 @@ def test_torch_parameters_are_added_to_in_place():
     assert parameter.tolist() == [1, 3, 5, 7, 9, 11]
     with pytest.raises(CompatibilityError, match="'p'"):
         _core.accumulate(["p"], [torch.ones(2, device="meta")], [torch.ones(2)], 1.0, False)
+
+
+# ---- what a bucket takes as it lies ----
+
+
+def _read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "shape", "reads", "writes"),
+    [
+        (np.ones((2, 3), np.float32), "float32", (2, 3), True, True),
+        (np.ones((), np.float32), "float32", (), True, True),
+        (np.ones((2, 0)), "float64", (2, 0), True, True),
+        (_read_only(np.ones(3)), "float64", (3,), True, False),
+        (np.ones(3), "float32", (3,), False, False),
+        (np.ones(3), "float64", (4,), False, False),
+        (np.ones(3), "float64", (3, 1), False, False),
+        (np.ones(3), "float64", (-3,), False, False),
+        (np.ones(3), "float64", (3.0,), False, False),
+        (np.ones(6)[::2], "float64", (3,), False, False),
+        (np.ones(3).astype(">f8"), "float64", (3,), False, False),
+        (np.frombuffer(bytes(25), np.uint8)[1:].view("f8"), "float64", (3,), False, False),
+        (np.ma.masked_array(np.ones(3)), "float64", (3,), False, False),
+        (np.ones(3), "a name of none", (3,), False, False),
+        (np.float64(1), "float64", (), False, False),
+        ([1.0], "float64", (1,), False, False),
+        (None, "float64", (), False, False),
+    ],
+)
+def test_arrays_that_a_bucket_takes_as_they_lie(array, dtype, shape, reads, writes):
+    assert _core.bucket_fits(array, dtype, shape, False) is reads
+    assert _core.bucket_fits(array, dtype, shape, True) is writes
+
+
+def test_lengths_that_no_array_has_do_not_fit_and_leave_no_error():
+    assert _core.bucket_fits(np.ones(3), "float64", (1 << 80,), False) is False
+    with pytest.raises(TypeError, match="shape must be a tuple"):
+        _core.bucket_fits(np.ones(3), "float64", [3], False)
+    with pytest.raises(TypeError, match="dtype"):
+        _core.bucket_fits(np.ones(3), float, (3,), False)

@@ -187,10 +187,10 @@ def changed(document, path, change):
     return copied
 
 
-def changes(document):
-    """Every document that is one change away, with what was changed."""
-    for path in places(document):
-        for value in VALUES:
+def changes(document, every=1):
+    """Documents that are one change away, with what was changed: each `every`-th value."""
+    for number, path in enumerate(places(document)):
+        for value in VALUES[number % every :: every]:
             made = changed(
                 document, path, lambda holder, name, v=value: holder.__setitem__(name, v)
             )
@@ -207,13 +207,15 @@ def changes(document):
             yield f"{path} with one more like it", other
 
 
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["manifest", "index"])
-def test_schema_and_reader_agree(kind, good, validators):
+def test_schema_and_reader_agree(kind, every, good, validators):
     rules = BETWEEN_MEMBERS[kind]
     seen = dict.fromkeys(rules, 0)
     agreed = {True: 0, False: 0}
     wrong = []
-    for what, document in itertools.chain.from_iterable(map(changes, good[kind])):
+    tried = (changes(document, every) for document in good[kind])
+    for what, document in itertools.chain.from_iterable(tried):
         by_schema = validators[kind].is_valid(document)
         reason = refusal(kind, sealed(document))
         if by_schema == (reason is None):
@@ -230,7 +232,7 @@ def test_schema_and_reader_agree(kind, good, validators):
     assert min(agreed.values()) > 100
     # a rule that nothing needs would hide a difference
     unused = {rule for rule, count in seen.items() if not count} - {"ranks agree on a tensor"}
-    assert not unused, unused
+    assert not unused or every > 1, unused
 
 
 @pytest.mark.parametrize("kind", ["manifest", "index"])

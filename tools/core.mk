@@ -1,6 +1,6 @@
 # The C core by itself, and its tests: no Python.
 #
-#   make -f tools/core.mk lib|tests|run [BUILD=folder] [CC=...] [OPT=...] [EXTRA=...]
+#   make -f tools/core.mk lib|tests|run|syntax [BUILD=folder] [CC=...] [OPT=...] [EXTRA=...]
 #
 # One BUILD folder holds one variant (plain, sanitizers, another machine); RUN starts a
 # test of a machine that is not this one.
@@ -30,11 +30,16 @@ SAY := $(if $(findstring s,$(firstword -$(MAKEFLAGS))),:,echo)
 .DEFAULT_GOAL := lib
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: lib objects tests run
+.PHONY: lib objects tests run syntax
 
 lib: $(LIB)
 objects: $(OBJECTS)
 tests: $(TESTS)
+
+# What the compiler says of the sources; nothing is made.
+syntax: $(patsubst %,%.checked,$(wildcard csrc/core/*.c) $(TEST_SOURCES))
+%.checked: %
+	@$(CC) $(FLAGS) -fsyntax-only $<
 
 run: tests
 	@failed=0; for test in $(TESTS); do $(RUN) $$test || failed=1; done; exit $$failed

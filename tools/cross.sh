@@ -1,36 +1,55 @@
 #!/usr/bin/env bash
-# cross.sh PYTHON [fast]: the core for machines other than this one, by ziglang's clang.
+# cross.sh PYTHON all|slice: the core for machines other than this one, by ziglang's clang.
 #
 # Shows that the core compiles there without a warning, and by qemu that the arm64 kernels
 # give the right bits.  It shows neither speed nor that the module loads on a Mac.  On
 # Windows the files that call POSIX files compile to nothing (see csrc/core/fsio.h).
 # Left out: the forked child that starts threads, which qemu does not survive.
-# `fast` leaves out x86_64-macos, which differs from the others in nothing of its own.
+# `slice` asks clang alone whether the sources compile for two of them, with the headers that
+# ziglang brings, and runs, compiled by gcc, the tests of what has kernels for arm64.
 set -euo pipefail
 python=$1
-zig="$python -m ziglang"
-targets=(aarch64-macos x86_64-windows-gnu)
-[ "${2:-}" = fast ] || targets+=(x86_64-macos)
 
-core() { # core TARGET GOAL MORE...
-    local target=$1 goal=$2
-    shift 2
-    make --no-print-directory -s -j2 -f tools/core.mk BUILD="build/cross/$target" OPT=-O2 \
-        CC="$zig cc -target $target" AR="$zig ar" EXTRA="-Werror -DWITHOUT_FORK" "$@" "$goal"
+arm() { # arm RUN NAMES... with CC, AR and EXTRA of arm64: the tests that bear the names
+    local run=$1 build="make --no-print-directory -s -f tools/core.mk BUILD=build/cross/arm64 OPT=-O2"
+    shift
+    $build -j2 CC="$CC" AR="$AR" EXTRA="$EXTRA" lib
+    printf '%s\n' "$@" | xargs -P 2 -I NAME \
+        $build CC="$CC" AR="$AR" EXTRA="$EXTRA" RUN="$run" ONLY=NAME run
+    echo "ok  arm64 Linux: compiled and tested: $*"
 }
 
-for target in "${targets[@]}"; do
-    core "$target" lib
-    echo "ok  $target: compiled"
-done
-target=aarch64-linux-musl
-if [ "$(uname -m)" = aarch64 ]; then
-    core $target run
-elif command -v qemu-aarch64 >/dev/null; then
-    core $target run RUN=qemu-aarch64
-else
-    core $target tests
-    echo "cross: compiled, not run: no qemu-aarch64; apt-get install qemu-user" >&2
-    exit 1
-fi
-echo "ok  $target: compiled and tested"
+emulator() { # what runs arm64 here
+    [ "$(uname -m)" = aarch64 ] && echo env && return
+    command -v qemu-aarch64 ||
+        { echo "cross: no qemu-aarch64; apt-get install qemu-user" >&2; return 1; }
+}
+
+whole() {
+    local zig="$python -m ziglang" target
+    for target in aarch64-macos x86_64-macos x86_64-windows-gnu; do
+        make --no-print-directory -s -j2 -f tools/core.mk BUILD="build/cross/$target" OPT=-O2 \
+            CC="$zig cc -target $target" AR="$zig ar" EXTRA=-Werror lib
+        echo "ok  $target: compiles"
+    done
+    CC="$zig cc -target aarch64-linux-musl" AR="$zig ar" EXTRA="-Werror -DWITHOUT_FORK" \
+        arm "$(emulator)" "*"
+}
+
+slice() {
+    local headers target
+    headers=$($python -c 'import os, ziglang; print(os.path.dirname(ziglang.__file__))')
+    for target in arm64-apple-macos13:any-darwin-any x86_64-w64-windows-gnu:any-windows-any; do
+        make --no-print-directory -s -j2 -f tools/core.mk CC="clang-19 -target ${target%:*}" \
+            EXTRA="-Werror -nostdlibinc -isystem $headers/lib/libc/include/${target#*:}" \
+            ONLY=none syntax
+        echo "ok  ${target%:*}: compiles"
+    done
+    CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar EXTRA="-Werror -static -DWITHOUT_FORK" \
+        arm "$(emulator)" differ reduce plan_slots copy crc32c kv mask
+}
+
+case ${2:-all} in
+slice) slice ;;
+*) whole ;;
+esac

@@ -9,7 +9,7 @@ run=
 # The sanitizer's fixed address map does not fit every kernel's address randomisation.
 command -v setarch >/dev/null && run="setarch $(uname -m) -R"
 files=$(grep -lE 'pthread|mls_pool_|_threads' tests/core/test_*.c)
-[ "${1:-all}" = all ] || files=$(printf '%s\n' "$files" | grep -vE '_(differ|kv|mask|reduce)\.c$')
+[ "${1:-all}" = all ] || files=$(printf '%s\n' "$files" | grep -vE '_(differ|kv|load|mask|plan_slots|reduce|shard_read)\.c$')
 export TSAN_OPTIONS=exitcode=66
 for file in $files; do
     name=$(basename "$file" .c)

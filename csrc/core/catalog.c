@@ -184,11 +184,14 @@ size_t mls_catalog_find(const mls_catalog *catalog, const mls_tensor_id *id)
     return SIZE_MAX;
 }
 
-/* Whether two parts have an element in common: the first run of what they share is
- * enough to know. */
-static bool meet(const mls_part *a, const mls_part *b)
+/* Whether a shard, which is part `a`, has an element of `b`: the first run of what they
+ * share is enough to know.  One that is the whole tensor has all of them. */
+static bool meet(const mls_index_shard *shard, const mls_part *a, const mls_part *b)
 {
     mls_overlap overlap;
+    if (shard->layout.count == 0) {
+        return mls_part_count(b) > 0;
+    }
     mls_run run;
     mls_overlap_init(&overlap, a, b);
     return mls_overlap_next(&overlap, &run);
@@ -250,18 +253,21 @@ mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor
     for (size_t i = 0; code == MLS_OK && i < tensor->count; i++) {
         const mls_catalog_shard *from = &catalog->shards[tensor->from + i];
         const mls_index_file *file = &from->index->files[from->shard->file];
-        const mls_part part = mls_index_part(from->shard);
-        if (meet(&part, to)) {
-            stored[*count] = (mls_stored_shard){
-                .file = file->path,
-                .file_bytes = file->bytes,
-                .offset = from->shard->offset,
-                .item_bytes = mls_dtype_of(from->shard->dtype)->item_bytes,
-                .part = part,
-                .crcs = from->shard->crcs,
-                .name = from->shard->id.name};
-            pieces[*count] =
-                (mls_piece){.shard = &stored[*count], .to = to, .data = data};
+        const mls_index_shard *shard = from->shard;
+        mls_part part;
+        mls_status ignored; /* a good index has good parts */
+        (void)mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part,
+                              &part, &ignored);
+        if (meet(shard, &part, to)) {
+            mls_stored_shard *next = &stored[*count];
+            next->file = file->path;
+            next->file_bytes = file->bytes;
+            next->offset = shard->offset;
+            next->item_bytes = mls_dtype_of(shard->dtype)->item_bytes;
+            next->crcs = shard->crcs;
+            next->name = shard->id.name;
+            mls_part_copy(&next->part, &part);
+            pieces[*count] = (mls_piece){.shard = next, .to = to, .data = data};
             (*count)++;
         }
     }

@@ -12,8 +12,13 @@
 #        include <sys/auxv.h>
 #    endif
 
-#    define TARGET        __attribute__((target("crc")))
-#    define TARGET_INLINE static inline __attribute__((always_inline, target("crc")))
+#    if defined(__clang__)
+#        define CRC "crc" /* clang knows "+crc" from its 16th version on only */
+#    else
+#        define CRC "+crc"
+#    endif
+#    define TARGET        __attribute__((target(CRC)))
+#    define TARGET_INLINE static inline __attribute__((always_inline, target(CRC)))
 
 typedef uint32_t crc_word;
 

@@ -138,14 +138,7 @@ static mls_code fail_member(reader *r, mls_json_node node, const char *key,
     return MLS_E_FORMAT;
 }
 
-/* A member that an object may have, and where it was found. */
-typedef struct member {
-    const char *key;
-    unsigned char length; /* of the key, in bytes */
-    bool needed;
-    mls_json_type type; /* that it must have */
-    mls_json_node node; /* MLS_JSON_NONE: absent */
-} member;
+typedef mls_json_member member; /* one that an object may have */
 
 /* Such a member before it was looked for. */
 #define MEMBER(name, kind, must)                                                         \
@@ -164,47 +157,20 @@ static const char *wrong_type(mls_json_type type)
     }
 }
 
-/* The number of the member with that key, looked for from `next` on; `count`: none. */
-static size_t which_member(mls_text key, const member *table, size_t count, size_t next)
+/* A member that is needed and not there, or not of its type. */
+static mls_code refuse_member(reader *r, mls_json_node object, const member *m)
 {
-    for (size_t tries = 0; tries < count; tries++) {
-        const size_t i = next + tries < count ? next + tries : next + tries - count;
-        if (key.length == table[i].length &&
-            memcmp(key.data, table[i].key, key.length) == 0) {
-            return i;
-        }
-    }
-    return count;
+    return m->node == MLS_JSON_NONE
+               ? fail_member(r, object, m->key, "is missing")
+               : fail_member(r, m->node, m->key, wrong_type(m->type));
 }
 
-/* Find the members of an object and see that they have the right types.
- *
- * In one walk: they mostly come in the order of the table, so that each is compared
- * about once.  Members that are not in the table are left alone. */
+/* Find the members of an object and see that they have the right types.  Members that are
+ * not in the table are left alone: later versions may have more. */
 static mls_code find_members(reader *r, mls_json_node object, member *table, size_t count)
 {
-    size_t next = 0;
-    for (size_t i = 0; i < count; i++) {
-        table[i].node = MLS_JSON_NONE;
-    }
-    for (mls_json_node node = mls_json_first(r->json, object); node != MLS_JSON_NONE;
-         node = mls_json_next(r->json, node)) {
-        const size_t i = which_member(mls_json_key(r->json, node), table, count, next);
-        if (i < count) {
-            table[i].node = node;
-            next = i + 1 < count ? i + 1 : 0;
-        }
-    }
-    for (size_t i = 0; i < count; i++) {
-        if (table[i].node == MLS_JSON_NONE) {
-            if (table[i].needed) {
-                return fail_member(r, object, table[i].key, "is missing");
-            }
-        } else if (mls_json_type_of(r->json, table[i].node) != table[i].type) {
-            return fail_member(r, table[i].node, table[i].key, wrong_type(table[i].type));
-        }
-    }
-    return MLS_OK;
+    const size_t bad = mls_json_members(r->json, object, table, count);
+    return bad == count ? MLS_OK : refuse_member(r, object, &table[bad]);
 }
 
 /* A whole number from `least` to `most`. */
@@ -589,16 +555,16 @@ static mls_code read_place(reader *r, const member *m, mls_index_shard *shard)
  * Member by member, each on the shoulders of those before: the shape before the layout
  * that cuts it, both before the bytes that must fit them, the bytes before the checksums
  * that cover them. */
-static mls_code read_shard(reader *r, mls_json_node node, mls_index_shard *shard)
+static mls_code read_shard(reader *r, mls_json_node node, member *m,
+                           mls_index_shard *shard)
 {
-    member m[MEMBERS];
-    memcpy(m, shard_members, sizeof m);
-    /* looked up first, so that whatever is wrong can be said with it */
-    const mls_json_node name = mls_json_find(r->json, node, "name");
-    r->name = name == MLS_JSON_NONE ? (mls_text){0} : mls_json_text(r->json, name);
-    mls_code code = find_members(r, node, m, MEMBERS);
-    if (code != MLS_OK) {
-        return code;
+    mls_code code = MLS_OK;
+    const size_t bad = mls_json_members(r->json, node, m, MEMBERS);
+    /* known first, so that whatever is wrong can be said with it */
+    r->name = m[NAME].node == MLS_JSON_NONE ? (mls_text){0}
+                                            : mls_json_text(r->json, m[NAME].node);
+    if (bad < MEMBERS) {
+        return refuse_member(r, node, &m[bad]);
     }
     const mls_text dtype = mls_json_text(r->json, m[DTYPE].node);
     if (!mls_dtype_from_file_name(dtype.data, dtype.length, &shard->dtype)) {
@@ -625,22 +591,21 @@ static mls_code read_shard(reader *r, mls_json_node node, mls_index_shard *shard
 static mls_code count_needs(reader *r, mls_json_node shards, size_t *dims, size_t *axes,
                             size_t *crcs)
 {
+    enum { DIMS, AXIS, CRCS, COUNT };
+    member m[COUNT] = {[DIMS] = MEMBER("shape", MLS_JSON_ARRAY, false),
+                       [AXIS] = MEMBER("axes", MLS_JSON_ARRAY, false),
+                       [CRCS] = MEMBER("blocks", MLS_JSON_STRING, false)};
     for (mls_json_node node = mls_json_first(r->json, shards); node != MLS_JSON_NONE;
          node = mls_json_next(r->json, node)) {
         if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
             return fail_member(r, node, "shards", "hold what is no object");
         }
+        (void)mls_json_members(r->json, node, m, COUNT); /* types are asked later */
+        *dims += m[DIMS].node == MLS_JSON_NONE ? 0 : mls_json_size(r->json, m[DIMS].node);
+        *axes += m[AXIS].node == MLS_JSON_NONE ? 0 : mls_json_size(r->json, m[AXIS].node);
         *crcs += 1;
-        for (mls_json_node m = mls_json_first(r->json, node); m != MLS_JSON_NONE;
-             m = mls_json_next(r->json, m)) {
-            const mls_text key = mls_json_key(r->json, m);
-            if (mls_text_is(key, "shape")) {
-                *dims += mls_json_size(r->json, m);
-            } else if (mls_text_is(key, "axes")) {
-                *axes += mls_json_size(r->json, m);
-            } else if (mls_text_is(key, "blocks")) {
-                *crcs += mls_json_text(r->json, m).length / MLS_CRC_DIGITS;
-            }
+        if (m[CRCS].node != MLS_JSON_NONE) {
+            *crcs += mls_json_text(r->json, m[CRCS].node).length / MLS_CRC_DIGITS;
         }
     }
     return MLS_OK;
@@ -669,17 +634,22 @@ static mls_code allocate(reader *r, mls_json_node files, mls_json_node shards)
     return MLS_OK;
 }
 
-/* qsort, for what mostly is in order: then nothing is moved, and no memory is taken. */
-static void sort(void *base, size_t count, size_t size,
+/* qsort, for what mostly is in order: then nothing is moved, and no memory is taken.
+ * False: no two are equal.  True: some may be. */
+static bool sort(void *base, size_t count, size_t size,
                  int (*compare)(const void *, const void *))
 {
     const char *at = base;
+    bool twins = false;
     for (size_t i = 1; i < count; i++, at += size) {
-        if (compare(at, at + size) > 0) {
+        const int order = compare(at, at + size);
+        if (order > 0) {
             qsort(base, count, size, compare);
-            return;
+            return true;
         }
+        twins = twins || order == 0;
     }
+    return twins;
 }
 
 /* For sort. */
@@ -692,8 +662,8 @@ static int compare_shards(const void *a, const void *b)
 static mls_code sort_shards(reader *r)
 {
     const mls_index *x = &r->index;
-    sort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
-    for (size_t i = 1; i < x->shard_count; i++) {
+    const bool twins = sort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
+    for (size_t i = 1; twins && i < x->shard_count; i++) {
         if (mls_index_compare(&x->shards[i - 1], &x->shards[i]) == 0) {
             r->name = x->shards[i].id.name;
             return fail_member(r, MLS_JSON_NONE, "part", "appears twice");
@@ -727,8 +697,8 @@ static mls_code check_files(reader *r, const void **sorted)
     for (size_t i = 0; i < x->file_count; i++) {
         sorted[i] = &x->files[i];
     }
-    sort(sorted, x->file_count, sizeof *sorted, compare_paths);
-    for (size_t i = 1; i < x->file_count; i++) {
+    const bool twins = sort(sorted, x->file_count, sizeof *sorted, compare_paths);
+    for (size_t i = 1; twins && i < x->file_count; i++) {
         const mls_index_file *file = sorted[i];
         if (compare_paths(&sorted[i - 1], &sorted[i]) == 0) {
             r->name = (mls_text){0};
@@ -751,7 +721,7 @@ static mls_code check_overlaps(reader *r, const void **sorted)
             sorted[count++] = &x->shards[i];
         }
     }
-    sort(sorted, count, sizeof *sorted, compare_places);
+    (void)sort(sorted, count, sizeof *sorted, compare_places);
     for (size_t i = 1; i < count; i++) {
         const mls_index_shard *before = sorted[i - 1], *shard = sorted[i];
         if (before->file == shard->file &&
@@ -828,6 +798,8 @@ static mls_code read_head(reader *r, const member *generation, const member *ran
 /* Each file and each shard, in the order of the text. */
 static mls_code read_lists(reader *r, mls_json_node files, mls_json_node shards)
 {
+    member m[MEMBERS];
+    memcpy(m, shard_members, sizeof m);
     mls_code code = allocate(r, files, shards);
     mls_json_node node = mls_json_first(r->json, files);
     for (size_t i = 0; code == MLS_OK && i < r->index.file_count; i++) {
@@ -838,7 +810,7 @@ static mls_code read_lists(reader *r, mls_json_node files, mls_json_node shards)
     }
     node = code == MLS_OK ? mls_json_first(r->json, shards) : MLS_JSON_NONE;
     for (size_t i = 0; code == MLS_OK && i < r->index.shard_count; i++) {
-        code = read_shard(r, node, &r->index.shards[i]);
+        code = read_shard(r, node, m, &r->index.shards[i]);
         node = mls_json_next(r->json, node);
     }
     return code;

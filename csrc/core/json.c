@@ -34,6 +34,8 @@ typedef struct json_node {
 /* What the 29 bits of a length can hold. */
 #define MAX_TEXT ((size_t)0x1FFFFFFF)
 
+enum { SAFE_DIGITS = 19 }; /* of a number that surely is below 2**64 */
+
 /* The text is unescaped in place while it is parsed: keys and strings are parts of it. */
 struct mls_json {
     char *text;
@@ -50,6 +52,7 @@ typedef struct json_parser {
     size_t at, end;
     size_t depth;
     mls_json_node open;  /* innermost open container, or MLS_JSON_NONE */
+    bool object;         /* it is one, not an array: what comes next is a key */
     mls_json_node last;  /* its last member so far, or MLS_JSON_NONE */
     mls_text key;        /* of the member to come */
     mls_json_node seen;  /* the last object without a duplicate key, or MLS_JSON_NONE */
@@ -73,16 +76,40 @@ typedef enum json_state {
  * needs a check of the length beside it, and nothing is read beyond the end.
  */
 
-/* The four characters that may stand between tokens; form feeds and the like may not. */
-static void skip_space(json_parser *p)
+/* The four characters that may stand between tokens; form feeds and the like may not.
+ * Mostly there are none. */
+static inline void skip_space(json_parser *p)
 {
-    while (p->at < p->end) {
+    while (p->at < p->end && (unsigned char)p->doc->text[p->at] <= ' ') {
         const char c = p->doc->text[p->at];
         if (c != ' ' && c != '\n' && c != '\t' && c != '\r') {
             return;
         }
         p->at++;
     }
+}
+
+/* Whether two keys of one length are the same.  Most have 4 to 16 bytes: their first and
+ * their last few, which may overlap, are all of them, and no function is called. */
+static inline bool same_bytes(const char *a, const char *b, size_t length)
+{
+    uint64_t first[2], last[2];
+    uint32_t start[2], end[2];
+    if (length >= sizeof *first && length <= 2 * sizeof *first) {
+        memcpy(&first[0], a, sizeof *first);
+        memcpy(&first[1], b, sizeof *first);
+        memcpy(&last[0], a + length - sizeof *last, sizeof *last);
+        memcpy(&last[1], b + length - sizeof *last, sizeof *last);
+        return first[0] == first[1] && last[0] == last[1];
+    }
+    if (length >= sizeof *start && length < sizeof *first) {
+        memcpy(&start[0], a, sizeof *start);
+        memcpy(&start[1], b, sizeof *start);
+        memcpy(&end[0], a + length - sizeof *end, sizeof *end);
+        memcpy(&end[1], b + length - sizeof *end, sizeof *end);
+        return start[0] == start[1] && end[0] == end[1];
+    }
+    return memcmp(a, b, length) == 0;
 }
 
 /* The byte at `at`, or -1 at the end. */
@@ -110,33 +137,6 @@ static mls_code unexpected(json_parser *p, const char *expected)
     }
     mls_status_expected(p->st, "%s", expected);
     return MLS_E_FORMAT;
-}
-
-/* Write a code point that is no surrogate as UTF-8; returns the bytes written.  An
- * escape takes at least six bytes, so the four of the longest form always fit in its
- * place. */
-static size_t put_utf8(char *out, unsigned long code)
-{
-    if (code < 0x80) {
-        out[0] = (char)code;
-        return 1;
-    }
-    if (code < 0x800) {
-        out[0] = (char)(0xC0 | (code >> 6));
-        out[1] = (char)(0x80 | (code & 0x3F));
-        return 2;
-    }
-    if (code < 0x10000) {
-        out[0] = (char)(0xE0 | (code >> 12));
-        out[1] = (char)(0x80 | ((code >> 6) & 0x3F));
-        out[2] = (char)(0x80 | (code & 0x3F));
-        return 3;
-    }
-    out[0] = (char)(0xF0 | (code >> 18));
-    out[1] = (char)(0x80 | ((code >> 12) & 0x3F));
-    out[2] = (char)(0x80 | ((code >> 6) & 0x3F));
-    out[3] = (char)(0x80 | (code & 0x3F));
-    return 4;
 }
 
 /* ---- strings ---- */
@@ -215,37 +215,45 @@ static mls_code read_escape(json_parser *p, size_t *write)
     if (read_unicode(p, &code) != MLS_OK) {
         return MLS_E_FORMAT;
     }
-    *write += put_utf8(p->doc->text + *write, code);
+    /* an escape takes at least six bytes, so the four of the longest form fit there */
+    *write += mls_utf8_put(p->doc->text + *write, code);
     return MLS_OK;
 }
 
-/* Whether eight characters are all plain, at once.  Each term lifts the top bit of a byte
- * that is not: a quote, a backslash, DEL, less than a space, more than ASCII.  Borrows
- * only reach bytes above one that is lifted anyway. */
-static bool eight_plain(const char *text)
+/* How many of eight characters are plain before the first that is not, at once.  Each
+ * term lifts the top bit of a byte that is not: a quote, a backslash, DEL, less than a
+ * space, more than ASCII.  Borrows only reach bytes above one that is lifted anyway, so
+ * the lowest one that is lifted is the first that is not plain. */
+static inline size_t eight_plain(const char *text)
 {
     static const uint64_t ones = 0x0101010101010101U;
     uint64_t x;
     memcpy(&x, text, sizeof x);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    x = __builtin_bswap64(x); /* the first character lowest */
+#endif
     const uint64_t quote = (x ^ (ones * '"')) - ones;
     const uint64_t slash = (x ^ (ones * '\\')) - ones;
     const uint64_t control = x - ones * ' ';
     const uint64_t beyond = x + ones; /* DEL becomes 0x80 */
-    return ((quote | slash | control | beyond | x) & (ones * 0x80U)) == 0;
+    const uint64_t lifted = (quote | slash | control | beyond | x) & (ones * 0x80U);
+    return lifted == 0 ? 8 : (size_t)__builtin_ctzll(lifted) / 8;
 }
 
 /* Take the characters up to the next one that needs a look: most texts are plain ASCII.
  */
-static void take_plain(json_parser *p, size_t *write)
+static inline void take_plain(json_parser *p, size_t *write)
 {
     char *text = p->doc->text;
     const size_t start = p->at;
-    size_t at = start;
-    while (p->end - at >= 8 && eight_plain(text + at)) {
-        at += 8;
+    size_t at = start, plain = 8;
+    while (plain == 8 && p->end - at >= 8) {
+        plain = eight_plain(text + at);
+        at += plain;
     }
-    while (at < p->end && text[at] >= ' ' && text[at] < 0x7F && text[at] != '"' &&
-           text[at] != '\\') {
+    /* the last few of the text, which are less than eight */
+    while (plain == 8 && at < p->end && text[at] >= ' ' && text[at] < 0x7F &&
+           text[at] != '"' && text[at] != '\\') {
         at++;
     }
     if (*write != start) {
@@ -303,25 +311,37 @@ static mls_code no_memory(json_parser *p)
     return mls_fail(p->st, MLS_E_MEMORY, "no memory for %zu JSON values", p->doc->count);
 }
 
-/* Add a value at offset `at` to the open container: after its last member, with the key
- * that was read before.  The key is used up.  Offsets fit 32 bits, since MAX_TEXT does.
- */
-static mls_code add_node(json_parser *p, mls_json_type type, size_t at)
+/* Make room for more values, the next of which is at offset `at`: by half, so that what
+ * is held in vain stays below half of what is used. */
+static mls_code add_room(json_parser *p, size_t at)
 {
     mls_json *doc = p->doc;
     if (doc->count >= p->limits->nodes) {
         mls_fail_at(p->st, at, "JSON has more than %zu values", p->limits->nodes);
         return MLS_E_FORMAT;
     }
+    size_t room = doc->room + doc->room / 2 + 16;
+    room = room < p->limits->nodes ? room : p->limits->nodes;
+    json_node *nodes = mls_realloc(doc->nodes, room, sizeof *nodes);
+    if (nodes == NULL) {
+        return no_memory(p);
+    }
+    doc->nodes = nodes;
+    doc->room = room;
+    return MLS_OK;
+}
+
+/* Add a value at offset `at` to the open container: after its last member, with the key
+ * that was read before.  The key is used up.  Offsets fit 32 bits, since MAX_TEXT does.
+ */
+static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
+{
+    mls_json *doc = p->doc;
     if (doc->count == doc->room) {
-        /* by half: what is held in vain stays below half of what is used */
-        const size_t room = doc->room + doc->room / 2 + 16;
-        json_node *nodes = mls_realloc(doc->nodes, room, sizeof *nodes);
-        if (nodes == NULL) {
-            return no_memory(p);
+        const mls_code code = add_room(p, at);
+        if (code != MLS_OK) {
+            return code;
         }
-        doc->nodes = nodes;
-        doc->room = room;
     }
     const mls_json_node added = (mls_json_node)doc->count++;
     json_node *node = &doc->nodes[added];
@@ -364,6 +384,7 @@ static mls_code open_container(json_parser *p, mls_json_type type)
     }
     p->doc->nodes[p->last].next = p->open;
     p->open = p->last;
+    p->object = type == MLS_JSON_OBJECT;
     p->last = MLS_JSON_NONE;
     p->depth++;
     p->at++;
@@ -488,6 +509,7 @@ static mls_code close_container(json_parser *p)
         }
     }
     p->open = parent;
+    p->object = parent != MLS_JSON_NONE && p->doc->nodes[parent].type == MLS_JSON_OBJECT;
     p->last = closed;
     p->depth--;
     p->at++;
@@ -595,12 +617,6 @@ static mls_code read_value(json_parser *p, json_state *state)
     }
 }
 
-/* Whether what comes next is a member with a key. */
-static bool in_object(const json_parser *p)
-{
-    return p->open != MLS_JSON_NONE && p->doc->nodes[p->open].type == MLS_JSON_OBJECT;
-}
-
 /* Whether the next key and its colon are, byte for byte, those of the same member of the
  * object before; then they are behind us.  Lists are of objects that say the same of one
  * thing after the other. */
@@ -615,7 +631,7 @@ static bool guess_key(json_parser *p)
     const char *text = doc->text + p->at;
     const size_t length = node->key_length;
     if (p->end - p->at < length + 3 || text[0] != '"' || text[length + 1] != '"' ||
-        text[length + 2] != ':' || memcmp(text + 1, doc->text + node->key, length) != 0) {
+        text[length + 2] != ':' || !same_bytes(text + 1, doc->text + node->key, length)) {
         p->guess = MLS_JSON_NONE;
         p->alike = false;
         return false;
@@ -629,7 +645,7 @@ static bool guess_key(json_parser *p)
 /* The key of an object's next member and its colon; nothing inside an array. */
 static mls_code read_key(json_parser *p)
 {
-    if (!in_object(p) || guess_key(p)) {
+    if (!p->object || guess_key(p)) {
         return MLS_OK;
     }
     const size_t start = p->at;
@@ -651,7 +667,7 @@ static mls_code read_key(json_parser *p)
 /* What may follow a value, or an opening bracket where `first`. */
 static mls_code read_between(json_parser *p, bool first, json_state *state)
 {
-    const int closer = in_object(p) ? '}' : ']';
+    const int closer = p->object ? '}' : ']';
     const int c = byte_at(p, p->at);
     if (c == closer) {
         *state = JSON_HAS_VALUE;
@@ -659,7 +675,7 @@ static mls_code read_between(json_parser *p, bool first, json_state *state)
     }
     if (!first) {
         if (c != ',') {
-            return unexpected(p, in_object(p) ? "',' or '}'" : "',' or ']'");
+            return unexpected(p, p->object ? "',' or '}'" : "',' or ']'");
         }
         p->at++;
         skip_space(p);
@@ -799,6 +815,46 @@ mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const cha
     return member;
 }
 
+/* The number of the member with that key, looked for from `next` on; `count`: none. */
+static size_t which_member(mls_text key, const mls_json_member *table, size_t count,
+                           size_t next)
+{
+    for (size_t tries = 0; tries < count; tries++) {
+        const size_t i = next + tries < count ? next + tries : next + tries - count;
+        if (key.length == table[i].length &&
+            same_bytes(key.data, table[i].key, key.length)) {
+            return i;
+        }
+    }
+    return count;
+}
+
+/* Members mostly come in the order of the table, so that each is compared about once. */
+size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_member *table,
+                        size_t count)
+{
+    size_t next = 0, bad = 0;
+    for (size_t i = 0; i < count; i++) {
+        table[i].node = MLS_JSON_NONE;
+    }
+    for (mls_json_node found = mls_json_first(doc, object); found != MLS_JSON_NONE;
+         found = doc->nodes[found].next) {
+        const json_node *node = &doc->nodes[found];
+        const mls_text key = {doc->text + node->key, node->key_length};
+        const size_t i = which_member(key, table, count, next);
+        if (i < count) {
+            table[i].node = found;
+            next = i + 1 < count ? i + 1 : 0;
+        }
+    }
+    while (bad < count && (table[bad].node == MLS_JSON_NONE
+                               ? !table[bad].needed
+                               : doc->nodes[table[bad].node].type == table[bad].type)) {
+        bad++;
+    }
+    return bad;
+}
+
 /* Members of arrays, and the root, have the empty text. */
 mls_text mls_json_key(const mls_json *doc, mls_json_node node)
 {
@@ -828,10 +884,12 @@ bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
     }
     uint64_t value = 0;
     for (size_t i = 0; i < text.length; i++) {
-        if (text.data[i] < '0' || text.data[i] > '9' || !mls_u64_mul(value, 10, &value) ||
-            !mls_u64_add(value, (uint64_t)(text.data[i] - '0'), &value)) {
+        const unsigned digit = (unsigned)(text.data[i] - '0');
+        if (digit > 9 || (i >= SAFE_DIGITS && (!mls_u64_mul(value, 10, &value) ||
+                                               !mls_u64_add(value, digit, &value)))) {
             return false;
         }
+        value = i >= SAFE_DIGITS ? value : 10 * value + digit;
     }
     *out = value;
     return true;

@@ -81,19 +81,38 @@ static size_t box_count(const mls_part *part)
     return count;
 }
 
-/* The whole tensor as a part; false where its elements cannot be counted. */
-static bool whole(int rank, const size_t *shape, mls_part *out)
+/* Why a tensor of that shape cannot be cut so. */
+static mls_code check_shape(const mls_layout *layout, int rank, const size_t *shape,
+                            mls_status *st)
 {
     size_t count = 1;
-    *out = (mls_part){.rank = rank};
     for (int axis = 0; axis < rank; axis++) {
-        out->length[axis] = shape[axis];
         if (!mls_size_mul(count, shape[axis] == 0 ? 1 : shape[axis], &count)) {
-            return false;
+            return mls_fail(st, MLS_E_SIZE,
+                            "the tensor has more elements than can be counted");
         }
     }
-    out->end = box_count(out);
-    return true;
+    for (int i = 0; i < layout->count; i++) {
+        if (layout->steps[i].axis >= rank) {
+            return mls_fail(st, MLS_E_SHAPE, "the layout cuts axis %d of %d dimensions",
+                            layout->steps[i].axis, rank);
+        }
+    }
+    return MLS_OK;
+}
+
+/* Only what the part has is written: most of it is room, and there are parts by the
+ * thousand. */
+void mls_part_copy(mls_part *to, const mls_part *from)
+{
+    to->rank = from->rank;
+    to->flat = from->flat;
+    to->begin = from->begin;
+    to->end = from->end;
+    for (int axis = 0; axis < from->rank; axis++) {
+        to->start[axis] = from->start[axis];
+        to->length[axis] = from->length[axis];
+    }
 }
 
 /* Parts that get nothing are at the end of their axis, or of their box. */
@@ -117,8 +136,7 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
                          size_t index, mls_part *out, mls_status *st)
 {
     size_t parts;
-    mls_part part;
-    const mls_code code = mls_layout_parts(layout, &parts, st);
+    mls_code code = mls_layout_parts(layout, &parts, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -129,22 +147,25 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     if (index >= parts) {
         return mls_fail(st, MLS_E_VALUE, "part %zu of %zu does not exist", index, parts);
     }
-    if (!whole(rank, shape, &part)) {
-        return mls_fail(st, MLS_E_SIZE,
-                        "the tensor has more elements than can be counted");
+    if ((code = check_shape(layout, rank, shape, st)) != MLS_OK) {
+        return code;
     }
+    /* the whole tensor first; nothing can fail any more */
+    out->rank = rank;
+    out->flat = false;
+    out->begin = 0;
+    for (int axis = 0; axis < rank; axis++) {
+        out->start[axis] = 0;
+        out->length[axis] = shape[axis];
+    }
+    out->end = box_count(out);
     /* each step cuts what the one before left; `parts` becomes the number of parts that
      * the later steps make of each */
     for (int i = 0; i < layout->count; i++) {
         const mls_layout_step step = layout->steps[i];
         parts /= step.parts;
-        if (step.axis >= rank) {
-            return mls_fail(st, MLS_E_SHAPE, "the layout cuts axis %d of %d dimensions",
-                            step.axis, rank);
-        }
-        mls_part_cut(&part, step, index / parts % step.parts);
+        mls_part_cut(out, step, index / parts % step.parts);
     }
-    *out = part;
     return MLS_OK;
 }
 

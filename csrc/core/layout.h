@@ -41,10 +41,11 @@ typedef struct mls_layout {
  * to before `end`.  They lie packed, so that element `begin` comes first. */
 typedef struct mls_part {
     int rank;
-    size_t start[MLS_LAYOUT_RANK];
-    size_t length[MLS_LAYOUT_RANK]; /* any may be 0 */
-    size_t begin, end;
     bool flat; /* a one-dimensional piece of the box; else the whole box in its shape */
+    size_t begin, end;
+    size_t
+        start[MLS_LAYOUT_RANK]; /* here and below, what is beyond the rank is anything */
+    size_t length[MLS_LAYOUT_RANK]; /* any may be 0 */
 } mls_part;
 
 /* Number of parts.  MLS_E_VALUE: too many steps, no parts, an axis that is negative, a
@@ -61,6 +62,9 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
 /* Cut one part further: it becomes part `index` of those that a step makes of it.  The
  * step is a good one for it: not behind a flat one, along an axis that there is. */
 void mls_part_cut(mls_part *part, mls_layout_step step, size_t index);
+
+/* Copy a part, but not its room for more axes, which is most of it. */
+void mls_part_copy(mls_part *to, const mls_part *from);
 
 /* Elements of a part. */
 size_t mls_part_count(const mls_part *part);

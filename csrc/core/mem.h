@@ -14,7 +14,8 @@
  * Gives: free with mls_free.  A count of 0 gives a block of one byte, never NULL. */
 void *mls_alloc(size_t count, size_t size);
 
-/* Resize a block from mls_alloc; new bytes are not zeroed.  NULL leaves it as it was. */
+/* Resize a block from mls_alloc; new bytes are not zeroed.  NULL leaves it as it was.  A
+ * block of NULL is made, of bytes that are anything. */
 void *mls_realloc(void *block, size_t count, size_t size);
 
 void mls_free(void *block); /* accepts NULL */

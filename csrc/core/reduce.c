@@ -98,6 +98,15 @@ static mls_squares_kernel squares_kernel(const mls_reduce_kernels *k, mls_dtype 
                                      : mls_reduce_scalar.squares[dtype];
 }
 
+/* Sums of some floats; NULL for the rest. */
+static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
+                                                 const mls_reduction *r)
+{
+    const mls_dtype part = part_of(r->dtype);
+    const bool offered = r->op == MLS_REDUCE_SUM && r->out_dtype == r->dtype;
+    return offered && is_summed(part) ? k->sum_squares[part] : NULL;
+}
+
 /* ---- jobs ---- */
 
 typedef struct job job;
@@ -112,7 +121,8 @@ struct job {
     mls_dtype dtype; /* of the output, elements */
     size_t item;     /* bytes of one of its items */
     unsigned char *out;
-    mls_squares_kernel squares; /* NULL: no tally is wanted */
+    mls_squares_kernel squares;         /* NULL: no tally is wanted */
+    mls_sum_squares_kernel sum_squares; /* NULL: the step, and then squares */
     /* what the step needs */
     mls_reduce_kernel reduce;
     const void *const *sources;
@@ -154,6 +164,18 @@ static uint64_t nonfinite_in(const job *j, double squares, const unsigned char *
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
 }
 
+/* Compute a block, and its sum of squares. */
+static double block_squares(const job *j, size_t start, size_t n)
+{
+    if (j->sum_squares != NULL) {
+        return j->sum_squares(j->out, j->sources, j->source_count, start, n, j->number);
+    }
+    if (j->step != NULL) {
+        j->step(j, start, n);
+    }
+    return j->squares(j->out + start * j->item, n);
+}
+
 /* PART_BLOCKS blocks, as a task: each is tallied as soon as it is computed. */
 static void tally_task(void *context, size_t index)
 {
@@ -164,12 +186,8 @@ static void tally_task(void *context, size_t index)
     for (size_t b = from; b < to && b < r->blocks; b++) {
         const size_t start = (r->first + b) * j->block, rest = j->count - start;
         const size_t n = rest < j->block ? rest : j->block;
-        const unsigned char *at = j->out + start * j->item;
-        if (j->step != NULL) {
-            j->step(j, start, n);
-        }
-        const double squares = j->squares(at, n);
-        nonfinite += nonfinite_in(j, squares, at, n);
+        const double squares = block_squares(j, start, n);
+        nonfinite += nonfinite_in(j, squares, j->out + start * j->item, n);
         r->squares[b] = squares;
     }
     r->nonfinite[index] = nonfinite;
@@ -305,6 +323,7 @@ void mls_reduce_run(mls_cpu cpu, const mls_reduction *r, const void *const *sour
     job j = job_over(k, r->out_dtype, out, n, tally != NULL);
     j.step = reduce_step;
     j.reduce = reduce_kernel(k, r);
+    j.sum_squares = sum_squares_kernel(k, r);
     j.sources = sources;
     j.source_count = count;
     j.number = r->divisor;

@@ -31,14 +31,21 @@ typedef void (*mls_scale_kernel)(void *items, size_t n, double factor);
 /* The sum of the squares of one block: item i goes to lane i % MLS_SQUARE_LANES. */
 typedef double (*mls_squares_kernel)(const void *items, size_t n);
 
+/* The sum of one block into its own dtype, and the sum of its squares. */
+typedef double (*mls_sum_squares_kernel)(void *out, const void *const *sources,
+                                         size_t count, size_t start, size_t n,
+                                         double divisor);
+
 /* In the scalar table NULL stands for what is not offered; in the others it stands for
- * the scalar table's entry, which also ends the runs that fill no vector. */
+ * the scalar table's entry, which also ends the runs that fill no vector.  `sum_squares`
+ * may be missing everywhere: then it is a sum, and squares. */
 typedef struct mls_reduce_kernels {
     mls_reduce_kernel same[MLS_REDUCE_OPS][MLS_DTYPE_COUNT]; /* into their own dtype */
     mls_reduce_kernel wide[MLS_REDUCE_OPS][MLS_DTYPE_COUNT]; /* into float32 */
     mls_add_kernel add[MLS_CONVERTIBLE][MLS_DTYPE_COUNT];    /* [dst][src], floats */
     mls_scale_kernel scale[MLS_CONVERTIBLE];
     mls_squares_kernel squares[MLS_DTYPE_COUNT];
+    mls_sum_squares_kernel sum_squares[MLS_CONVERTIBLE];
 } mls_reduce_kernels;
 
 /* The tables, constant. */

@@ -255,18 +255,12 @@ TARGET MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items,
     }
 }
 
-/* What fills no step is made one with zeros, which change no lane.  The next block is
- * asked for meanwhile: memory would have nothing to do. */
-TARGET MLS_INLINED double squares_run(const unsigned char *items, size_t n, size_t bytes,
-                                      doubles_function load)
+/* The squares of n items.  What fills no step is made one with zeros, which change no
+ * lane. */
+TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t n,
+                                     size_t bytes, doubles_function load)
 {
-    doubles lanes[SQUARES];
-    double sums[MLS_SQUARE_LANES];
     unsigned char rest[MLS_SQUARE_LANES * 8] = {0};
-    MLS_UNROLLED
-    for (size_t k = 0; k < SQUARES; k++) {
-        lanes[k] = repeat_f64(0);
-    }
     for (; n >= MLS_SQUARE_LANES; n -= MLS_SQUARE_LANES) {
         ask_ahead(items + MLS_TALLY_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
         square_lanes(lanes, items, bytes, load);
@@ -274,11 +268,37 @@ TARGET MLS_INLINED double squares_run(const unsigned char *items, size_t n, size
     }
     memcpy(rest, items, n * bytes);
     square_lanes(lanes, rest, bytes, load);
+}
+
+/* No squares yet. */
+TARGET MLS_INLINED void clear_lanes(doubles *lanes)
+{
+    MLS_UNROLLED
+    for (size_t k = 0; k < SQUARES; k++) {
+        lanes[k] = repeat_f64(0);
+    }
+}
+
+/* All of them. */
+TARGET MLS_INLINED double fold_lanes(const doubles *lanes)
+{
+    double sums[MLS_SQUARE_LANES];
     MLS_UNROLLED
     for (size_t k = 0; k < SQUARES; k++) {
         store_f64((unsigned char *)(sums + k * DOUBLES), lanes[k]);
     }
     return mls_fold_squares(sums);
+}
+
+/* A block that is there.  The next one is asked for meanwhile: memory would have nothing
+ * to do. */
+TARGET MLS_INLINED double squares_run(const unsigned char *items, size_t n, size_t bytes,
+                                      doubles_function load)
+{
+    doubles lanes[SQUARES];
+    clear_lanes(lanes);
+    square_items(lanes, items, n, bytes, load);
+    return fold_lanes(lanes);
 }
 
 /* The squares of A. */
@@ -292,6 +312,75 @@ MLS_DEFINE_SQUARES(f16, 2)
 MLS_DEFINE_SQUARES(bf16, 2)
 MLS_DEFINE_SQUARES(f32, 4)
 MLS_DEFINE_SQUARES(f64, 8)
+
+/* ---- sums with their squares ---- */
+
+enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and then squared at once */
+
+/* Whole pairs; how many items that were.  What was stored last is read back at once: the
+ * processor computes squares while it waits for the sources.  `count` and `divides` are
+ * constants. */
+TARGET MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
+                                    const void *const *sources, size_t count,
+                                    size_t start, size_t n, float divisor, bool divides,
+                                    size_t from_bytes, size_t to_bytes,
+                                    floats_function load, store_function store,
+                                    doubles_function back)
+{
+    size_t done = 0;
+    for (; n - done >= PAIR; done += PAIR) {
+        const size_t at = start + done;
+        (void)sum_steps(out, sources, count, at, at + PAIR, divisor, divides, from_bytes,
+                        to_bytes, load, store);
+        square_lanes(lanes, out + at * to_bytes, to_bytes, back);
+        square_lanes(lanes, out + (at + MLS_SQUARE_LANES) * to_bytes, to_bytes, back);
+    }
+    return done;
+}
+
+/* A block of a sum, and the sum of its squares: the bits are those of one after the
+ * other. */
+TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
+                                          size_t count, size_t start, size_t n,
+                                          double divisor, size_t from_bytes,
+                                          size_t to_bytes, floats_function load,
+                                          store_function store, doubles_function back,
+                                          mls_reduce_kernel scalar)
+{
+    const float by = (float)divisor;
+    const bool divides = by < 1 || by > 1;
+    doubles lanes[SQUARES];
+    size_t done;
+    clear_lanes(lanes);
+    if (divides) {
+        done = sum_pairs(lanes, out, sources, count, start, n, by, true, from_bytes,
+                         to_bytes, load, store, back);
+    } else if (count == 2) {
+        done = sum_pairs(lanes, out, sources, 2, start, n, by, false, from_bytes,
+                         to_bytes, load, store, back);
+    } else {
+        done = sum_pairs(lanes, out, sources, count, start, n, by, false, from_bytes,
+                         to_bytes, load, store, back);
+    }
+    scalar(out, sources, count, start + done, n - done, divisor);
+    square_items(lanes, (const unsigned char *)out + (start + done) * to_bytes, n - done,
+                 to_bytes, back);
+    return fold_lanes(lanes);
+}
+
+/* The sum of A as B, and its squares. */
+#define MLS_DEFINE_SUM_SQUARES(name, A, B, from_bytes, to_bytes, table)                  \
+    TARGET static double name(void *out, const void *const *sources, size_t count,       \
+                              size_t start, size_t n, double divisor)                    \
+    {                                                                                    \
+        return sum_squares_run(out, sources, count, start, n, divisor, from_bytes,       \
+                               to_bytes, floats_##A, store_##B, doubles_##B,             \
+                               mls_reduce_scalar.table);                                 \
+    }
+
+MLS_DEFINE_SUM_SQUARES(sum_squares_f16, f16, f16, 2, 2, same[MLS_REDUCE_SUM][MLS_F16])
+MLS_DEFINE_SUM_SQUARES(sum_squares_bf16, bf16, bf16, 2, 2, same[MLS_REDUCE_SUM][MLS_BF16])
+MLS_DEFINE_SUM_SQUARES(sum_squares_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
 
 /* The table that each of the files defines; what is not in it is the oracle's. */
 #define MLS_REDUCE_TABLE                                                                 \
@@ -320,6 +409,9 @@ MLS_DEFINE_SQUARES(f64, 8)
                     [MLS_BF16] = squares_bf16,                                           \
                     [MLS_F32] = squares_f32,                                             \
                     [MLS_F64] = squares_f64},                                            \
+        .sum_squares = {[MLS_F16] = sum_squares_f16,                                     \
+                        [MLS_BF16] = sum_squares_bf16,                                   \
+                        [MLS_F32] = sum_squares_f32},                                    \
     }
 
 #endif

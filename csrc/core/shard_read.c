@@ -42,10 +42,13 @@ enum {
 };
 
 /* Bytes `from` .. `end` of a piece's shard.  Whole blocks, but for the ends of what the
- * piece needs. */
+ * piece needs.  File and place are the shard's, which is out of the cache by the time
+ * that spans are put in order. */
 typedef struct span {
     const mls_piece *piece;
     size_t from, end;
+    const char *file;
+    uint64_t at; /* of `from` in the file */
 } span;
 
 /* Lent to the task that takes it; allocated at its first use. */
@@ -123,7 +126,8 @@ static void start_runs(run_reader *r, const span *s)
 {
     const mls_stored_shard *shard = s->piece->shard;
     const size_t item = shard->item_bytes;
-    mls_part part = shard->part;
+    mls_part part;
+    mls_part_copy(&part, &shard->part);
     r->span = s;
     r->first = s->from / item;
     part.begin += r->first;
@@ -509,7 +513,11 @@ static mls_code plan_piece(reading *shared, const mls_piece *piece, mls_status *
     while (from < end) {
         const size_t left = end - from, room = SPAN - from % SPAN;
         const size_t length = left < room ? left : room;
-        const span next = {.piece = piece, .from = from, .end = from + length};
+        const span next = {.piece = piece,
+                           .from = from,
+                           .end = from + length,
+                           .file = shard->file,
+                           .at = shard->offset + from}; /* inside, so it does not wrap */
         const mls_code code = add_span(shared, next, st);
         if (code != MLS_OK) {
             return blame(shard, st);
@@ -525,15 +533,12 @@ static int compare_places(const void *a, const void *b)
 {
     const span *x = *(const span *const *)a;
     const span *y = *(const span *const *)b;
-    const mls_stored_shard *p = x->piece->shard, *q = y->piece->shard;
-    const int names = p->file == q->file ? 0 : strcmp(p->file, q->file);
+    const int names = x->file == y->file ? 0 : strcmp(x->file, y->file);
     if (names != 0) {
         return names;
     }
-    /* inside the files, so neither sum wraps */
-    const uint64_t at = p->offset + x->from, other = q->offset + y->from;
-    if (at != other) {
-        return at < other ? -1 : 1;
+    if (x->at != y->at) {
+        return x->at < y->at ? -1 : 1;
     }
     return x < y ? -1 : x > y;
 }

@@ -24,10 +24,10 @@ typedef struct mls_stored_shard {
     uint64_t file_bytes; /* length that the file must have */
     uint64_t offset;     /* of the shard's first byte in it */
     size_t item_bytes;   /* of one element */
-    mls_part part;       /* what it is of its tensor; its elements lie packed */
     const uint32_t
         *crcs;     /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
     mls_text name; /* of the tensor, for messages */
+    mls_part part; /* what it is of its tensor; its elements lie packed */
 } mls_stored_shard;
 
 /* What goes where: the elements that `shard` and `to` have in common, to `data`, where

@@ -49,6 +49,31 @@ bool mls_utf8_valid(const char *text, size_t length)
     return true;
 }
 
+/* The reverse of mls_utf8_length: whoever calls knows that the code point is good. */
+size_t mls_utf8_put(char *out, unsigned long code)
+{
+    if (code < 0x80) {
+        out[0] = (char)code;
+        return 1;
+    }
+    if (code < 0x800) {
+        out[0] = (char)(0xC0 | (code >> 6));
+        out[1] = (char)(0x80 | (code & 0x3F));
+        return 2;
+    }
+    if (code < 0x10000) {
+        out[0] = (char)(0xE0 | (code >> 12));
+        out[1] = (char)(0x80 | ((code >> 6) & 0x3F));
+        out[2] = (char)(0x80 | (code & 0x3F));
+        return 3;
+    }
+    out[0] = (char)(0xF0 | (code >> 18));
+    out[1] = (char)(0x80 | ((code >> 12) & 0x3F));
+    out[2] = (char)(0x80 | ((code >> 6) & 0x3F));
+    out[3] = (char)(0x80 | (code & 0x3F));
+    return 4;
+}
+
 /* Byte by byte: the keys and words that are looked for are short, and most others differ
  * in the first byte. */
 bool mls_text_is(mls_text text, const char *expected)

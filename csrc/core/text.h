@@ -19,6 +19,10 @@ typedef struct mls_text {
  * cut off by `room`, overlong, a surrogate, beyond U+10FFFF. */
 size_t mls_utf8_length(const unsigned char *bytes, size_t room);
 
+/* Write a code point, which is no surrogate and at most U+10FFFF, as UTF-8; returns how
+ * many bytes that took, 1 to 4. */
+size_t mls_utf8_put(char *out, unsigned long code);
+
 /* Whether all of `text` is UTF-8. */
 bool mls_utf8_valid(const char *text, size_t length);
 

@@ -10,8 +10,8 @@
 /* A bucket, and what keeps its arrays alive. */
 typedef struct mlsp_bucket {
     mls_bucket bucket;
-    mlsp_view *views; /* array and output of each segment */
-    size_t *counts;   /* of all segments */
+    PyObject **owners; /* strong: of the array and the output of each segment */
+    size_t *counts;    /* of all segments */
 } mlsp_bucket;
 
 /* The bucket in a capsule, which keeps it; NULL with ValueError set.  Who works on it

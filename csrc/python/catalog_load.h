@@ -7,12 +7,12 @@
 /* A tensor, the part of it that is wanted, and where it goes. */
 typedef struct wanted {
     const mls_catalog_tensor *tensor;
-    mls_part part;
     PyObject *key;       /* strong: as it was asked for */
     PyObject *array;     /* strong: the result, or what owns the target's memory */
     unsigned char *data; /* of a target that is packed */
     mls_tensor *strided; /* of one that is not; owned */
     size_t first, count; /* of the job's pieces */
+    mls_part part;       /* last: most of it is room that is never touched */
 } wanted;
 
 typedef struct load_job {

@@ -66,4 +66,20 @@ typedef struct dlpack_managed_versioned {
     dlpack_tensor tensor;
 } dlpack_managed_versioned;
 
+/* What the capsule "dlpack_exchange_api" points to, which a type may have as
+ * __dlpack_c_exchange_api__ (version 1.2 of the specification).  It lives as long as the
+ * process.  A function that we do not call has a type that fits none of its calls. */
+typedef struct dlpack_exchange {
+    uint32_t major; /* another one has other functions */
+    uint32_t minor;
+    const void *earlier;
+    void (*allocate)(void);
+    void (*managed_of)(void);
+    void (*object_of)(void);
+    /* Fill `out`, which borrows everything from `object`; 0, or -1 with an exception set.
+     * NULL where the exporter has none. */
+    int (*tensor_of)(void *object, dlpack_tensor *out);
+    void (*stream)(void);
+} dlpack_exchange;
+
 #endif

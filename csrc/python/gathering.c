@@ -392,7 +392,7 @@ static int add_value(mlsp_gathering *g, PyObject *model, mls_section section,
             return ours;
         }
     }
-    if (!mlsp_view_quickly(entry->value, false, &view) &&
+    if (!mlsp_view_quickly(g->state, entry->value, false, &view) &&
         mlsp_view_of(g->state, entry->value, what, &view) < 0) {
         return -1;
     }

@@ -53,6 +53,7 @@ typedef struct mlsp_state {
     PyTypeObject *local_link_type;
     PyObject *shape_name, *dtype_name; /* interned: types look these up in their caches */
     PyObject *itemsize_name, *nbytes_name;
+    PyObject *exchange_name, *graph_name, *negative_name;
     const mls_kernels *kernels; /* constant table, chosen at import */
     mls_pool *pool;             /* owned; NULL until start_core */
 } mlsp_state;
@@ -122,9 +123,11 @@ int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
 int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *what,
                        mlsp_view *out);
 
-/* The same for an ndarray with which nothing is wrong; false, without an exception and
- * with `*out` untouched, for everything that takes a second look. */
-bool mlsp_view_quickly(PyObject *array, bool writable, mlsp_view *out);
+/* The same for an ndarray or a torch tensor with which nothing is wrong; false, without
+ * an exception and with nothing of use in `*out`, for everything that takes a second
+ * look. */
+bool mlsp_view_quickly(const mlsp_state *state, PyObject *array, bool writable,
+                       mlsp_view *out);
 
 void mlsp_view_release(mlsp_view *view); /* accepts a view without owner; leaves none */
 

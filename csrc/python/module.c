@@ -147,8 +147,13 @@ static int intern_names(mlsp_state *state)
     state->dtype_name = PyUnicode_InternFromString("dtype");
     state->itemsize_name = PyUnicode_InternFromString("itemsize");
     state->nbytes_name = PyUnicode_InternFromString("nbytes");
+    state->exchange_name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+    state->graph_name = PyUnicode_InternFromString("requires_grad");
+    state->negative_name = PyUnicode_InternFromString("is_neg");
     return state->shape_name == NULL || state->dtype_name == NULL ||
-                   state->itemsize_name == NULL || state->nbytes_name == NULL
+                   state->itemsize_name == NULL || state->nbytes_name == NULL ||
+                   state->exchange_name == NULL || state->graph_name == NULL ||
+                   state->negative_name == NULL
                ? -1
                : 0;
 }
@@ -197,6 +202,9 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->dtype_name);
     Py_VISIT(state->itemsize_name);
     Py_VISIT(state->nbytes_name);
+    Py_VISIT(state->exchange_name);
+    Py_VISIT(state->graph_name);
+    Py_VISIT(state->negative_name);
     return 0;
 }
 
@@ -216,6 +224,9 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->dtype_name);
     Py_CLEAR(state->itemsize_name);
     Py_CLEAR(state->nbytes_name);
+    Py_CLEAR(state->exchange_name);
+    Py_CLEAR(state->graph_name);
+    Py_CLEAR(state->negative_name);
     return 0;
 }
 

@@ -268,7 +268,7 @@ static void name_buffer_error(const mlsp_state *state, const char *what)
 int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
                    bool writable, mlsp_view *out)
 {
-    if (mlsp_view_quickly(item->value, writable, out)) {
+    if (mlsp_view_quickly(state, item->value, writable, out)) {
         return 0;
     }
     char what[MLS_NAME_BYTES];

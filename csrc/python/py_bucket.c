@@ -17,17 +17,17 @@ static const char BUCKET[] = "mlstate.bucket";
 /* ---- making ---- */
 
 /* Free all that a bucket holds; accepts one that was half made, where `count` says how
- * many segments have their views.  Needs the GIL, since the last reference to an array
+ * many segments have their owners.  Needs the GIL, since the last reference to an array
  * may go here. */
 static void bucket_free(mlsp_bucket *held)
 {
     if (held == NULL) {
         return;
     }
-    for (size_t i = 0; held->views != NULL && i < 2 * held->bucket.count; i++) {
-        mlsp_view_release(&held->views[i]);
+    for (size_t i = 0; held->owners != NULL && i < 2 * held->bucket.count; i++) {
+        Py_DECREF(held->owners[i]);
     }
-    mls_free(held->views);
+    mls_free(held->owners);
     mls_free(held->counts);
     mls_free(held->bucket.segments);
     mls_free(held);
@@ -57,10 +57,10 @@ static mlsp_bucket *bucket_new(size_t count, size_t world)
         return NULL;
     }
     held->bucket.world = world;
-    held->views = mls_alloc(2 * count + 1, sizeof *held->views);
+    held->owners = mls_alloc(2 * count + 1, sizeof *held->owners);
     held->counts = mls_alloc(numbers + 1, sizeof *held->counts);
     held->bucket.segments = mls_alloc(count + 1, sizeof *held->bucket.segments);
-    if (held->views == NULL || held->counts == NULL || held->bucket.segments == NULL) {
+    if (held->owners == NULL || held->counts == NULL || held->bucket.segments == NULL) {
         bucket_free(held);
         PyErr_NoMemory();
         return NULL;
@@ -68,30 +68,70 @@ static mlsp_bucket *bucket_new(size_t count, size_t world)
     return held;
 }
 
-/* The quick way is for plain ndarrays, of which a bucket may have thousands.  Where it
- * declines, the long way finds out what the object is, or raises what fits.  A complex64
- * is asked for 8 bytes of alignment, though its parts alone would need 4. */
+/* A complex64 is asked for 8 bytes of alignment, though its parts alone would need 4. */
+static bool lies_packed(const mls_tensor *t)
+{
+    const size_t item = mls_tensor_item_bytes(t);
+    return mls_tensor_is_contiguous(t) && !t->swapped &&
+           (uintptr_t)t->data % (item < 8 ? item : 8) == 0;
+}
+
+/* The quick way is for plain arrays, of which a bucket may have thousands.  Where it
+ * declines, the long way finds out what the object is, or raises what fits. */
 int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
                      bool writable, mlsp_view *out)
 {
-    mlsp_view view = {0};
-    if (!mlsp_view_quickly(array, writable, &view) &&
-        (writable ? mlsp_view_writable(state, array, what, &view)
-                  : mlsp_view_of(state, array, what, &view)) < 0) {
+    if (!mlsp_view_quickly(state, array, writable, out) &&
+        (writable ? mlsp_view_writable(state, array, what, out)
+                  : mlsp_view_of(state, array, what, out)) < 0) {
         return -1;
     }
-    const size_t item = mls_tensor_item_bytes(&view.tensor);
-    if (!mls_tensor_is_contiguous(&view.tensor) || view.tensor.swapped ||
-        (uintptr_t)view.tensor.data % (item < 8 ? item : 8) != 0) {
+    if (!lies_packed(&out->tensor)) {
         PyErr_Format(PyExc_ValueError,
                      "%s of a bucket must be contiguous, aligned and in the byte order "
                      "of the machine",
                      what);
-        mlsp_view_release(&view);
+        mlsp_view_release(out);
         return -1;
     }
-    *out = view;
     return 0;
+}
+
+/* bucket_fits(array, dtype, shape, writable) -> bool
+ *
+ * Whether an array is one that a bucket takes as it lies, of this dtype and shape: a
+ * plain ndarray or tensor in main memory.  For others the answer is no, whatever they
+ * are. */
+static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_text name;
+    mls_dtype dtype;
+    mlsp_view view;
+    if (mlsp_take_count("bucket_fits", 4, count) < 0 ||
+        mlsp_take_text(args[1], "dtype", &name) < 0) {
+        return NULL;
+    }
+    if (!PyTuple_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "shape must be a tuple");
+        return NULL;
+    }
+    /* a subclass of ndarray may be more than its memory */
+    if ((PyArray_Check(args[0]) && !PyArray_CheckExact(args[0])) ||
+        !mls_dtype_from_name(name.data, name.length, &dtype) ||
+        !mlsp_view_quickly(state, args[0], args[3] == Py_True, &view)) {
+        Py_RETURN_FALSE;
+    }
+    const mls_tensor *t = &view.tensor;
+    bool same =
+        t->dtype == dtype && lies_packed(t) && t->rank == PyTuple_GET_SIZE(args[2]);
+    for (int axis = 0; same && axis < t->rank; axis++) {
+        PyObject *length = PyTuple_GET_ITEM(args[2], axis);
+        same = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
+    }
+    mlsp_view_release(&view);
+    PyErr_Clear(); /* of lengths that no array has */
+    return PyBool_FromLong(same);
 }
 
 /* The elements of each rank's part, which make up the array and its output; -1 with an
@@ -161,20 +201,24 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
 {
     mls_status st;
     mls_bucket *b = &held->bucket;
-    mlsp_view *views = &held->views[2 * b->count];
+    mlsp_view views[2];
     size_t *counts = &held->counts[b->world * b->count];
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 3) {
         PyErr_SetString(PyExc_TypeError, "a segment is a tuple (array, counts, out)");
         return -1;
     }
     if (mlsp_view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false,
-                         &views[0]) < 0 ||
-        mlsp_view_packed(state, PyTuple_GET_ITEM(tuple, 2), "the output", true,
+                         &views[0]) < 0) {
+        return -1;
+    }
+    if (mlsp_view_packed(state, PyTuple_GET_ITEM(tuple, 2), "the output", true,
                          &views[1]) < 0) {
         mlsp_view_release(&views[0]);
         return -1;
     }
-    b->count++; /* from here on bucket_free lets the views go */
+    held->owners[2 * b->count] = views[0].owner;
+    held->owners[2 * b->count + 1] = views[1].owner;
+    b->count++; /* from here on bucket_free lets the owners go */
     if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, b->rank, views, counts) <
             0 ||
         check_apart(&views[0].tensor, &views[1].tensor, counts, b->rank) < 0) {
@@ -419,6 +463,10 @@ static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t coun
 }
 
 PyMethodDef mlsp_bucket_methods[] = {
+    {"bucket_fits", MLSP_FASTCALL(bucket_fits),
+     "bucket_fits(array, dtype, shape, writable, /)\n--\n\nWhether a bucket takes an "
+     "array as it "
+     "lies."},
     {"bucket", MLSP_FASTCALL(bucket),
      "bucket(segments, world, rank, op, divisor, /)\n--\n\nArrays to be reduced as one."},
     {"bucket_sizes", MLSP_FASTCALL(bucket_sizes),

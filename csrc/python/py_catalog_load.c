@@ -200,7 +200,9 @@ static int choose(load_job *job, mls_section section, PyObject *keys, const cutt
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
     size_t at = SIZE_MAX;
-    job->wanted = mls_alloc((size_t)count, sizeof *job->wanted);
+    /* what is not counted is not looked at, and a part takes hundreds of bytes: so there
+     * are no zeros to begin with, here and in plan */
+    job->wanted = mls_realloc(NULL, (size_t)count, sizeof *job->wanted);
     if (job->wanted == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -225,6 +227,10 @@ static int choose(load_job *job, mls_section section, PyObject *keys, const cutt
             return -1;
         }
         w->key = Py_NewRef(key);
+        w->array = NULL;
+        w->data = NULL;
+        w->strided = NULL;
+        w->first = w->count = 0;
         job->count++;
         job->piece_count += w->tensor->count;
     }
@@ -272,8 +278,8 @@ static int plan(load_job *job)
     mls_status st;
     mls_code code;
     const char *file;
-    job->stored = mls_alloc(job->piece_count, sizeof *job->stored);
-    job->pieces = mls_alloc(job->piece_count, sizeof *job->pieces);
+    job->stored = mls_realloc(NULL, job->piece_count, sizeof *job->stored);
+    job->pieces = mls_realloc(NULL, job->piece_count, sizeof *job->pieces);
     if (job->stored == NULL || job->pieces == NULL) {
         PyErr_NoMemory();
         return -1;

@@ -43,13 +43,14 @@ static inline void *rank_main(void *argument)
     return NULL;
 }
 
-static inline void in_threads(mls_local_shape shape, void (*run)(rank_case *c))
+static inline void threads_with(mls_cpu cpu, mls_local_shape shape,
+                                void (*run)(rank_case *c))
 {
     static rank_case cases[RANKS_MOST];
     mls_local *groups[RANKS_MOST];
     pthread_t threads[RANKS_MOST];
     mls_status st;
-    REQUIRE(mls_local_threads(&shape, MLS_CPU_SCALAR, groups, &st) == MLS_OK);
+    REQUIRE(mls_local_threads(&shape, cpu, groups, &st) == MLS_OK);
     for (size_t r = 0; r < shape.world; r++) {
         cases[r] =
             (rank_case){.g = groups[r], .rank = r, .world = shape.world, .run = run};
@@ -59,6 +60,11 @@ static inline void in_threads(mls_local_shape shape, void (*run)(rank_case *c))
         pthread_join(threads[r], NULL);
         CHECK(cases[r].failures == 0);
     }
+}
+
+static inline void in_threads(mls_local_shape shape, void (*run)(rank_case *c))
+{
+    threads_with(MLS_CPU_SCALAR, shape, run);
 }
 
 /* A nameless file of zeros. */

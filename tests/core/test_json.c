@@ -284,6 +284,53 @@ static void objects_after_one_another_are_each_read_for_themselves(void)
     mls_json_free(doc);
 }
 
+/* What is found in an object of that text: which entry is bad, and whether all that are
+ * there have their texts. */
+static size_t members_of(const char *text, mls_json_node *nodes)
+{
+    mls_json_member table[] = {
+        {.key = "a", .length = 1, .type = MLS_JSON_NUMBER, .needed = true},
+        {.key = "four", .length = 4, .type = MLS_JSON_STRING},
+        {.key = "has_eight", .length = 9, .type = MLS_JSON_NUMBER, .needed = true},
+        {.key = "longer_than_sixteen", .length = 19, .type = MLS_JSON_ARRAY}};
+    mls_json *doc = NULL;
+    mls_status st;
+    const size_t count = sizeof table / sizeof *table;
+    if (parse(text, &doc, &st) != MLS_OK) {
+        CHECK(false);
+        return SIZE_MAX;
+    }
+    const size_t bad = mls_json_members(doc, 0, table, count);
+    for (size_t i = 0; i < count; i++) {
+        nodes[i] = table[i].node;
+        CHECK(mls_json_find(doc, 0, table[i].key) == table[i].node);
+    }
+    mls_json_free(doc);
+    return bad;
+}
+
+static void members_are_found_by_a_table(void)
+{
+    mls_json_node n[4];
+    CHECK(members_of("{\"a\":1,\"four\":\"x\",\"has_eight\":2,"
+                     "\"longer_than_sixteen\":[]}",
+                     n) == 4);
+    CHECK(n[0] == 1 && n[1] == 2 && n[2] == 3 && n[3] == 4);
+    /* in another order, with others between them, without what need not be there */
+    CHECK(members_of("{\"has_eight\":2,\"b\":0,\"a\":1,\"c\":{\"a\":\"\"}}", n) == 4);
+    CHECK(n[1] == MLS_JSON_NONE && n[3] == MLS_JSON_NONE);
+    /* keys that differ in one character only, at any place */
+    CHECK(members_of("{\"a\":1,\"foul\":1,\"gour\":1,\"has_eighu\":2,\"ias_eight\":1,"
+                     "\"has_fight\":1,\"longer_than_sixteem\":1}",
+                     n) == 2);
+    /* the first that is bad in the order of the table, not of the text */
+    CHECK(members_of("{\"has_eight\":null,\"four\":4,\"a\":1}", n) == 1);
+    CHECK(members_of("{\"has_eight\":[],\"a\":1}", n) == 2);
+    CHECK(members_of("{}", n) == 0);
+    CHECK(members_of("[1,2]", n) == 0);
+    CHECK(members_of("7", n) == 0);
+}
+
 static void depth_is_bounded_and_costs_no_stack(void)
 {
     enum { DEPTH = 1000000 };
@@ -338,6 +385,7 @@ static const test_case tests[] = {
     TEST(duplicate_keys_are_refused_however_they_are_spelled),
     TEST(duplicates_are_found_among_many_keys),
     TEST(objects_after_one_another_are_each_read_for_themselves),
+    TEST(members_are_found_by_a_table),
     TEST(depth_is_bounded_and_costs_no_stack),
     TEST(the_number_of_values_is_bounded),
     TEST(any_cut_of_a_document_is_refused),

@@ -217,7 +217,7 @@ static void impossible_layouts_are_refused(void)
     mls_layout many = {.count = MLS_LAYOUT_STEPS + 1};
     const mls_layout none = one_step(0, 0), negative = one_step(-2, 2);
     const mls_layout early = two_steps(MLS_LAYOUT_FLAT, 2, 0, 2);
-    const mls_layout beyond = one_step(2, 2);
+    const mls_layout beyond = one_step(2, 2), later = two_steps(0, 2, 2, 2);
     const mls_layout huge = two_steps(0, SIZE_MAX, 1, 2), rows = one_step(0, 2);
     const size_t enormous[] = {SIZE_MAX, 2};
     mls_status st;
@@ -227,12 +227,28 @@ static void impossible_layouts_are_refused(void)
     CHECK(mls_layout_part(&negative, 2, shape, 0, &part, &st) == MLS_E_VALUE);
     CHECK(mls_layout_part(&early, 2, shape, 0, &part, &st) == MLS_E_VALUE);
     CHECK(mls_layout_part(&beyond, 2, shape, 0, &part, &st) == MLS_E_SHAPE);
+    CHECK(mls_layout_part(&later, 2, shape, 0, &part, &st) == MLS_E_SHAPE);
     CHECK(mls_layout_part(&huge, 2, shape, 0, &part, &st) == MLS_E_SIZE);
     CHECK(mls_layout_part(&rows, 2, shape, 2, &part, &st) == MLS_E_VALUE);
     CHECK(mls_layout_part(&rows, 2, enormous, 0, &part, &st) == MLS_E_SIZE);
     CHECK(mls_layout_part(&rows, MLS_LAYOUT_RANK + 1, shape, 0, &part, &st) ==
           MLS_E_SHAPE);
     CHECK(part.rank == 77);
+}
+
+static void a_copy_of_a_part_is_that_part(void)
+{
+    const size_t shape[] = {5, 3, 2};
+    const mls_layout both = two_steps(1, 2, MLS_LAYOUT_FLAT, 3);
+    for (size_t i = 0; i < 6; i++) {
+        const mls_part part = part_of(&both, 3, shape, i);
+        mls_part copy = {.start = {7, 7, 7, 7}, .length = {7, 7, 7, 7}};
+        mls_part_copy(&copy, &part);
+        CHECK(copy.rank == 3 && copy.flat && copy.begin == part.begin);
+        CHECK(copy.end == part.end && copy.start[3] == 7 && copy.length[3] == 7);
+        CHECK(memcmp(copy.start, part.start, sizeof shape) == 0);
+        CHECK(memcmp(copy.length, part.length, sizeof shape) == 0);
+    }
 }
 
 static void more_parts_than_elements_leave_the_last_ones_empty(void)
@@ -252,6 +268,7 @@ static const test_case tests[] = {
     TEST(a_scalar_is_one_element),
     TEST(rows_that_both_have_whole_are_one_run),
     TEST(impossible_layouts_are_refused),
+    TEST(a_copy_of_a_part_is_that_part),
     TEST(more_parts_than_elements_leave_the_last_ones_empty),
 };
 

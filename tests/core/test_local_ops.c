@@ -145,6 +145,62 @@ static void shares_are_summed_and_tallied_however_they_are_cut(void)
     everywhere(scatter);
 }
 
+/* Many steps of whole slots, an `out` that lies across cache lines, and a segment that
+ * becomes wider on the way. */
+static void scatter_large(rank_case *c)
+{
+    enum { COUNT = 1200007, WIDE = 70001 };
+    mls_status st;
+    size_t counts[2][2] = {{COUNT, COUNT - 5}, {WIDE, 3}};
+    const size_t start = c->rank * COUNT, mine = counts[0][c->rank];
+    float *data = array_of(c->rank, 2 * COUNT), *out = calloc(COUNT + 1, sizeof *out);
+    uint16_t *halves = calloc(WIDE + 3, sizeof *halves);
+    float *wide = calloc(WIDE + 1, sizeof *wide);
+    for (size_t i = 0; i < WIDE + 3; i++) {
+        halves[i] = (uint16_t)(0x3F80 + i % 128); /* 1 to 2 */
+    }
+    mls_reduction widened = sum_f32;
+    widened.dtype = MLS_BF16;
+    mls_segment segments[2] = {{.data = (const unsigned char *)data,
+                                .counts = counts[0],
+                                .out = out + 1,
+                                .reduction = sum_f32},
+                               {.data = (const unsigned char *)halves,
+                                .counts = counts[1],
+                                .out = wide + 1,
+                                .reduction = widened}};
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, 2, &st) == MLS_OK);
+    size_t wrong = 0;
+    for (size_t i = 0; i < mine; i++) {
+        const float value = total(2, start + i);
+        wrong += memcmp(&out[1 + i], &value, 4) != 0;
+    }
+    for (size_t i = 0; i < counts[1][c->rank]; i++) {
+        const size_t at = c->rank * WIDE + i;
+        const float value = 2 * (1 + (float)(at % 128) / 128);
+        wrong += memcmp(&wide[1 + i], &value, 4) != 0;
+    }
+    EXPECT(c, wrong == 0 && memcmp(out, "\0\0\0\0", 4) == 0);
+    mls_tensor t;
+    mls_tally expected = {0};
+    EXPECT(c, mls_tensor_init(&t, out + 1, MLS_F32, 1, &mine, &st) == MLS_OK);
+    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &expected);
+    EXPECT(c, memcmp(&expected, &segments[0].tally, sizeof expected) == 0);
+    free(data);
+    free(out);
+    free(halves);
+    free(wide);
+}
+
+static void large_sums_have_the_same_bits_with_every_instruction_set(void)
+{
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        if (mls_cpu_offers((mls_cpu)cpu)) {
+            threads_with((mls_cpu)cpu, (mls_local_shape){.world = 2}, scatter_large);
+        }
+    }
+}
+
 static unsigned char byte_of(size_t rank, size_t i)
 {
     return (unsigned char)(rank * 31 + i * 7 + i / 251);
@@ -352,6 +408,7 @@ static void reductions_that_make_no_sense_send_nothing(void)
 static const test_case tests[] = {
     TEST(all_ranks_get_the_sum_in_the_order_of_ranks),
     TEST(shares_are_summed_and_tallied_however_they_are_cut),
+    TEST(large_sums_have_the_same_bits_with_every_instruction_set),
     TEST(bytes_of_all_ranks_are_gathered),
     TEST(one_ranks_bytes_reach_all),
     TEST(every_rank_sends_to_every_other),

@@ -28,6 +28,20 @@ static void utf8_is_told_from_other_bytes(void)
     }
 }
 
+static void a_code_point_becomes_the_character_of_its_length(void)
+{
+    static const unsigned long ends[] = {0,      0x7F,   0x80,   0x7FF,   0x800,
+                                         0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF};
+    static const size_t lengths[] = {1, 1, 2, 2, 3, 3, 3, 3, 4, 4};
+    char out[4];
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        REQUIRE(mls_utf8_put(out, ends[i]) == lengths[i]);
+        CHECK(mls_utf8_length((const unsigned char *)out, lengths[i]) == lengths[i]);
+    }
+    CHECK(mls_utf8_put(out, 0x20AC) == 3 && memcmp(out, "\xE2\x82\xAC", 3) == 0);
+    CHECK(mls_utf8_put(out, 0x1F600) == 4 && memcmp(out, "\xF0\x9F\x98\x80", 4) == 0);
+}
+
 static void a_text_is_equal_only_to_all_of_itself(void)
 {
     const mls_text nul = {.data = "a\0b", .length = 3};
@@ -59,6 +73,7 @@ static void order_is_that_of_the_bytes(void)
 
 static const test_case tests[] = {
     TEST(utf8_is_told_from_other_bytes),
+    TEST(a_code_point_becomes_the_character_of_its_length),
     TEST(a_text_is_equal_only_to_all_of_itself),
     TEST(a_prefix_is_no_longer_than_its_text),
     TEST(order_is_that_of_the_bytes),

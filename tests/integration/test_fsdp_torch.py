@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from torch_processes import check, run_ranks, scenarios
 
+from mlstate import _core
 from mlstate.collectives import LocalGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
 
@@ -75,3 +77,58 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_ranks_that_are_processes(outcomes, world, name):
     check(outcomes(world), name)
+
+
+# ---- tensors that the core sees by itself ----
+
+
+class Special(torch.Tensor):
+    """A class of its own, of which nobody knows what else it has."""
+
+
+def _negative():
+    """Elements that are the negation of those in memory."""
+    return torch.complex(torch.zeros(3), torch.ones(3)).conj().imag
+
+
+PLAIN = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # from 2.10 on
+TENSORS = {
+    "plain": (torch.ones(3), PLAIN),
+    "one of many": (torch.ones(2, 3)[1], PLAIN),
+    "a view with steps": (torch.ones(3, 2)[:, 0], False),
+    "another dtype": (torch.ones(3).half(), False),
+    "another shape": (torch.ones(4), False),
+    "with a gradient": (torch.ones(3, requires_grad=True), False),
+    "a parameter": (torch.nn.Parameter(torch.ones(3)), False),
+    "a class of its own": (torch.ones(3).as_subclass(Special), False),
+    "sparse": (torch.ones(3).to_sparse(), False),
+    "no memory": (torch.ones(3, device="meta"), False),
+    "zeros of no memory": (torch._efficientzerotensor(3), False),
+    "negative": (_negative(), False),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_only_plain_tensors_are_seen_by_the_core_itself(kind):
+    tensor, seen = TENSORS[kind]
+    assert _core.bucket_fits(tensor, "float32", (3,), True) is seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
+def test_the_core_sees_tensors_of_every_dtype(dtype):
+    name = str(dtype).removeprefix("torch.")
+    assert _core.bucket_fits(torch.ones(2, 3, dtype=dtype), name, (2, 3), True) is PLAIN
+
+
+def test_a_tensor_whose_negation_is_to_come_is_reduced_as_what_it_means():
+    (group,) = LocalGroup.threads(1)
+    tensor = _negative()
+    assert tensor.is_neg()
+    unit = FSDPShardingUnit("w", (3,), torch.float32, 0)
+    hook = FSDPBackwardHook(FSDP(group))
+    for _ in range(2):  # the second time into the memory of the first
+        assert hook.scatter_gradient(unit, tensor).tolist() == [-1.0] * 3
+    total = torch.ones(3)
+    hook.accumulate_gradients({"w": unit}, {"w": total})
+    assert unit.local_gradient.tolist() == [0.0] * 3
+    group.close()

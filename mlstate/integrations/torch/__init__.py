@@ -20,12 +20,15 @@ from ._peak import MemoryUse, measure_peak
 from ._pickle import reduce_state, register, restore_state
 from ._recompute_check import check_recompute
 from ._state import arrays_of, tensors_of
+from ._steps import PlanUse, StepUse, measure_plan
 from ._tiers import accelerator, give_memory, in_memory, on_device, tensors_of_optimizer
 
 __all__ = [
     "MemoryUse",
     "OperatorProfile",
+    "PlanUse",
     "PlannedModel",
+    "StepUse",
     "TorchGroup",
     "accelerator",
     "all_reduce_with",
@@ -37,6 +40,7 @@ __all__ = [
     "give_memory",
     "in_memory",
     "measure_peak",
+    "measure_plan",
     "move",
     "note_written",
     "on_device",

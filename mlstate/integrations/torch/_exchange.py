@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from typing import TypeAlias
 
     import torch
@@ -61,15 +61,23 @@ class Link:
         self.device = flat.device
         return self
 
-    def take(self, steps: Steps) -> Any:
-        """Take all steps of an operation, and return its result."""
+    def take(self, steps: Steps, meanwhile: Callable[[], None] | None = None) -> Any:
+        """Take all steps of an operation, and return its result.
+
+        Runs `meanwhile` once, as soon as something is under way, or at the end.
+        """
         try:
             while True:
                 work = next(steps)
                 self.began = True
+                if meanwhile is not None:
+                    task, meanwhile = meanwhile, None
+                    task()
                 remaining = self.remaining()
                 work.wait() if remaining is None else work.wait(remaining)
         except StopIteration as done:
+            if meanwhile is not None:
+                meanwhile()
             return done.value
 
     def remaining(self) -> timedelta | None:

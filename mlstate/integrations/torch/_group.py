@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._arrays import is_torch
-from ..._collective_args import check_plain, failed
+from ..._collective_args import check_plain, check_timeout, failed
 from ..._engine import Call, Engine, shares
 from ..._turns import Turns
 from ...errors import CollectiveError, CompatibilityError
@@ -254,6 +254,19 @@ class TorchGroup(Engine):
 
     def _gather(self, link: Link, data: bytes, root: int | None) -> list[bytes] | None:
         texts: list[bytes] | None = link.take(gather_texts(link, data, root))
+        return texts
+
+    def _gather_meanwhile(
+        self, data: bytes, task: Callable[[], None], timeout: float | None
+    ) -> list[bytes]:
+        """Gather bytes as `gather_bytes` does, and run a task while they travel."""
+
+        def perform(link: Link) -> Any:
+            return link.take(gather_texts(link, data, None), task)
+
+        texts: list[bytes] = self._submit(
+            Call("gather_bytes", check_timeout(timeout), False, "to None"), perform
+        )
         return texts
 
     # ---- the end ----

@@ -17,7 +17,7 @@ from ._offload import Away, Host
 from ._replay import Buffers, Surroundings, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -324,24 +324,15 @@ class Run:
             self._observe(kind, i)
         if not self._program.hooked(i):
             return self._blocks[i].call(*args, **kwargs)
-        places: dict[int, int] = {}
+        places = {}
         if self._program.input_leaves[i]:
-            places = {
-                leaf.untyped_storage()._cdata: link
-                for leaf, link in zip(leaves, self._link(i, leaves), strict=True)
-                if link is not None
-            }
+            places = _places(zip(leaves, self._link(i, leaves), strict=True))
 
         def pack(tensor: torch.Tensor) -> _Slot:
             slot = _Slot(self, i, _looks(tensor))
             call.slots.append(weakref.ref(slot))
             if kind == "save":
-                leaf = places.get(tensor.untyped_storage()._cdata) if places else None
-                if leaf is None:
-                    slot.value = _Held(tensor)
-                else:
-                    geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
-                    slot.value = _OfInput(leaf, geometry)
+                slot.value = _kept(tensor, places)
             return slot
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -414,9 +405,15 @@ class Run:
         assert call is not None and call.surroundings is not None
         if not call.slots and not keep:
             return
-        packer = _Packer(block.name, call.slots if save else None, keep)
+        leaves = self._arguments(i, call)
+        places = {}
+        if save and self._program.input_leaves[i]:
+            links = (one.number if isinstance(one, _Link) else None for one in call.leaves)
+            places = _places(zip(leaves, links, strict=True))
+        packer = _Packer(block.name, call.slots if save else None, keep, places)
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
-        args, kwargs = _unflatten(self._arguments(i, call), call.spec)
+        args, kwargs = _unflatten(leaves, call.spec)
+        del leaves
         out = None
         try:
             with call.surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
@@ -570,6 +567,19 @@ class _Held:
         return self.value.detach()
 
 
+def _places(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
+    """Say where the tensors of an activation lie: their numbers, by their memory."""
+    return {leaf.untyped_storage()._cdata: k for leaf, k in linked if k is not None}
+
+
+def _kept(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _OfInput:
+    """Hold a saved tensor, or say where it is in an input that will be dropped and come back."""
+    leaf = places.get(tensor.untyped_storage()._cdata) if places else None
+    if leaf is None:
+        return _Held(tensor)
+    return _OfInput(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+
+
 class _Link:
     """An argument that is a tensor of the activation."""
 
@@ -582,10 +592,17 @@ class _Link:
 class _Packer:
     """Gives recomputed tensors to the marks of the first run, in their order, or to nobody."""
 
-    def __init__(self, name: str, slots: list[weakref.ref[_Slot]] | None, keep: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        slots: list[weakref.ref[_Slot]] | None,
+        keep: bool,
+        places: dict[int, int],
+    ) -> None:
         self._name = name
         self._slots = slots
         self._keep = keep
+        self._places = places
         self._count = 0
 
     def __call__(self, tensor: torch.Tensor) -> None:
@@ -598,7 +615,7 @@ class _Packer:
             looks = _looks(tensor)
             if looks != slot.looks:
                 raise _differs(self._name, f"saved tensor {k}", [slot.looks], [looks])
-            slot.value = _Held(tensor)
+            slot.value = _kept(tensor, self._places)
         if k + 1 == len(self._slots) and not self._keep:
             raise _Enough
 
