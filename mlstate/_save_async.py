@@ -16,11 +16,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
 from ._layout import Shard
 from ._save import Save, is_on_device
+from ._save_times import SaveTimes, add_wait
 from ._staging import OwnStaging, Staging
 from .errors import CollectiveError
 
@@ -42,9 +44,14 @@ class _Job:
         staging: Staging,
         most: int | None,
         progress: Callable[[int], object] | None,
+        began: float,
     ) -> None:
         import threading
 
+        self.began = began
+        self.staged_at: float | None = None
+        self.ended_at: float | None = None
+        self.waits: list[tuple[float, float]] = []  # see SaveTimes
         self.save = save
         self.path = save.path
         self.staging = staging
@@ -101,6 +108,8 @@ class _Job:
         with self.changed:
             self.result, self.error = result, error
             self.bytes_done = self.bytes_total if error is None else self.bytes_done
+            self.ended_at = time.perf_counter()
+            self.staged_at = self.staged_at or self.ended_at
             self.staged = self.ended = True
             report = error is not None and self.abandoned and not self.asked
             self.changed.notify_all()
@@ -144,6 +153,7 @@ class _Job:
     def set_staged(self) -> None:
         """The state may be changed."""
         with self.changed:
+            self.staged_at = time.perf_counter()
             self.staged = True
             self.changed.notify_all()
 
@@ -172,11 +182,21 @@ class _Job:
                 "is a fork of it"
             )
 
+    def reached(self, what: str, timeout: float | None = None) -> bool:
+        """Wait, with `changed` held, and note how long; whether it is so now."""
+        if getattr(self, what):
+            return True
+        start = time.perf_counter()
+        try:
+            return self.changed.wait_for(lambda: getattr(self, what), timeout)
+        finally:
+            add_wait(self.waits, start, time.perf_counter())
+
     def wait_for(self, what: str, timeout: float | None) -> None:
         """Wait until the job is "staged" or "ended", and raise what went wrong."""
         self.belongs_here()
         with self.changed:
-            if not self.changed.wait_for(lambda: getattr(self, what), timeout):
+            if not self.reached(what, timeout):
                 raise TimeoutError(f"the save of {self.path} is not {what} after {timeout} seconds")
             if self.error is not None:
                 self.tell_nobody()
@@ -418,7 +438,7 @@ class SaveHandle:
         job.belongs_here()
         job.cancelled = True
         with job.changed:
-            if not job.changed.wait_for(lambda: job.ended, timeout):
+            if not job.reached("ended", timeout):
                 raise TimeoutError(f"the save of {job.path} has not ended after {timeout} seconds")
             if getattr(job.error, "errno", None) == errno.ECANCELED:
                 job.tell_nobody()
@@ -431,19 +451,57 @@ class SaveHandle:
         if job.pid != os.getpid():
             return
         with job.changed:
-            job.changed.wait_for(lambda: job.ended)
+            job.reached("ended")
             told = job.asked
         if not told:
             job.wait_for("ended", None)
 
-    def __repr__(self) -> str:
+    def times(self) -> SaveTimes:
+        """Return when the save began, was staged and ended, and when the caller was held up.
+
+        Returns
+        -------
+        SaveTimes
+            `mlstate.plot.plot_saves` draws it.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import save_async
+        >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", {"w": np.zeros(3)})
+        >>> _ = handle.wait()
+        >>> len(handle.times().waits) >= 1
+        True
+        """
+        self._job.belongs_here()
+        with self._job.changed:
+            return self._times()
+
+    def _times(self) -> SaveTimes:
+        job = self._job
+        return SaveTimes(job.began, job.staged_at, job.ended_at, list(job.waits))
+
+    def _state(self) -> str:
         job = self._job
         if job.ended:
-            state = "saved" if job.error is None else f"failed: {job.error}"
-        else:
-            what = "writing" if job.staged else "staging"
-            state = f"{what}, {job.bytes_done:,} of {job.bytes_total:,} bytes"
+            return "saved" if job.error is None else "failed"
+        return "writing" if job.staged else "staging"
+
+    def __repr__(self) -> str:
+        job, state = self._job, self._state()
+        if not job.ended:
+            state += f", {job.bytes_done:,} of {job.bytes_total:,} bytes"
+        elif job.error is not None:
+            state += f": {job.error}"
         return f"<SaveHandle of {job.path!r}: {state}>"
+
+    def _repr_html_(self) -> str:
+        from ._checkpoint_html import save_html
+
+        job = self._job
+        done = job.bytes_done, job.bytes_total
+        now = time.perf_counter()
+        return save_html(job.path, self._state(), done, self._times(), now, job.error)
 
 
 # ---- the beginning ----
@@ -501,6 +559,7 @@ def begin_save(
     **options: Any,
 ) -> SaveHandle:
     """Begin to save; see `mlstate.checkpoint.save_async`. `options` are those of `Save`."""
+    began = time.perf_counter()
     if staging is not None and not isinstance(staging, Staging):
         raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
     if progress is not None and not callable(progress):
@@ -516,8 +575,10 @@ def begin_save(
     memory._begin()
     if save.group.world_size > 1:
         _groups.add(id(save.group))
-    job = _Job(save, memory, most, progress)
+    job = _Job(save, memory, most, progress, began)
     job.ready = [event for event in map(_event, devices) if event is not None]
     handle = SaveHandle(job)
     job.start()
+    with job.changed:
+        add_wait(job.waits, began, time.perf_counter())
     return handle

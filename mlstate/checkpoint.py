@@ -32,6 +32,7 @@ from ._prune import PruneReport, prune
 from ._reshard import reshard
 from ._save import PACK_BELOW, write_checkpoint
 from ._save_async import SaveHandle, begin_save
+from ._save_times import SaveTimes
 from ._staging import Staging
 from ._tiers import StateDicts, TieredState
 from ._tiers_report import TierRecord, TierReport
@@ -55,6 +56,7 @@ __all__ = [
     "PruneReport",
     "SaveHandle",
     "SavePlan",
+    "SaveTimes",
     "Shard",
     "ShardRecord",
     "Staging",

@@ -18,6 +18,9 @@ FEW = 60
     "SaveHandle.done",
     "SaveHandle.progress",
     "SaveHandle.cancel",
+    "SaveHandle.times",
+    "SaveTimes",
+    "SaveTimes.blocked_seconds",
     "Staging",
     calls=FEW,
 )
@@ -32,6 +35,7 @@ def asynchronous_saves(tmp_path):
         model["layers.1.w"][0] = next(numbers)
         handle = checkpoint.save_async(path, model, strided, max_staging_bytes=300)
         handle.staged(), handle.progress(), handle.wait(), handle.done(), repr(handle)
+        handle.times().blocked_seconds, handle._repr_html_()
         handle = checkpoint.save_async(path, model, staging=staging)
         handle.wait(), handle.cancel(), repr(staging)
         checkpoint.Staging(5000)
@@ -40,6 +44,7 @@ def asynchronous_saves(tmp_path):
         handle = checkpoint.save_async(path, strided)
         if handle.cancel():
             raises(errors.StoreError, handle.wait)()
+            handle.times(), handle._repr_html_()
 
     def stopped():
         checkpoint.save_async(path, {"new": model["layers.0.w"]}, progress=lambda _: 1 / 0).wait()
