@@ -188,7 +188,7 @@ class _Job:
             return True
         start = time.perf_counter()
         try:
-            return self.changed.wait_for(lambda: getattr(self, what), timeout)
+            return bool(self.changed.wait_for(lambda: getattr(self, what), timeout))
         finally:
             add_wait(self.waits, start, time.perf_counter())
 

@@ -268,9 +268,7 @@ def plot_saves(
     figure = _figure(10, 1.6 + 0.3 * min(max(rows, 2), 2 * _BARS))
     axes = figure.subplots()
 
-    def draw(
-        at: Any, spans: list[tuple[float, float]], colour: str, name: str, **style: Any
-    ) -> None:
+    def draw(at: Any, spans: Sequence[tuple[float, float]], color: str, **style: Any) -> None:
         starts = [(start - first) / scale for start, _ in spans]
         lengths = [(end - start) / scale for start, end in spans]
         axes.barh(at, lengths, left=starts, color=color, **style)
