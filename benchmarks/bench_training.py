@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import training_async
+import training_tiers
+from checkpoint_states import keep_memory
 from harness import Report, show
 
 
@@ -36,8 +38,14 @@ def saving(run: Run) -> None:
     training_async.saving(run.report, run.folder, run.repeats, run.quick)
 
 
+def moving(run: Run) -> None:
+    """Compare moves of one unit between tiers with raw copies and files."""
+    training_tiers.moving(run.report, run.folder, run.repeats, run.quick)
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     "async": saving,
+    "tiers": moving,
 }
 
 
@@ -53,6 +61,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
+    keep_memory()
     warnings.filterwarnings("ignore", module="torch")
     report = Report("mlstate: training", given.json)
     report.say(

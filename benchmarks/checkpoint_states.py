@@ -114,11 +114,20 @@ def new_shard_bytes(path: Path, known: dict[Path, int]) -> int:
 
 def written() -> int:
     """Bytes that this process asked the system to write."""
+    return _passed("wchar")
+
+
+def read() -> int:
+    """Bytes that this process asked the system to read; mapped files are not among them."""
+    return _passed("rchar")
+
+
+def _passed(field: str) -> int:
     try:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:
         return 0
-    return int(text.partition("wchar:")[2].split()[0])
+    return int(text.partition(f"{field}:")[2].split()[0])
 
 
 def clear(folder: Path) -> None:

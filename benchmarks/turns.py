@@ -20,14 +20,14 @@ class Aim:
     name: str
     bound: float
     reference: str
-    faster: bool = False  # at least `bound` times faster, else at most `bound` times the duration
+    faster: bool = False  # at least `bound` times as fast, else at most `bound` times the duration
 
     def verdict(self, rows: list[Row]) -> str:
         """Say what was reached, if both lines are there."""
         found = {row.name: row.median for row in rows}
         sign = ">=" if self.faster else "<="
         wanted = (
-            f"{self.name} {sign} {self.bound:g}x {'faster than ' * self.faster}[{self.reference}]"
+            f"{self.name} {sign} {self.bound:g}x {'as fast as ' * self.faster}[{self.reference}]"
         )
         if not {self.name, self.reference} <= found.keys():
             return f"{wanted}: not measured"
