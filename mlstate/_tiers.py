@@ -545,7 +545,8 @@ class TieredState(TierMoves):
 
         Notes
         -----
-        Do not use or move units until the save has ended: arrays are shared.
+        Do not use or move units until the save has ended, or is `SaveHandle.staged`: arrays
+        are shared. `save_async` copies cold units, too, as far as its budget allows.
 
         Examples
         --------
