@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import training_async
+import training_sparse
 import training_tiers
 from checkpoint_states import keep_memory
 from harness import Report, show
@@ -43,9 +44,15 @@ def moving(run: Run) -> None:
     training_tiers.moving(run.report, run.folder, run.repeats, run.quick)
 
 
+def sparse(run: Run) -> None:
+    """Compare saves of all rows with those that leave rows out."""
+    training_sparse.measuring(run.report, run.folder, run.repeats, run.quick)
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     "async": saving,
     "tiers": moving,
+    "sparse": sparse,
 }
 
 
