@@ -195,6 +195,33 @@ def test_activation_shows_what_it_says(tmp_path):
         assert len(outputs(cells, "image/png")) == 2
 
 
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_training_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "training.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    handle, tiers = outputs(cells, "text/html")
+    assert "saved" in handle and "6.00 MiB of 6.00 MiB" in handle and "the caller waited" in handle
+    assert "8 units, 6.00 MiB: 3 warm (2.25 MiB of 2.25 MiB), 5 cold" in tiers
+    assert "warm to cold: " in tiers and "experts.7" in tiers
+    printed = "".join(outputs(cells, "stdout"))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+), [\d,]+ of 6,291,456 bytes", printed)]
+    assert losses and losses[-1] <= losses[0]
+    assert "saved: [40, 60] by <SaveHandle of" in printed
+    assert "ended by SIGKILL" in printed
+    newest = re.search(r"checkpoints: \[(?:\d+, )?(\d+)\] True", printed)[1]
+    assert int(newest) in (20, 30) and f"resumed from step {newest}\n" in printed
+    assert "step 60 is bit-identical: True" in printed
+    assert "'experts.0': 'warm'" in printed and "'experts.7': 'cold'" in printed
+    assert "step 120 is what memory for all would have given: True" in printed
+    assert printed.endswith("cold warm\n")
+    if importlib.util.find_spec("matplotlib"):
+        assert len(outputs(cells, "image/png")) == 1
+
+
 @pytest.mark.slow
 def test_a_notebook_that_fails_is_noticed(tmp_path):
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}
