@@ -1,8 +1,8 @@
 """Training: saves while it goes on, tiers, sparse states, resumed runs, plans of large worlds.
 
 ``python benchmarks/bench_training.py [--quick] [--json] [--only PART] [--repeats N]
-[--folder FOLDER]``; mlstate and torch must be installed.  PART is async, tiers, sparse, resume
-or scale.  Needs some 3 GB on the disk and 10 GB of memory; ``--quick`` takes small states, to
+[--folder FOLDER]``; mlstate and torch must be installed.  PART is async, memory, tiers,
+sparse, resume or scale.  Needs some 3 GB on the disk and 10 GB of memory; ``--quick`` takes small states, to
 see that all works.
 See docs/benchmarks.md.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import training_async
 import training_sparse
+import training_tables
 import training_tiers
 from checkpoint_states import keep_memory
 from harness import Report, show
@@ -36,7 +37,12 @@ class Run:
 
 def saving(run: Run) -> None:
     """Compare how long saves block two ranks that train."""
-    training_async.saving(run.report, run.folder, run.repeats, run.quick)
+    training_async.blocking(run.report, run.folder, run.repeats, run.quick)
+
+
+def memory(run: Run) -> None:
+    """Look at the memory that such saves take."""
+    training_async.memory(run.report, run.folder, run.quick)
 
 
 def moving(run: Run) -> None:
@@ -49,10 +55,23 @@ def sparse(run: Run) -> None:
     training_sparse.measuring(run.report, run.folder, run.repeats, run.quick)
 
 
+def resume(run: Run) -> None:
+    """Resume killed runs, on as many ranks and on others."""
+    training_tables.resuming(run.report, run.quick)
+
+
+def scale(run: Run) -> None:
+    """Plan what one rank of many saves, loads and reshards."""
+    training_tables.planning(run.report, run.quick)
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     "async": saving,
+    "memory": memory,
     "tiers": moving,
     "sparse": sparse,
+    "resume": resume,
+    "scale": scale,
 }
 
 

@@ -82,8 +82,8 @@ def table(found: list[Resumed]) -> str:
     ]
     for kind in dict.fromkeys(one.kind for one in found):
         cells = []
-        for change in changes:
-            one = next(f for f in found if f.kind == kind and (f.saved, f.resumed) == change)
+        for ranks in changes:
+            one = next(f for f in found if f.kind == kind and (f.saved, f.resumed) == ranks)
             state = "DIFFERS" if one.state else "same bits"
             losses = "same bits" if one.same_bits else f"within {one.largest:.0e}"
             cells.append(f"state {state}, losses {losses}")
@@ -96,7 +96,8 @@ def good(found: list[Resumed]) -> bool:
     return all(not one.state and (one.same_bits or one.saved != one.resumed) for one in found)
 
 
-def _change(text: str) -> tuple[int, int]:
+def change(text: str) -> tuple[int, int]:
+    """Read the numbers of ranks, as in 2-4."""
     saved, _, resumed = text.partition("-")
     return int(saved), int(resumed)
 
@@ -111,7 +112,7 @@ def main() -> int:
     options = parser.parse_args()
     if jobs() is None:
         parser.error("the tests, which start the ranks, are not beside the benchmarks")
-    found = measure(options.kinds, options.optimizer, list(map(_change, options.changes)))
+    found = measure(options.kinds, options.optimizer, list(map(change, options.changes)))
     print(
         f"{options.optimizer}, gloo, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {metadata.version('torch')}\n"

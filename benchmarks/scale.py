@@ -63,8 +63,8 @@ def mib(count):
     return f"{count / 2**20:,.2f}"
 
 
-def row(world, layers, stacked, rank):
-    """The line of one world, and counts for the text."""
+def figures(world, layers, stacked, rank):
+    """Counts, times and memory of one rank's plans; lists: to save, to load, to reshard."""
     from moe_model import Moe, Simulated
 
     moe = Moe(world, layers=layers, stacked=stacked)
@@ -78,20 +78,19 @@ def row(world, layers, stacked, rank):
             measure("load", str(simulated), world, 64, layers, stacked, rank),
             measure("load", str(simulated), new.world, 48, layers, stacked, rank),
         ]
-    cells = [
-        f"{world:,}",
-        mib(simulated.manifest_bytes),
-        f"{save.shards:,}",
-        f"{len(save.files):,}",
-        f"{save.data_bytes / 1e9:.2f}",
-        mib(save.index_bytes),
-        f"{len(load.indexes):,}",
-        f"{len(reshard.indexes):,}",
-        f"{reshard.nbytes / 1e9:.2f}",
-        *(f"{t['seconds'] * 1e3:,.0f}" for t in timed),
-        *(f"{t['kib'] / 1024:,.0f}" for t in timed),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    return {
+        "world": world,
+        "manifest_bytes": simulated.manifest_bytes,
+        "shards": save.shards,
+        "files": len(save.files),
+        "data_bytes": save.data_bytes,
+        "index_bytes": save.index_bytes,
+        "indexes": len(load.indexes),
+        "reshard_indexes": len(reshard.indexes),
+        "reshard_bytes": reshard.nbytes,
+        "seconds": [t["seconds"] for t in timed],
+        "kib": [t["kib"] for t in timed],
+    }
 
 
 HEAD = [
@@ -99,6 +98,36 @@ HEAD = [
     "indexes read to load", "to reshard", "GB read to reshard", "ms to plan save", "load",
     "reshard", "peak MiB to plan save", "load", "reshard",
 ]  # fmt: skip
+
+
+def row(found):
+    """The line of one world."""
+    cells = [
+        f"{found['world']:,}",
+        mib(found["manifest_bytes"]),
+        f"{found['shards']:,}",
+        f"{found['files']:,}",
+        f"{found['data_bytes'] / 1e9:.2f}",
+        mib(found["index_bytes"]),
+        f"{found['indexes']:,}",
+        f"{found['reshard_indexes']:,}",
+        f"{found['reshard_bytes'] / 1e9:.2f}",
+        *(f"{seconds * 1e3:,.0f}" for seconds in found["seconds"]),
+        *(f"{kib / 1024:,.0f}" for kib in found["kib"]),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def head(layers):
+    """What is above the lines."""
+    from moe_model import Moe
+
+    return [
+        f"{Moe(64, layers=layers).count():,} parameters, {date.today()}, {platform.machine()}, "
+        f"{platform.system()}, Python {platform.python_version()}",
+        "| " + " | ".join(HEAD) + " |",
+        "| ---: " * len(HEAD) + "|",
+    ]
 
 
 def main():
@@ -111,15 +140,9 @@ def main():
     if options.one:
         print(json.dumps(one(*json.loads(options.one))))
         return
-    from moe_model import Moe
-
-    count = Moe(64, layers=options.layers).count()
-    print(f"{count:,} parameters, {date.today()}, {platform.machine()}, "
-          f"{platform.system()}, Python {platform.python_version()}")  # fmt: skip
-    print("| " + " | ".join(HEAD) + " |")
-    print("| ---: " * len(HEAD) + "|")
+    print("\n".join(head(options.layers)))
     for world in options.worlds:
-        print(row(world, options.layers, not options.separate, world // 3), flush=True)
+        print(row(figures(world, options.layers, not options.separate, world // 3)), flush=True)
 
 
 if __name__ == "__main__":

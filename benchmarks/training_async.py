@@ -48,16 +48,11 @@ class Ranks(Spawned):
         self.folder.cleanup()
 
 
-def saving(report: Report, folder: Path, repeats: int, quick: bool) -> None:
-    """Time saves, then look at the memory that they take."""
-    blocking(report, folder, repeats, quick)
-    memory(report, folder, quick)
-
-
 # ---- time ----
 
 
 def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
+    """Time until ranks may go on, and until their checkpoint is there."""
     ranks = Ranks(warm=True)
     try:
         size = sum(ranks.ask("load", quick))

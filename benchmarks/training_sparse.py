@@ -28,7 +28,7 @@ from checkpoint_states import (
     written,
 )
 from harness import Candidate, Report, Row
-from training_words import MORE_STEPS, STEPS, Trained
+from training_words import MORE_STEPS, Trained
 from turns import Aim, take_turns
 
 import mlstate
@@ -72,7 +72,7 @@ def described(trained: Trained) -> str:
     first, last = fmean(trained.losses[:10]), fmean(trained.losses[-10:])
     return (
         f"Adam's moments of an embedding of {trained.words:,} words, {total / 1e6:,.0f} MB: after "
-        f"{STEPS} steps (loss {first:.2f} to {last:.2f}) {zero:.1%} of the rows are zero; "
+        f"{trained.steps} steps (loss {first:.2f} to {last:.2f}) {zero:.1%} of the rows are zero; "
         f"{MORE_STEPS} steps later {changed:.1%} changed"
     )
 
