@@ -2,8 +2,8 @@
 
 ``python benchmarks/bench_training.py [--quick] [--json] [--only PART] [--repeats N]
 [--folder FOLDER]``; mlstate and torch must be installed.  PART is async, memory, tiers,
-sparse, resume or scale.  Needs some 3 GB on the disk and 10 GB of memory; ``--quick`` takes small states, to
-see that all works.
+sparse, resume or scale.  Needs some 3 GB on the disk and 10 GB of memory; ``--quick`` takes
+small states, to see that all works.
 See docs/benchmarks.md.
 """
 

@@ -34,6 +34,7 @@ from turns import Aim, take_turns
 import mlstate
 
 SMALLER, WRITTEN = 3.5, 1.2  # times, to reach
+LOAD_TURNS = 3  # loads are quick: so many times as many rounds
 RAW_WRITE, RAW_READ = "raw: one file, pwrite + fsync", "raw: one pread, touched memory"
 WAYS = {  # how the state is stored: what `save` is told
     "full": {},
@@ -190,7 +191,7 @@ class Sparse:
                 candidates.append(Candidate(f"mlstate.{name}, {way}", call))
             aim = Aim(f"mlstate.{name}, sparse", 1, f"mlstate.{name}, full")
             verdicts.append(aim.verdict)
-        rows = take_turns(candidates, self.repeats)
+        rows = take_turns(candidates, LOAD_TURNS * self.repeats)
         note = "files in the system's cache, memory reused; incremental: on a sparse one"
         return rows, "load", note, [verdict(rows) for verdict in verdicts]
 
