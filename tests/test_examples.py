@@ -204,12 +204,17 @@ def test_training_shows_what_it_says(tmp_path):
     process, cells = execute(EXAMPLES / "training.ipynb", tmp_path)
     assert process.returncode == 0, process.stderr
     handle, tiers = outputs(cells, "text/html")
-    assert "saved" in handle and "6.00 MiB of 6.00 MiB" in handle and "the caller waited" in handle
-    assert "8 units, 6.00 MiB: 3 warm (2.25 MiB of 2.25 MiB), 5 cold" in tiers
+    assert "24.00 MiB of 24.00 MiB" in handle and "the caller waited" in handle
+    assert "8 units, 24.00 MiB: 3 warm (9.00 MiB of 9.00 MiB), 5 cold" in tiers
     assert "warm to cold: " in tiers and "experts.7" in tiers
     printed = "".join(outputs(cells, "stdout"))
-    losses = [float(loss) for loss in re.findall(r"loss (\S+), [\d,]+ of 6,291,456 bytes", printed)]
-    assert losses and losses[-1] <= losses[0]
+    under_way = re.findall(r"step (\d+): loss (\S+), while step \d+ is written", printed)
+    assert under_way[0][0] == "20"
+    assert float(under_way[-1][1]) < float(under_way[0][1])
+    shares = [
+        int(share) for share in re.search(r"^0%, .*100%$", printed, re.M)[0].split("%, ")[:-1]
+    ]
+    assert shares == sorted(shares)
     assert "saved: [40, 60] by <SaveHandle of" in printed
     assert "ended by SIGKILL" in printed
     newest = re.search(r"checkpoints: \[(?:\d+, )?(\d+)\] True", printed)[1]
