@@ -57,6 +57,22 @@ def test_numpy_arrays_become_tensors_on_a_device(folder):
         assert bits(tiers) == expected
 
 
+@pytest.mark.torch
+def test_copies_have_memory_of_their_own_and_the_same_bits():
+    torch = pytest.importorskip("torch")
+    from mlstate.integrations.torch import in_memory
+
+    conjugated = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    for tensor in (
+        torch.tensor(3.0), torch.zeros(0, 3), torch.rand(3, 4).t(), torch.rand(8)[::2],
+        conjugated, conjugated.imag, torch.rand(3, requires_grad=True), torch.rand(2).bfloat16(),
+    ):  # fmt: skip
+        copied = in_memory(tensor)
+        assert torch.equal(copied, tensor) and copied.dtype == tensor.dtype
+        assert copied.shape == tensor.shape and not copied.requires_grad
+        assert not tensor.numel() or copied.data_ptr() != tensor.data_ptr()
+
+
 def experts_and_adam(torch):
     """Experts that take turns, of which two are never used; Adam; inputs."""
     torch.manual_seed(3)

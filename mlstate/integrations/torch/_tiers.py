@@ -56,10 +56,31 @@ def _new(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """
     import torch
 
-    if torch.device(device).type != "cpu" or not tensor.is_contiguous():
+    if torch.device(device).type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return torch.empty_like(tensor, device=device)
     flat = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
     return torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape)
+
+
+def _copied(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """Copy a tensor to new memory.
+
+    From main memory to main memory by memcpy: torch's threads would wait for each other, for
+    milliseconds where processors are busy.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    made = _new(tensor, device)
+    if made.device.type == tensor.device.type == "cpu" and tensor.is_contiguous():
+        np.copyto(_bytes_of(made), _bytes_of(tensor))
+        return made
+    return made.copy_(tensor)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """View a contiguous tensor in main memory as bytes."""
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def on_device(array: Any, device: Any) -> torch.Tensor:
@@ -94,7 +115,7 @@ def on_device(array: Any, device: Any) -> torch.Tensor:
     """
     if isinstance(array, np.ndarray):
         array = tensors_of({"": array})[""]
-    return _new(array, device).copy_(array)
+    return _copied(array, device)
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +140,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     >>> copy.stride(), copy.data_ptr() == tensor.data_ptr()
     ((1, 3), False)
     """
-    return _new(tensor, "cpu").copy_(tensor)
+    return _copied(tensor, "cpu")
 
 
 def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
