@@ -26,11 +26,12 @@ def _name(kind, optimizer, world):
     return f"{kind}-{optimizer}-{world}"
 
 
-def train_and_kill(world, cases, folder):
+def train_and_kill(world, cases, folder, staging=False):
     """Train (kind, optimizer) twice on new processes, and kill them by signal 9.
 
     Once without an interruption, which is what the others are compared with; once half of it,
-    up to a save and a step more.
+    up to a save and a step more. With `staging`, bytes or None for all, that save is written
+    during the step.
     """
     jobs = []
     for kind, optimizer in cases:
@@ -39,7 +40,7 @@ def train_and_kill(world, cases, folder):
         jobs += [
             {"do": "train", **what, "until": UNTIL, "out": str(folder / f"{name}-whole")},
             {"do": "save", **what, "until": SAVED, "out": str(folder / f"{name}-saved"),
-             "folder": str(folder / name)},
+             "folder": str(folder / name)} | ({} if staging is False else {"staging": staging}),
         ]  # fmt: skip
     _start(world, jobs, folder, killed=True)
 

@@ -6,6 +6,7 @@ transformer:
 
     {"do": "train", "kind": "fsdp2", "optimizer": "adam", "until": 6, "out": PATH}
     {"do": "save",  ..., "until": 3, "folder": FOLDER}: trains, saves, says what all ranks have
+    {"do": "save",  ..., "staging": BYTES}: goes on with training while the save is written
     {"do": "resume", ..., "folder": FOLDER}: loads into a fresh module first, and goes on
     {"do": "kill"}: kills its own process
 
@@ -36,6 +37,7 @@ with warnings.catch_warnings():
 import torch_processes
 
 import mlstate
+from mlstate.checkpoint import save_async
 
 WORDS, WIDTH, HEADS, LENGTH, BATCH = 37, 20, 2, 10, 8  # rows that neither 2 nor 4 ranks divide
 OPTIMIZERS = {
@@ -86,7 +88,9 @@ def wrapped(kind, world):
     torch.manual_seed(0)
     module = Transformer()
     if kind == "plain":
-        return DistributedDataParallel(module) if world > 1 else module
+        # else DDP orders its buckets, and so the sums of four ranks, anew after its first step
+        keywords = {"find_unused_parameters": True}
+        return DistributedDataParallel(module, **keywords) if world > 1 else module
     if kind == "fsdp2":
         for block in module.blocks:
             fully_shard(block)
@@ -128,13 +132,14 @@ class Run:
             self.step += 1
             self.losses.append(loss.item())
 
-    def save(self, folder):
-        mlstate.save(
+    def save(self, folder, function=mlstate.save, **options):
+        return function(
             folder,
             model=self.module,
             optimizer=self.optimizer,
             metadata={"step": self.step, "schedule": self.schedule.state_dict()},
-            group=self.group,
+            group=self.group,  # none that the module uses
+            **options,
         )
 
     def load(self, folder):
@@ -171,11 +176,17 @@ def run(job, group):
         if "loaded" in job:
             made.tell(job["loaded"])
     made.train(job["until"])
-    if job["do"] == "save":
+    handle = None
+    if "staging" in job:
+        handle = made.save(job["folder"], save_async, max_staging_bytes=job["staging"])
+        handle.staged()
+    elif job["do"] == "save":
         made.save(job["folder"])
     made.tell(job["out"])
     if job["do"] == "save":
         made.train(job["until"] + 1)  # what is saved is of no step that came later
+    if handle is not None:
+        assert handle.wait().world_size == group.world_size
 
 
 if __name__ == "__main__":

@@ -47,6 +47,16 @@ def test_two_ranks_go_on_with_the_same_bits(tmp_path):
     check_resumed(tmp_path, [(k, n, k) for k, n in FEW], 2, 2, same_bits=True)
 
 
+@pytest.mark.parametrize(
+    ("world", "staging"),
+    [(2, 20_000), pytest.param(2, None, marks=pytest.mark.long),
+     pytest.param(4, 0, marks=pytest.mark.long)],
+)  # fmt: skip
+def test_saves_that_are_written_while_training_goes_on(tmp_path, world, staging):
+    resume_jobs.train_and_kill(world, FEW, tmp_path, staging)
+    check_resumed(tmp_path, [(k, n, k) for k, n in FEW], world, world, same_bits=True)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("saved", [2, 4])
 def test_every_kind_goes_on_anywhere(tmp_path, saved):
