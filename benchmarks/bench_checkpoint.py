@@ -13,10 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import random
-import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,17 +29,20 @@ from checkpoint_states import (
     STATES,
     Raw,
     bytes_of,
-    files_below,
+    clear,
+    clear_and_wait,
+    inodes_below,
     keep_memory,
+    new_shard_bytes,
     read_through,
     takes_direct,
+    written,
 )
-from harness import Action, Candidate, Report, Row, rows_of, settle
+from harness import Action, Candidate, Report, Row
+from turns import Aim, take_turns
 
 import mlstate
 
-SLOW = 3.0  # seconds; what takes longer is not warmed up and has two rounds
-VERY_SLOW = 6.0  # one round
 MANY = 1000  # arrays; with more of them, not everything that takes long is shown
 RAW_FILE = "raw: one file, pwrite + fsync"
 RAW_UNSYNCED = "raw: one file, pwrite"
@@ -62,30 +62,6 @@ LOAD, LOAD_VERIFIED = f"{OURS}.load, verify=False", f"{OURS}.load"
 LOAD_INTO = f"{OURS}.load(into=...)"
 PARTIAL, PARTIAL_VERIFIED = f"{OURS}.load of a rank, verify=False", f"{OURS}.load of a rank"
 LAZY, VERIFY = f"{OURS}.load(mmap=True)", f"{OURS}.checkpoint.verify"
-
-
-@dataclass
-class Aim:
-    """A ratio to reach between two lines of a table."""
-
-    name: str
-    bound: float
-    reference: str
-    faster: bool = False  # at least `bound` times faster, else at most `bound` times the duration
-
-    def verdict(self, rows: list[Row]) -> str:
-        """Say what was reached, if both lines are there."""
-        found = {row.name: row.median for row in rows}
-        sign = ">=" if self.faster else "<="
-        wanted = (
-            f"{self.name} {sign} {self.bound:g}x {'faster than ' * self.faster}[{self.reference}]"
-        )
-        if not {self.name, self.reference} <= found.keys():
-            return f"{wanted}: not measured"
-        ratio = found[self.name] / found[self.reference]
-        ratio = 1 / ratio if self.faster else ratio
-        met = ratio >= self.bound if self.faster else ratio <= self.bound
-        return f"{wanted}: {ratio:.2f}, {'met' if met else 'NOT MET'}"
 
 
 @dataclass
@@ -153,53 +129,8 @@ class Run:
 
     def judge(self, verdicts: list[str]) -> None:
         """Say what was reached, below the last table; small states prove nothing."""
-        if self.quick:
-            return
-        for verdict in verdicts:
-            self.report.say(f"  {verdict}")
-        self.report.tables[-1]["aims"] = verdicts
-
-
-def take_turns(candidates: list[Candidate], repeats: int) -> list[Row]:
-    """Time as `harness.measure` does, but slow ones less often."""
-    samples: dict[str, list[float]] = {c.name: [] for c in candidates}
-    order = random.Random(20)
-    slow: dict[str, int] = {}  # name to the number of its rounds
-    gc.disable()
-    try:
-        for turn in range(1 + repeats):
-            for candidate in order.sample(candidates, len(candidates)):
-                name = candidate.name
-                if turn >= slow.get(name, repeats + 1):
-                    continue
-                candidate.before()
-                gc.collect()
-                settle()
-                start = time.perf_counter_ns()
-                candidate.call()
-                elapsed = (time.perf_counter_ns() - start) * 1e-6
-                if turn == 0 and elapsed > 1000 * SLOW:
-                    slow[name] = 1 if elapsed > 1000 * VERY_SLOW else 2
-                if turn > 0 or name in slow:
-                    samples[name].append(elapsed)
-            if turn == 0:
-                gc.freeze()  # a collection looks no more at what packages brought along
-    finally:
-        gc.unfreeze()
-        gc.enable()
-    return rows_of(candidates, samples)
-
-
-def clear(folder: Path) -> None:
-    """Empty a folder."""
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def clear_and_wait(folder: Path) -> None:
-    """Empty a folder on a disk and wait until nothing is left to be written."""
-    clear(folder)
-    os.sync()
+        if not self.quick:
+            self.report.judge(verdicts)
 
 
 # ---- save ----
@@ -274,15 +205,11 @@ def again(run: Run) -> None:
         clear(folder)
         target = folder / "x"
         way.save(target)
-        known = {file: file.stat().st_ino for file in files_below(target)}
+        known = inodes_below(target)
         asked = written()
         way.save(target)
         asked = written() - asked
-        shards = sum(
-            file.stat().st_size
-            for file in files_below(target)
-            if file.suffix == ".safetensors" and known.get(file) != file.stat().st_ino
-        )
+        shards = new_shard_bytes(target, known)
         candidates = [
             Candidate(MEMCPY, run.raw.copy, limit=True),
             Candidate(AGAIN, partial(way.save, target)),
@@ -293,15 +220,6 @@ def again(run: Run) -> None:
             [f"new shard files: {shards:,} bytes, 0 wanted: {met}; all writes: {asked:,} bytes"]
         )
         clear(folder)
-
-
-def written() -> int:
-    """Bytes that this process asked the system to write."""
-    try:
-        text = Path("/proc/self/io").read_text(encoding="ascii")
-    except OSError:
-        return 0
-    return int(text.partition("wchar:")[2].split()[0])
 
 
 # ---- load ----
@@ -443,7 +361,7 @@ def memory(run: Run) -> None:
 
 def checksums(run: Run) -> None:
     """Measure the checksum alone and with a copy."""
-    run.judge(measure_crc(run.report, run.disk, run.quick, take_turns))
+    run.judge(measure_crc(run.report, run.disk, run.quick))
     clear(run.disk)
 
 

@@ -161,12 +161,7 @@ class Run:
         self, title: str, rows: dict[str, Row], aims: list[Aim], *, unit: str = "ms", note: str = ""
     ) -> None:
         self.report.table(title, list(rows.values()), unit=unit, note=note)
-        self.judge([aim.text(rows) for aim in aims])
-
-    def judge(self, lines: list[str]) -> None:
-        for line in lines:
-            self.report.say(f"  {line}")
-        self.report.tables[-1]["aims"] = lines
+        self.report.judge([aim.text(rows) for aim in aims])
 
     def size(self, dtype: str, *, small: bool = False) -> str:
         """Say how much there is to reduce."""
@@ -257,7 +252,7 @@ def guard(run: Run) -> None:
             pairs = zip(rows[step].values, rows[silent].values, strict=True)
             share = [100 * (with_them - without) / without for with_them, without in pairs]
             low, middle, high = quantiles(share, n=4)
-            run.judge(
+            run.report.judge(
                 [
                     f"messages <= 2 % of the step: {middle:.2f} % (median of {len(share)} pairs, "
                     f"quartiles {low:.2f} and {high:.2f}), {met(middle <= 2)}"

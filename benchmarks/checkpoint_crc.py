@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from harness import Candidate, Report, Row
+from turns import take_turns
 
 from mlstate import _core
 
@@ -99,7 +100,7 @@ def verdicts(rows: list[Row], mib: int) -> list[str]:
     return said
 
 
-def measure_crc(report: Report, folder: Path, quick: bool, take_turns: Any) -> list[str]:
+def measure_crc(report: Report, folder: Path, quick: bool) -> list[str]:
     """Time and print; return the verdicts."""
     mib = 1 if quick else 64
     rows = take_turns(candidates(folder, mib), 1 if quick else 15)

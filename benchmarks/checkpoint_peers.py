@@ -6,7 +6,6 @@ Each method does what the documentation of its package tells users to do.
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import tempfile
 import warnings
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from checkpoint_states import RANKS, STATES, Arrays, first_rows, sync, touch
+from spawned import Spawned, answer
 
 import mlstate
 
@@ -188,32 +188,17 @@ class Dcp(Torch):
     rows = None  # type: ignore[assignment]
 
 
-class Ranks:
-    """Processes that wait for commands: torch DCP with the rows of each tensor on all ranks.
+class Ranks(Spawned):
+    """Torch DCP with the rows of each tensor on all ranks.
 
     With ``fake=True`` one process is the first of `world` ranks that do not exist.
     """
 
     def __init__(self, letter: str, quick: bool, world: int, *, fake: bool = False) -> None:
-        context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
-        self.processes, self.pipes = [], []
-        for rank in range(1 if fake else world):
-            here, there = context.Pipe()
-            meeting = None if fake else f"file://{self.folder.name}/ranks"
-            arguments = (there, letter, quick, rank, world, meeting)
-            process = context.Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            there.close()
-            self.processes.append(process)
-            self.pipes.append(here)
-        self.answers()
-
-    def answers(self) -> None:
-        for rank, pipe in enumerate(self.pipes):
-            answer = pipe.recv()
-            if answer != "done":
-                raise RuntimeError(f"rank {rank} of torch DCP failed: {answer}")
+        meeting = None if fake else f"file://{self.folder.name}/ranks"
+        ranks = range(1 if fake else world)
+        super().__init__(serve, [(letter, quick, rank, world, meeting) for rank in ranks])
 
     def save(self, path: Path) -> None:
         self.ask("save", path)
@@ -221,47 +206,43 @@ class Ranks:
     def load(self, path: Path) -> None:
         self.ask("load", path)
 
-    def ask(self, what: str, path: Path) -> None:
-        for pipe in self.pipes:
-            pipe.send((what, str(path)))
-        self.answers()
-
     def close(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.send(("end", ""))
-            process.join(20)
+        super().close()
         self.folder.cleanup()
+
+
+def join(rank: int, world: int, meeting: str | None) -> None:
+    """Take part as one rank over gloo, or as one of ranks that do not exist."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if meeting is not None:
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
 def serve(
     pipe: Connection, letter: str, quick: bool, rank: int, world: int, meeting: str | None
 ) -> None:
     """Be one rank: do as the pipe says."""
-    import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if meeting is None:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    else:
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    join(rank, world, meeting)
     tensors = rows_of_rank(STATES[letter](quick), rank, world)
-    alone = meeting is None
-    pipe.send("done")
-    while (command := pipe.recv())[0] != "end":
-        try:
-            if command[0] == "save":
-                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(command[1]))
-            else:
-                reader = dcp.FileSystemReader(command[1])
-                dcp.load(tensors, storage_reader=reader, no_dist=alone)
-            pipe.send("done")
-        except Exception as error:
-            pipe.send(repr(error))
+
+    def save(path: Path) -> None:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path))
+
+    def load(path: Path) -> None:
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=meeting is None)
+
+    answer(pipe, {"save": save, "load": load})
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -97,6 +98,48 @@ def sync(path: Path) -> None:
 
 def files_below(path: Path) -> Iterator[Path]:
     return (file for file in sorted(path.rglob("*")) if file.is_file())
+
+
+def inodes_below(path: Path) -> dict[Path, int]:
+    """Tell files from others that take their names."""
+    return {file: file.stat().st_ino for file in files_below(path)}
+
+
+def new_shard_bytes(path: Path, known: dict[Path, int]) -> int:
+    """Bytes of the shard files of a checkpoint that were not there before."""
+    found = inodes_below(path).items()
+    files = [f for f, inode in found if f.suffix == ".safetensors" and known.get(f) != inode]
+    return sum(file.stat().st_size for file in files)
+
+
+def written() -> int:
+    """Bytes that this process asked the system to write."""
+    return _passed("wchar")
+
+
+def read() -> int:
+    """Bytes that this process asked the system to read; mapped files are not among them."""
+    return _passed("rchar")
+
+
+def _passed(field: str) -> int:
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return int(text.partition(f"{field}:")[2].split()[0])
+
+
+def clear(folder: Path) -> None:
+    """Empty a folder."""
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def clear_and_wait(folder: Path) -> None:
+    """Empty a folder on a disk and wait until nothing is left to be written."""
+    clear(folder)
+    os.sync()
 
 
 def write_all(fd: int, view: memoryview) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_states import keep_memory
+from resident import trim
 
 SPIN_SECONDS = 0.002  # awake before a call, as a training loop is
 
@@ -36,8 +37,6 @@ class Server:
 
     def drop(self) -> None:
         """Give back all memory of a part."""
-        from dist_ways import trim
-
         for way in self.ways.values():
             way.close()
         self.ways.clear()
@@ -47,7 +46,7 @@ class Server:
 
     def make(self, names: list[str]) -> dict[str, Any]:
         """Make ways, call each once, and say what memory that took and which bits came out."""
-        from dist_ways import reset_peak, status_mib, trim
+        from dist_ways import reset_peak, status_mib
 
         told = {}
         for name in names:

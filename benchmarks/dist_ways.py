@@ -7,7 +7,6 @@ that it needs from one step to the next, as a training loop does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Callable
 from functools import partial
@@ -538,13 +537,6 @@ def ours(rank: Rank, group: Any) -> dict[str, Callable[[], Way]]:
 
 
 # ---- memory ----
-
-
-def trim() -> None:
-    """Give what is free back to the system, where the C library can."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def status_mib(field: str) -> float:

@@ -189,6 +189,12 @@ class Report:
             {"title": title, "unit": unit, "note": note, "rows": [as_dict(r) for r in rows]}
         )
 
+    def judge(self, verdicts: list[str]) -> None:
+        """Say what was reached, below the last table."""
+        for verdict in verdicts:
+            self.say(f"  {verdict}")
+        self.tables[-1]["aims"] = verdicts
+
     def close(self) -> None:
         """Say how busy the machine was at the end; print the JSON."""
         self.say(f"\n{'busy':<8} {load()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 
@@ -30,3 +31,10 @@ def peak() -> float:
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     return status_mib("VmHWM")
+
+
+def trim() -> None:
+    """Give what is free back to the system, where the C library can."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

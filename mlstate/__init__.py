@@ -24,7 +24,7 @@ from .threads import get_num_threads, set_num_threads
 
 if TYPE_CHECKING:
     from . import checkpoint, collectives
-    from .checkpoint import load, load_file, save, save_file, verify
+    from .checkpoint import TieredState, load, load_file, save, save_file, verify
 
 __all__ = [
     "CapacityError",
@@ -40,6 +40,7 @@ __all__ = [
     "Stateful",
     "StoreError",
     "TensorNotFoundError",
+    "TieredState",
     "__version__",
     "checkpoint",
     "collectives",
@@ -60,7 +61,7 @@ __all__ = [
 
 # Loaded when they are first asked for: half of what an import would cost is theirs.
 _MODULES = ("activation", "checkpoint", "collectives", "distributed", "fsdp", "plot")
-_OF_CHECKPOINT = ("load", "load_file", "save", "save_file", "verify")
+_OF_CHECKPOINT = ("TieredState", "load", "load_file", "save", "save_file", "verify")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints and reports of `verify` as a page shows them."""
+"""Checkpoints, saves under way and reports of `verify` as a page shows them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from ._checkpoint import TensorRecord
     from ._checkpoint_groups import Group, Parameter
+    from ._save_times import SaveTimes
     from ._verify import VerifyReport
 
 MOST_BYTES = 30_000
@@ -182,3 +183,50 @@ def report_html(title: str, report: VerifyReport) -> str:
         return head + table + more + (files if rows else "")
 
     return _fitting(make, 50)
+
+
+# ---- one under way ----
+
+
+def _seconds(seconds: float) -> str:
+    """Write a duration in a unit that keeps it short."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _durations(times: SaveTimes, now: float, failed: bool) -> Sequence[str]:
+    """What took how long, so far."""
+    since = now - times.began
+    if times.staged is None:
+        return [f"staging for {_seconds(since)}"]
+    if failed and times.ended is not None:
+        return [f"failed after {_seconds(times.ended - times.began)}"]
+    facts = [f"state free after {_seconds(times.staged - times.began)}"]
+    if times.ended is None:
+        facts.append(f"writing since, {_seconds(since)} in all")
+    else:
+        facts.append(f"on the disk after {_seconds(times.ended - times.began)}")
+    return [*facts, f"the caller waited {_seconds(times.blocked_seconds)}"]
+
+
+def save_html(
+    path: str,
+    state: str,
+    progress: tuple[int, int],
+    times: SaveTimes,
+    now: float,
+    error: BaseException | None,
+) -> str:
+    """Write how far a save is: its state, a bar, bytes, seconds, and the error if there is one."""
+    done, total = progress
+    saved = times.ended is not None and error is None
+    share = done / total if total else float(saved)
+    mark, colour, why = "<b class=good>✓</b> " if saved else "", 0, ""
+    if error is not None:
+        mark, colour = "<b class=bad>✗</b> ", 4
+        why = f"<p class=bad>{type(error).__name__}: {escape(shorten(str(error), 600))}</p>"
+    return _page(
+        f"<p>{mark}{state}: {_name(path, 120)}</p>"
+        f'<p><u><s class=c{colour} style="width:{100 * share:.1f}%"></s></u>'
+        f"{bytes_text(done)} of {bytes_text(total)}"
+        f"<em>{', '.join(_durations(times, now, error is not None))}</em></p>{why}"
+    )

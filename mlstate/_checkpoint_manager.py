@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from ._layout import Layout
     from ._manifest import Manifest
+    from ._save_async import SaveHandle
+    from ._staging import Staging
     from .collectives import ProcessGroup
 
     _Roots: TypeAlias = list[tuple[_folder.Root, Manifest]]
@@ -58,21 +60,39 @@ class CheckpointManager:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
         self.directory = os.path.abspath(os.fspath(directory))
         self.keep = keep
+        self._staging: Staging | None = None
+        self._under_way: SaveHandle | None = None
 
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *unused: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *unused: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if kind is None:  # else what the block raised goes on, and this error is shown
+                raise
 
     def close(self) -> None:
-        """Do nothing: every save is whole when it returns.
+        """Wait for a save that is under way, and give back the memory for copies.
+
+        Raises
+        ------
+        As `save_async`'s handle, where that save failed and nobody was told yet.
 
         Examples
         --------
         >>> from mlstate.checkpoint import CheckpointManager
         >>> CheckpointManager("run").close()
         """
+        self._staging = None
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way; raise its error if nobody was told yet."""
+        if self._under_way is not None:
+            self._under_way._settle()
+            self._under_way = None
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
@@ -181,7 +201,8 @@ class CheckpointManager:
 
         Raises
         ------
-        As `mlstate.save`.
+        As `mlstate.save`, and as a save of `save_async` that nobody has waited for: that one
+        is waited for first.
 
         Examples
         --------
@@ -191,6 +212,7 @@ class CheckpointManager:
         >>> manager.save(1, model={"w": np.ones(2)}).step
         1
         """
+        self._settle()
         return write_checkpoint(
             self.directory,
             model,
@@ -204,6 +226,76 @@ class CheckpointManager:
             keep_root=True,
             retain=self._retain,
         )
+
+    def save_async(
+        self,
+        step: int,
+        model: Any = None,
+        optimizer: Any = None,
+        *,
+        max_staging_bytes: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        group: ProcessGroup | None = None,
+        layout: Layout | str | None = None,
+        pack_below_bytes: int = PACK_BELOW,
+        progress: Callable[[int], object] | None = None,
+    ) -> SaveHandle:
+        """Begin to save a step, and return while it is written.
+
+        One save is under way at a time: the one before is waited for first. The memory for
+        copies is kept for the next save, until `close`.
+
+        Parameters
+        ----------
+        step, model, optimizer, metadata, group, layout, pack_below_bytes, progress
+            As for `save`.
+        max_staging_bytes : int, optional
+            As for `mlstate.checkpoint.save_async`.
+
+        Returns
+        -------
+        SaveHandle
+            Its `staged` returns when the state may be changed.
+
+        Raises
+        ------
+        As `mlstate.checkpoint.save_async`, and as the save before if that one failed and
+        nobody was told yet; then nothing new is begun.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> weights = {"w": np.zeros(2)}
+        >>> with CheckpointManager(tempfile.mkdtemp()) as manager:
+        ...     for step in (1, 2, 3):
+        ...         weights["w"] += 1  # training
+        ...         manager.save_async(step, model=weights).staged()
+        >>> [manager.restore(step).model["w"][0].item() for step in manager.steps()]
+        [1.0, 2.0, 3.0]
+        """
+        from ._save_async import begin_save
+        from ._staging import OwnStaging
+
+        self._settle()
+        if self._staging is None:
+            self._staging = OwnStaging(kept=True)
+        self._under_way = begin_save(
+            self.directory,
+            model,
+            optimizer,
+            metadata=metadata,
+            step=step,
+            max_staging_bytes=max_staging_bytes,
+            staging=self._staging,
+            progress=progress,
+            group=group,
+            layout=layout,
+            pack_below=pack_below_bytes,
+            keep_root=True,
+            retain=self._retain,
+        )
+        return self._under_way
 
     def _retain(self, folder: str, newest: Manifest) -> None:
         """Give up roots: of a step that was saved again, and those beyond `keep`."""
@@ -230,6 +322,8 @@ class CheckpointManager:
             It is the last one.
         StoreError
             There is no such step, or another process is writing.
+        As `save`
+            A save of `save_async` failed that nobody has waited for.
 
         Examples
         --------
@@ -242,6 +336,7 @@ class CheckpointManager:
         >>> manager.steps()
         [2]
         """
+        self._settle()
         generation = self.checkpoint(step).generation
         with WriterLock(self.directory):
             if _folder.read_manifest(self.directory).generation == generation:

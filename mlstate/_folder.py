@@ -8,11 +8,11 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._manifest import Manifest, parse
+from ._manifest import IndexRecord, Manifest, parse
 from .errors import FormatError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 MANIFEST = "manifest.json"
 _NONE: Mapping[str, Any] = {}
@@ -135,17 +135,22 @@ def _make(path: str) -> None:
             raise
 
 
+def make_path(folder: str) -> None:
+    """Make a folder, and those above it, durably; errors are the system's own."""
+    missing = []
+    path = os.path.abspath(folder)
+    while not _is_folder(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        _make(path)
+        _core.folder_sync(os.path.dirname(path))
+
+
 def create(folder: str) -> None:
     """Make the folder and what belongs in it, durably."""
     try:
-        missing = []
-        path = os.path.abspath(folder)
-        while not _is_folder(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        for path in reversed(missing):
-            _make(path)
-            _core.folder_sync(os.path.dirname(path))
+        make_path(folder)
         made = False
         for part in FOLDERS:
             path = os.path.join(folder, part)
@@ -160,7 +165,7 @@ def create(folder: str) -> None:
         raise store_error(error, "cannot create the checkpoint's folder", folder) from None
 
 
-def _remove(folder: str, names: list[str]) -> list[str]:
+def remove_files(folder: str, names: list[str]) -> list[str]:
     """Delete files by their paths in the folder; those that are gone are gone."""
     removed = []
     for name in names:
@@ -190,7 +195,7 @@ def discard(folder: str, generation: str, rank: int | None = None) -> list[str]:
         for name in list_names(folder, "index")
         if name.startswith(index) and _INDEX.match(name)
     ]
-    return _remove(folder, names)
+    return remove_files(folder, names)
 
 
 def temporary_files(folder: str) -> list[str]:
@@ -205,7 +210,7 @@ def temporary_files(folder: str) -> list[str]:
 
 def discard_temporaries(folder: str) -> list[str]:
     """Delete what a killed writer left of small files; no other writer may be at work."""
-    return _remove(folder, temporary_files(folder))
+    return remove_files(folder, temporary_files(folder))
 
 
 def known_files(folder: str) -> set[str]:
@@ -234,25 +239,64 @@ def strange_files(folder: str) -> list[str]:
     return sorted(strange)
 
 
-def load_catalog(folder: str, manifest: Manifest) -> Any:
-    """Read all indexes of a root; a FormatError names the one that is not what was written."""
-    texts = []
-    for record in manifest.indexes:
-        data = read_bytes(folder, record.path)
-        crc = f"{_core.crc32c(data):08x}"
-        if len(data) != record.bytes or crc != record.crc32c:
-            path = os.path.join(folder, record.path)
-            error = _core.ChecksumError(
-                f"{path}: not the index that was committed: {len(data)} bytes with checksum "
-                f"{crc}, expected {record.bytes} bytes with {record.crc32c}"
-            )
-            error.path = path
-            error.expected, error.got = record.crc32c, crc
-            raise error
-        texts.append(data)
-    paths = tuple(os.path.join(folder, record.path) for record in manifest.indexes)
-    catalog = _core.Catalog(tuple(texts), paths)
-    for record, head in zip(manifest.indexes, catalog.heads(), strict=True):
+class Told(NamedTuple):
+    """What one index lists: a digest of its pattern, and which parts."""
+
+    pattern: str
+    parts: tuple[int, ...]
+
+
+def patterns_of(catalog: Any) -> list[Told | None]:
+    """What each index of a catalog lists; None where it has no pattern."""
+    import hashlib
+
+    return [
+        None
+        if found is None
+        else Told(hashlib.sha256(found[0], usedforsecurity=False).hexdigest(), found[1])
+        for found in catalog.patterns()
+    ]
+
+
+def load_index(folder: str, record: IndexRecord) -> bytes:
+    """Read one rank's index; a ChecksumError where it is not what was written."""
+    data = read_bytes(folder, record.path)
+    crc = f"{_core.crc32c(data):08x}"
+    if len(data) != record.bytes or crc != record.crc32c:
+        path = os.path.join(folder, record.path)
+        error = _core.ChecksumError(
+            f"{path}: not the index that was committed: {len(data)} bytes with checksum "
+            f"{crc}, expected {record.bytes} bytes with {record.crc32c}"
+        )
+        error.path = path
+        error.expected, error.got = record.crc32c, crc
+        raise error
+    return data
+
+
+def load_catalog(
+    folder: str,
+    manifest: Manifest,
+    ranks: Iterable[int] | None = None,
+    texts: dict[int, bytes] | None = None,
+) -> Any:
+    """Read the indexes of a root, of all ranks or some; a FormatError names a wrong one.
+
+    `texts` are those that were read before, and become those that are read now.
+    """
+    chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
+    records = [manifest.indexes[rank] for rank in chosen]
+    before = {} if texts is None else dict(texts)
+    data = tuple(
+        before[rank] if rank in before else load_index(folder, record)
+        for rank, record in zip(chosen, records, strict=True)
+    )
+    if texts is not None:
+        texts.clear()
+        texts.update(zip(chosen, data, strict=True))
+    paths = tuple(os.path.join(folder, record.path) for record in records)
+    catalog = _core.Catalog(data, paths)
+    for record, head in zip(records, catalog.heads(), strict=True):
         generation, rank, world_size, *held = head
         if (generation, world_size, held) != (
             manifest.generation,
@@ -262,6 +306,14 @@ def load_catalog(folder: str, manifest: Manifest) -> Any:
             other = FormatError(f"{record.path}: the index of another checkpoint")
             other.path = os.path.join(folder, record.path)
             raise other
+    if manifest.patterns is not None:
+        for record, told in zip(records, patterns_of(catalog), strict=True):
+            assert record.pattern is not None
+            expected = Told(manifest.patterns[record.pattern].sha256, record.parts)
+            if told != expected:
+                other = FormatError(f"{record.path}: the manifest says that it lists other parts")
+                other.path = os.path.join(folder, record.path)
+                raise other
     return catalog
 
 
@@ -297,10 +349,10 @@ def needed_files(
 def prune(folder: str, *, dry_run: bool = False, known: Mapping[str, Any] = _NONE) -> list[str]:
     """Delete the shard files and indexes that no root needs; the caller holds the lock."""
     dead = sorted(known_files(folder) - needed_files(folder, known=known))
-    return dead if dry_run else _remove(folder, dead)
+    return dead if dry_run else remove_files(folder, dead)
 
 
 def delete_roots(folder: str, roots: list[Root]) -> None:
     """Give up kept roots, durably; only then may a `prune` delete what they needed."""
-    if _remove(folder, [root.path for root in roots]):
+    if remove_files(folder, [root.path for root in roots]):
         _core.folder_sync(os.path.join(folder, "roots"))

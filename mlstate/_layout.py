@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _core
@@ -13,7 +14,24 @@ if TYPE_CHECKING:
 Steps: TypeAlias = "tuple[tuple[int, int], ...]"
 
 _FLAT = -1  # in place of an axis
-TIERS = ("hot", "warm", "cold")
+
+
+class Tier(StrEnum):
+    """Where a part of a state is kept; each member is the str of its value.
+
+    Examples
+    --------
+    >>> from mlstate.checkpoint import Tier
+    >>> Tier("cold"), Tier.HOT == "hot"
+    (<Tier.COLD: 'cold'>, True)
+    """
+
+    HOT = "hot"  # the memory of an accelerator
+    WARM = "warm"  # main memory
+    COLD = "cold"  # a file
+
+
+TIERS = tuple(Tier)
 
 
 def _step(step: Any) -> tuple[int, int]:

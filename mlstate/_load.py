@@ -7,12 +7,21 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import _folder
+from . import _core, _folder
+from ._agreement import agree
 from ._collective_args import check_group
 from ._compatibility import SHOWN, join, rename_hint
+from ._indexes import GLOB, Indexes
 from ._layout import Layout, Steps, steps_of
+from ._optimizer_state import OptimizerStateDict
 from ._state_kind import restore_kind
-from .errors import CompatibilityError, FormatError, StoreError, TensorNotFoundError
+from .errors import (
+    CompatibilityError,
+    FormatError,
+    MLStateError,
+    StoreError,
+    TensorNotFoundError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,9 +30,9 @@ if TYPE_CHECKING:
     from ._state_dict import StateDict
     from .collectives import ProcessGroup
 
-_GLOB = re.compile(r"[*?\[]")
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer that was saved by itself
 MISSING = ("skip", "zeros", "error")
+_TRIES = 20  # to load a checkpoint that is replaced meanwhile
 
 
 class LoadedState:
@@ -78,32 +87,38 @@ class LoadedState:
 # ---- which tensors ----
 
 
-def _pattern(name: str, state: bool) -> str:
-    """A regular expression for a name: it, a layer of that name, or a glob."""
-    suffix = r"(?:\.[^.]*)?" if state else ""
-    exact = re.escape(name) + r"(?:\..*)?"
-    if not _GLOB.search(name):
-        return exact
+def _glob(name: str, state: bool) -> re.Pattern[str]:
+    """What matches a glob, the layers of that very name, and states of what matches."""
     import fnmatch
 
+    suffix = r"(?:\.[^.]*)?" if state else ""
     glob = re.sub(r"\\[Zz]$", "", fnmatch.translate(name))
-    return f"{exact}|{glob}{suffix}"
+    return re.compile(rf"(?s:{re.escape(name)}(?:\..*)?|{glob}{suffix})\Z")
 
 
 def select(keys: list[str], names: list[str] | None, section: int) -> tuple[list[str], set[str]]:
-    """Return the keys that `names` mean, and the names that mean any of them."""
+    """Return the keys that `names` mean, and the names that mean any of them.
+
+    A name is that of a tensor, or of a layer: what goes on with a dot.
+    """
     if names is None:
         return keys, set()
-    chosen: dict[str, None] = {}
+    from bisect import bisect_left
+
+    ordered = sorted(keys)
+    chosen: set[str] = set()
     used = set()
     for name in names:
-        matching = re.compile(f"(?s:{_pattern(name, section == 1)})\\Z").match
-        found = list(filter(matching, keys))
+        if GLOB.search(name):
+            found = list(filter(_glob(name, section == 1).match, keys))
+        else:
+            at = bisect_left(ordered, name)
+            found = ordered[at : at + 1] if ordered[at : at + 1] == [name] else []
+            # "/" comes next to "."
+            found += ordered[bisect_left(ordered, f"{name}.") : bisect_left(ordered, f"{name}/")]
         if found:
             used.add(name)
-        chosen.update(dict.fromkeys(found))
-    if len(names) == 1:
-        return list(chosen), used
+            chosen.update(found)
     return list(filter(chosen.__contains__, keys)), used
 
 
@@ -144,12 +159,11 @@ def _check_into(into: Any) -> None:
 class _Filling:
     """Arrays of the caller that one section is read into."""
 
+    optional: frozenset[str] = frozenset()  # names that a checkpoint need not have
+
     def __init__(self, target: Any) -> None:
         torch = sys.modules.get("torch")
-        self.target = target
         self.tensors: list[Any] = []
-        if torch is not None and isinstance(target, torch.nn.Module):
-            target = target.state_dict()
         arrays = dict(target)
         if torch is not None:
             self.tensors = [v for v in arrays.values() if isinstance(v, torch.Tensor)]
@@ -158,8 +172,15 @@ class _Filling:
 
                 arrays = arrays_of(arrays)
         self.arrays = arrays
+        self.known = arrays.keys()
+        self.zeros: list[str] = []
+
+    def zero(self, name: str) -> None:
+        self.zeros.append(name)
 
     def done(self) -> None:
+        for name in self.zeros:
+            self.arrays[name][...] = 0
         if self.tensors:
             from .integrations.torch import note_written
 
@@ -182,10 +203,6 @@ def _refuse(missing: list[str], unexpected: list[str], path: str) -> Compatibili
     return error
 
 
-def _zero(array: Any) -> None:
-    array[...] = 0
-
-
 # ---- loading ----
 
 
@@ -196,11 +213,9 @@ class Loader:
         self,
         folder: str,
         manifest: Manifest,
-        catalog: Any,
         *,
-        steps: Steps | None,
-        index: int,
-        world: int,
+        cutting: tuple[Steps | None, int, int],
+        own: bool,
         mmap: bool,
         verify: bool,
         missing: str,
@@ -208,53 +223,79 @@ class Loader:
     ) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.catalog = catalog
-        self.cutting = (steps, index, world)
+        self.indexes: Indexes
+        self.cutting = cutting
+        self.own = own  # torch's objects know themselves which parts they have
         self.mmap = mmap
         self.verify = verify
         self.missing = missing
         self.progress = progress
 
-    def fresh(self, section: int, keys: list[str]) -> dict[str, Any]:
+    @property
+    def catalog(self) -> Any:
+        """What was read of the indexes; `Indexes.need` comes before anything is loaded."""
+        return self.indexes.catalog
+
+    def fresh(self, section: int, keys: list[str], *, whole: bool = False) -> dict[str, Any]:
         """New arrays, or views of the files."""
+        cutting = (None, 0, 0) if whole else self.cutting
+        self.indexes.need([(section, keys, cutting)])
         return self.catalog.load(  # type: ignore[no-any-return]
             self.folder,
             section,
             keys,
-            self.cutting,
+            cutting,
             self.verify and not self.mmap,
             self.mmap,
             self.progress,
         )
 
-    def fitting(
-        self, section: int, keys: list[str], target: Any, named: bool
-    ) -> tuple[_Filling, list[str], list[str]]:
-        """Return arrays to fill, the keys for them and those without; refuse other names."""
-        filling = _Filling(target)
+    def names_fit(self, section: int, keys: list[str], filling: Any, named: bool) -> list[str]:
+        """Return the keys to read into a filling; refuse other names."""
         have = set(keys)
-        wanted = filling.arrays.keys() & have if named else filling.arrays.keys()
-        missing = [name for name in filling.arrays if name in wanted and name not in have]
-        unexpected = [] if named else [name for name in keys if name not in filling.arrays]
+        known = filling.known
+        lacking = [name for name in known if name not in have and name not in filling.optional]
+        lacking = [] if named else lacking
+        unexpected = [] if named else [name for name in keys if name not in known]
         lenient = section == 1 and self.missing != "error"
-        if unexpected or (missing and not lenient):
-            raise _refuse([] if lenient else missing, unexpected, self.folder)
-        return filling, [name for name in keys if name in filling.arrays], missing
+        if unexpected or (lacking and not lenient):
+            raise _refuse([] if lenient else lacking, unexpected, self.folder)
+        if self.missing == "zeros":
+            for name in lacking:
+                filling.zero(name)
+        return [name for name in keys if name in filling.arrays]
 
-    def fill(self, section: int, filling: _Filling, chosen: list[str], missing: list[str]) -> None:
+    def shape_of(
+        self, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
+    ) -> tuple[int, ...]:
+        """Return the shape of what goes into memory that does not say which part it is."""
+        steps, index, world = self.cutting
+        if self.own or (steps is None and (world == 0 or len(layout) != 1)):
+            return shape
+        if steps is None:
+            steps = ((layout[0][0], world),)
+        else:
+            steps, index = _core.layout_project(steps, index, len(shape), axes)
+        return Layout._of(steps).shape(shape, index)
+
+    def cuts(self, filling: Any, keys: list[str]) -> Any:
+        """What the core is to know of how tensors are cut: all alike, or each for itself."""
+        if isinstance(filling, _Filling):
+            return self.cutting
+        if self.own:
+            return filling.cuts(keys)
+        filling.whole()
+        return self.cutting
+
+    def check(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
+        """Refuse what `fill` would, before anything is changed."""
+        self.catalog.fits(self.folder, section, keys, cuts, filling.arrays)
+
+    def fill(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
         """Read into arrays; shapes and dtypes are checked before the first byte is written."""
         self.catalog.load_into(
-            self.folder,
-            section,
-            chosen,
-            self.cutting,
-            filling.arrays,
-            self.verify,
-            self.progress,
+            self.folder, section, keys, cuts, filling.arrays, self.verify, self.progress
         )
-        if self.missing == "zeros":
-            for name in missing:
-                _zero(filling.arrays[name])
         filling.done()
 
     def add_zeros(self, arrays: dict[str, Any], parameters: Any) -> None:
@@ -278,21 +319,82 @@ def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> 
     return None if kind is None else restore_kind(arrays, kind, path)
 
 
-def _optimizer_torch(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> Any:
-    """What a torch optimizer takes by its own means: it may have no state yet."""
-    osd: Any = _restore(loader.manifest.optimizer, loader.fresh(1, keys), loader.folder)
-    numbered = osd and all(map(_NUMBERED.match, osd))
-    by_name = module is not None or any("param_names" in g for g in optimizer.param_groups)
-    names = module
-    if numbered and by_name:  # then the order of the parameters is what torch goes by too
-        names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
-    elif osd and not numbered and not by_name:
+def _is_module(target: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(target, torch.nn.Module)
+
+
+def _is_optimizer(target: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(target, torch.optim.Optimizer)
+
+
+def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
+    """Whether an optimizer's states go by the order of its parameters, and not by names."""
+    if not keys:
+        return False
+    if all(map(_NUMBERED.match, keys)):
+        # then that order is what torch goes by too
+        return module is not None or any("param_names" in g for g in optimizer.param_groups)
+    if module is None and not all("param_names" in g for g in optimizer.param_groups):
         raise CompatibilityError(
             f"{loader.folder} has the optimizer's states by names of parameters, such as "
-            f"{next(iter(osd))!r}: give the module too, "
+            f"{keys[0]!r}: give the module too, "
             "into={'model': module, 'optimizer': optimizer}"
         )
-    return osd.to_torch(optimizer, names)
+    return False
+
+
+def _optimizer_filling(
+    loader: Loader, keys: list[str], optimizer: Any, module: Any, named: bool
+) -> Any:
+    """Where a torch optimizer has its states; those that it has not yet are made."""
+    from .integrations.torch._training import OptimizerFilling, Record
+
+    chosen = set(keys)
+    found = loader.catalog.tensors()
+    records = {
+        key: Record(parameter, state, loader.shape_of(shape, layout, axes), dtype, axes)
+        for section, key, parameter, state, dtype, shape, layout, axes, *_ in found
+        if section == "optim_state" and key in chosen
+    }
+    names = module
+    if _numbered(loader, keys, optimizer, module):
+        names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
+
+    def read(wanted: list[str]) -> dict[str, Any]:
+        return loader.fresh(1, wanted, whole=True)
+
+    saved: Any = _restore(loader.manifest.optimizer, {}, loader.folder)
+    if not hasattr(saved, "param_groups"):  # it was saved as a plain dict
+        saved = OptimizerStateDict()
+    return OptimizerFilling(optimizer, module, records, saved, read, names, named)
+
+
+def _fillings(
+    loader: Loader, keys: list[list[str]], targets: list[Any], named: bool
+) -> list[tuple[int, Any, list[str], Any]]:
+    """What is to be filled: section, filling, keys, cuts; an error for what does not fit."""
+    ready: list[tuple[int, Any, list[str], Any]] = []
+    module = targets[0] if _is_module(targets[0]) else None
+    for section, target in enumerate(targets):
+        if target is None:
+            continue
+        filling: Any
+        if module is not None and target is module:
+            from .integrations.torch._training import fill_module
+
+            filling = fill_module(module)
+        elif _is_optimizer(target):
+            filling = _optimizer_filling(loader, keys[section], target, module, named)
+        else:
+            filling = _Filling(target)
+        chosen = loader.names_fit(section, keys[section], filling, named)
+        ready.append((section, filling, chosen, loader.cuts(filling, chosen)))
+    loader.indexes.need((section, chosen, cuts) for section, _, chosen, cuts in ready)
+    for section, filling, chosen, cuts in ready:
+        loader.check(section, filling, chosen, cuts)
+    return ready
 
 
 def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
@@ -307,27 +409,8 @@ def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
     return found
 
 
-def _load_into(loader: Loader, keys: list[list[str]], targets: list[Any], named: bool) -> None:
-    """Fill what the caller has; what can be refused is, before anything is changed."""
-    torch = sys.modules.get("torch")
-    model, optimizer = targets
-    taken: Any = None
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        module = model if isinstance(model, torch.nn.Module) else None
-        taken = _optimizer_torch(loader, keys[1], optimizer, module)
-    ready = [
-        (section, *loader.fitting(section, keys[section], target, named))
-        for section, target in enumerate(targets)
-        if target is not None and (section == 0 or taken is None)
-    ]
-    for one in ready:
-        loader.fill(*one)
-    if taken is not None:
-        optimizer.load_state_dict(taken)
-
-
-def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState:
-    manifest, catalog = loader.manifest, loader.catalog
+def chosen_keys(catalog: Any, names: list[str] | None, folder: str) -> list[list[str]]:
+    """Return the keys of both sections that `names` mean."""
     chosen = []
     used: set[str] = set()
     for section in (0, 1):
@@ -337,14 +420,26 @@ def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState
     unused = [name for name in names or () if name not in used]
     if unused:
         error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint")
-        error.name, error.path = unused[0], loader.folder
+        error.name, error.path = unused[0], folder
         raise error
-    results: list[Any] = [None, None]
-    kinds = (manifest.model, manifest.optimizer)
+    return chosen
+
+
+def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState:
+    manifest = loader.manifest
+    chosen = chosen_keys(loader.catalog, names, loader.folder)
     if into is not None:
         targets = _targets(manifest, into, loader.folder)
-        _load_into(loader, chosen, targets, names is not None)
+        for one in _fillings(loader, chosen, targets, names is not None):
+            loader.fill(*one)
         return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+    results: list[Any] = [None, None]
+    kinds = (manifest.model, manifest.optimizer)
+    loader.indexes.need(
+        (section, chosen[section], loader.cutting)
+        for section, kind in enumerate(kinds)
+        if kind is not None
+    )
     for section, kind in enumerate(kinds):
         if kind is None:
             continue
@@ -355,7 +450,76 @@ def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState
     return LoadedState(results[0], results[1], manifest.metadata, manifest.step)
 
 
-def _ranks(
+def _has_torch(into: Any) -> bool:
+    return into is not None and any(
+        _is_module(target) or _is_optimizer(target)
+        for target in (_target(into, "model"), _target(into, "optimizer"))
+    )
+
+
+def _moved(loader: Loader, root: str, error: BaseException) -> bool:
+    """Whether a writer replaced the checkpoint meanwhile, and deleted the old one."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    now = _folder.read_manifest(loader.folder, root)
+    return now.generation != loader.manifest.generation
+
+
+def _load_together(
+    group: ProcessGroup,
+    make: Callable[[], Loader],
+    open_first: Callable[[Loader], None],
+    root: str,
+    names: list[str] | None,
+    into: Any,
+) -> LoadedState:
+    """Fill torch's objects of all ranks from one checkpoint, or say on all why not.
+
+    Nothing is changed on any rank before all have found that everything fits.
+    """
+
+    def tell(loader: Loader | None, error: BaseException | None, attempt: int) -> bool:
+        generation = "" if loader is None else loader.manifest.generation
+        again = False
+        if error is not None and loader is not None and attempt < _TRIES - 1:
+            try:
+                again = _moved(loader, root, error)
+            except MLStateError as other:
+                error = other
+        return agree(group, generation, error, again=again)
+
+    for attempt in range(_TRIES):
+        loader = None
+        error: BaseException | None = None
+        targets: list[Any] = []
+        ready: list[tuple[int, Any, list[str], Any]] = []
+        try:
+            loader = make()
+            open_first(loader)
+            targets = _targets(loader.manifest, into, loader.folder)
+            ready = _fillings(
+                loader,
+                chosen_keys(loader.catalog, names, loader.folder),
+                targets,
+                names is not None,
+            )
+        except BaseException as caught:
+            error = caught
+        if not tell(loader, error, attempt):
+            continue
+        assert loader is not None
+        try:
+            for one in ready:
+                loader.fill(*one)
+        except BaseException as caught:
+            error = caught
+        if tell(loader, error, attempt):
+            manifest = loader.manifest
+            return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+    raise StoreError(f"the checkpoint was replaced at each of {_TRIES} attempts to load it")
+
+
+def ranks_of(
     rank: int | None,
     world_size: int | None,
     layout: Layout | str | None,
@@ -395,9 +559,6 @@ def _verified_first(folder: str, manifest: Manifest, catalog: Any) -> None:
         raise Problem(*problems[0]).as_error(folder)
 
 
-_TRIES = 20
-
-
 def load_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -415,7 +576,7 @@ def load_checkpoint(
 ) -> LoadedState:
     """Load one root; see `mlstate.load`."""
     folder = os.path.abspath(os.fspath(path))
-    steps, index, world = _ranks(rank, world_size, layout, group)
+    steps, index, world = ranks_of(rank, world_size, layout, group)
     listed = _names(names)
     if verify not in (True, False, "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
@@ -425,30 +586,37 @@ def load_checkpoint(
         _check_into(into)
         if mmap:
             raise ValueError("mmap=True makes views of the files: it cannot fill into=")
-    for attempt in range(_TRIES):
+    own = layout is None and rank is None and world_size is None
+
+    def make() -> Loader:
         manifest = _folder.read_manifest(folder, root)
+        return Loader(
+            folder,
+            manifest,
+            cutting=(steps, index, world),
+            own=own,
+            mmap=mmap,
+            verify=bool(verify),
+            missing=missing,
+            progress=progress,
+        )
+
+    def open_first(loader: Loader) -> None:
+        own_rank = rank if group is None else group.rank
+        loader.indexes = Indexes(folder, loader.manifest, listed, own_rank)
+        if verify == "first":
+            loader.indexes.read_all()
+            _verified_first(folder, loader.manifest, loader.catalog)
+            loader.verify = False
+
+    if group is not None and group.world_size > 1 and _has_torch(into):
+        return _load_together(group, make, open_first, root, listed, into)
+    for attempt in range(_TRIES):
+        loader = make()
         try:
-            catalog = _folder.load_catalog(folder, manifest)
-            loader = Loader(
-                folder,
-                manifest,
-                catalog,
-                steps=steps,
-                index=index,
-                world=world,
-                mmap=mmap,
-                verify=bool(verify),
-                missing=missing,
-                progress=progress,
-            )
-            if verify == "first":
-                _verified_first(folder, manifest, catalog)
-                loader.verify = False
+            open_first(loader)
             return _one_load(loader, listed, into)
         except (StoreError, FormatError) as error:
-            # a writer may have replaced the checkpoint meanwhile, and deleted the old one
-            if not isinstance(error, FileNotFoundError) or attempt == _TRIES - 1:
-                raise
-            if _folder.read_manifest(folder, root).generation == manifest.generation:
+            if attempt == _TRIES - 1 or not _moved(loader, root, error):
                 raise
     raise AssertionError("unreachable")

@@ -131,7 +131,8 @@ def _alone(folder: str) -> Iterator[bool]:
 class WriterLock:
     """Held by the process that writes; `unfinished` names a generation that a dead one left."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, what: str = "checkpoint") -> None:
+        self._what = what
         self._path = os.path.join(folder, _NAME)
         self._descriptor = -1
         self._pid = os.getpid()
@@ -155,10 +156,10 @@ class WriterLock:
             raise
         except OSError as error:
             self.release()  # it may be ours, with a text that could not be written
-            raise store_error(error, "cannot lock the checkpoint", self._path) from None
+            raise store_error(error, f"cannot lock the {self._what}", self._path) from None
         raise store_error(
             OSError(errno.EBUSY, "other writers keep replacing it"),
-            "cannot lock the checkpoint",
+            f"cannot lock the {self._what}",
             self._path,
         )
 
@@ -219,7 +220,7 @@ class WriterLock:
             who = known if owner else "another process"
             raise store_error(
                 OSError(errno.EBUSY, f"{who} is writing it"),
-                "cannot lock the checkpoint",
+                f"cannot lock the {self._what}",
                 self._path,
             )
         if self._is_current(descriptor):

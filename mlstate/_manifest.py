@@ -18,6 +18,9 @@ _INT64 = (1 << 63) - 1
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CRC = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z", re.ASCII)
+_NAMES = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
+_MOST_GROUPS = 32  # MLS_PATTERN_GROUPS
 
 
 class IndexRecord(NamedTuple):
@@ -28,6 +31,15 @@ class IndexRecord(NamedTuple):
     crc32c: str
     shards: int
     data_bytes: int
+    pattern: int | None = None  # what the index lists, apart from which parts
+    parts: tuple[int, ...] = ()  # which parts, by the pattern's groups
+
+
+class Pattern(NamedTuple):
+    """What the indexes of some ranks have in common."""
+
+    sha256: str  # of all that they say of their shards but which parts these are
+    names: str  # checksums of the tensors' names, and of what is above them
 
 
 class Manifest(NamedTuple):
@@ -43,6 +55,7 @@ class Manifest(NamedTuple):
     optimizer: dict[str, Any] | None
     metadata: dict[str, Any]
     indexes: tuple[IndexRecord, ...]
+    patterns: tuple[Pattern, ...] | None = None
 
 
 def kind_of(state: Any) -> dict[str, Any] | None:
@@ -55,6 +68,14 @@ def kind_of(state: Any) -> dict[str, Any] | None:
     return {"kind": "state"} if text is None else json.loads(text)
 
 
+def described(record: IndexRecord) -> dict[str, Any]:
+    """Return what the manifest says of a rank's index."""
+    members = record._asdict()
+    if record.pattern is None:
+        del members["pattern"], members["parts"]
+    return members
+
+
 def build(manifest: Manifest) -> bytes:
     """Write a manifest as sealed text; TypeError or ValueError for what JSON cannot say."""
     import json
@@ -63,8 +84,12 @@ def build(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "format_version": VERSION,
         **manifest._asdict(),
-        "indexes": [record._asdict() for record in manifest.indexes],
+        "indexes": [described(record) for record in manifest.indexes],
     }
+    if manifest.patterns is None:
+        del content["patterns"]
+    else:
+        content["patterns"] = [pattern._asdict() for pattern in manifest.patterns]
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
     return _core.seal(_START + b",\n" + text[1:].lstrip().encode() + b"\n")
 
@@ -118,7 +143,29 @@ def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str,
     return value  # type: ignore[no-any-return]
 
 
-def _index(value: Any, generation: str, rank: int) -> IndexRecord:
+def _patterns(found: dict[str, Any]) -> tuple[Pattern, ...] | None:
+    if "patterns" not in found:
+        return None
+    patterns = []
+    for value in _member(found, "patterns", list):
+        if not isinstance(value, dict):
+            raise _WrongError('"patterns" holds what is no object')
+        digest = _matching(value, "sha256", _SHA256)
+        patterns.append(Pattern(digest, _matching(value, "names", _NAMES)))
+    return tuple(patterns)
+
+
+def _parts(value: dict[str, Any], patterns: int) -> tuple[int, tuple[int, ...]]:
+    parts = _member(value, "parts", list)
+    if len(parts) > _MOST_GROUPS:
+        raise _WrongError(f'"parts" has {len(parts)} of them, and {_MOST_GROUPS} are the most')
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part <= _INT64:
+            raise _WrongError('"parts" holds what is no number of a part')
+    return _number(value, "pattern", 0, patterns - 1), tuple(parts)
+
+
+def _index(value: Any, generation: str, rank: int, patterns: int | None) -> IndexRecord:
     if not isinstance(value, dict):
         raise _WrongError('"indexes" holds what is no object')
     path = _member(value, "path", str)
@@ -130,6 +177,7 @@ def _index(value: Any, generation: str, rank: int) -> IndexRecord:
         _matching(value, "crc32c", _CRC),
         _number(value, "shards", 0),
         _number(value, "data_bytes", 0),
+        *(() if patterns is None else _parts(value, patterns)),
     )
 
 
@@ -147,6 +195,13 @@ def _read(found: Any) -> Manifest:
     if len(indexes) != world_size:
         raise _WrongError(f"there are {len(indexes)} indexes for {world_size} ranks")
     step = _member(found, "step", (int, type(None)))
+    patterns = _patterns(found)
+    known = None if patterns is None else len(patterns)
+    records = tuple(_index(value, generation, r, known) for r, value in enumerate(indexes))
+    groups: dict[int | None, int] = {}
+    for rank, record in enumerate(records):
+        if groups.setdefault(record.pattern, len(record.parts)) != len(record.parts):
+            raise _WrongError(f"rank {rank} has other parts than those of its pattern")
     return Manifest(
         generation=generation,
         sequence=_number(found, "sequence", 1),
@@ -157,7 +212,8 @@ def _read(found: Any) -> Manifest:
         model=_kind(found, "model", ("state", "model")),
         optimizer=_kind(found, "optimizer", ("state", "optimizer")),
         metadata=_member(found, "metadata", dict),
-        indexes=tuple(_index(value, generation, rank) for rank, value in enumerate(indexes)),
+        indexes=records,
+        patterns=patterns,
     )
 
 

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
 from ._collective_args import check_group
+from ._drop import Generation, drop_mine, rooted, sort_out
 from ._layout import Layout, Shard, Steps, steps_of
 from ._lock import WriterLock
 from ._manifest import IndexRecord, Manifest, build, kind_of
 from ._optimizer_state import OptimizerStateDict
+from ._patterns import pattern_of, with_patterns
 from ._state_dict import StateDict
 from ._version import __version__
 from .collectives import SingleGroup
@@ -37,15 +39,21 @@ _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # what people
 # ---- what is saved ----
 
 
-def _on_host(name: str, value: Any) -> Any:
-    """A torch tensor on a device is copied to main memory; nothing else is."""
-    array = value.array if isinstance(value, Shard) else value
-    device = getattr(getattr(array, "device", None), "type", "cpu")
-    if device == "cpu":
-        return value
-    if device == "meta":
+def _array_of(value: Any) -> Any:
+    return value.array if isinstance(value, Shard) else value
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether a value is a torch tensor, or a Shard of one, that is not in main memory."""
+    return getattr(getattr(_array_of(value), "device", None), "type", "cpu") != "cpu"
+
+
+def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
+    """A value in main memory, copied there by `copy`, or to memory of its own."""
+    array = _array_of(value)
+    if array.device.type == "meta":
         raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
-    copied = array.detach().cpu()
+    copied = array.detach().cpu() if copy is None else copy(array.detach())
     if not isinstance(value, Shard):
         return copied
     return Shard(
@@ -59,15 +67,24 @@ def _on_host(name: str, value: Any) -> Any:
     )
 
 
-def states_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """Return the states behind the arguments: mappings as they are, torch objects' own."""
+def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
+    """Return the states behind the arguments: mappings as they are, torch objects' own.
+
+    `ranks` save together: what torch spread over more of them is refused.
+    """
     torch = sys.modules.get("torch")
+    module = model if torch is not None and isinstance(model, torch.nn.Module) else None
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        module = model if isinstance(model, torch.nn.Module) else None
-        optimizer = OptimizerStateDict.from_torch(optimizer, module)
-    if torch is not None and isinstance(model, torch.nn.Module):
-        model = StateDict.from_torch(model.state_dict())
-    states = []
+        from .integrations.torch._training import saved_optimizer
+
+        states, keywords = saved_optimizer(optimizer, module, ranks)
+        optimizer = OptimizerStateDict(**keywords)
+        optimizer.update(states)
+    if module is not None:
+        from .integrations.torch._training import saved_module
+
+        model = StateDict(saved_module(module, ranks))
+    states_given = []
     for name, state in (("model", model), ("optimizer", optimizer)):
         if hasattr(state, "get_state_dict"):
             state = state.get_state_dict()
@@ -77,10 +94,10 @@ def states_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
                 f"{'module' if name == 'model' else 'optimizer'} or something with "
                 f"get_state_dict(), got {type(state).__name__}"
             )
-        states.append(state)
-    if states[0] is None and states[1] is None:
+        states_given.append(state)
+    if states_given[0] is None and states_given[1] is None:
         raise ValueError("nothing to save: give a model, an optimizer or both")
-    return states[0], states[1]
+    return states_given[0], states_given[1]
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
@@ -101,23 +118,17 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
 
 
 def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
-    """A dict for the core, with what lies on devices brought to main memory."""
+    """A dict of the state's own entries, which are arrays as far as can be seen."""
     if state is None:
         return None
-    plain = state if isinstance(state, dict) else dict(state)
+    plain = dict(state)
     for name, value in plain.items():  # NumPy's numbers have a dtype, and are arrays
         if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
             raise _refuse_value(section, plain, name)
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return plain
-    kinds = (torch.Tensor, Shard)
-    given = ((n, v) for n, v in plain.items() if isinstance(v, kinds))
-    copied = {n: there for n, v in given if (there := _on_host(n, v)) is not v}
-    return {**plain, **copied} if copied else plain
+    return plain
 
 
-def _whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> list[str]:
+def whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> list[str]:
     """Names of all arrays that are there whole, with their section, sorted."""
     return sorted(
         f"{section}/{name}"
@@ -128,7 +139,8 @@ def _whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None)
     )
 
 
-def _by_section(names: list[str]) -> tuple[frozenset[str], frozenset[str]]:
+def by_section(names: list[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Part such names again."""
     return (
         frozenset(name[2:] for name in names if name[0] == "0"),
         frozenset(name[2:] for name in names if name[0] == "1"),
@@ -176,20 +188,113 @@ def _shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class _Save:
-    """One save, as one rank sees it."""
+class Save:
+    """One save, as one rank sees it: `prepare`, `gather`, `run`, in this order."""
 
-    def __init__(self, path: str, group: ProcessGroup, keep_root: bool) -> None:
-        self.path = path
-        self.group = group
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        group: ProcessGroup | None,
+        layout: Layout | str | None,
+        pack_below: int,
+        keep_root: bool = False,
+        retain: Callable[[str, Manifest], None] | None = None,
+    ) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                "the path of a checkpoint must be a str or os.PathLike, got "
+                f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
+            )
+        folder = os.path.abspath(os.fspath(path))
+        if not isinstance(folder, str):
+            raise TypeError("the path of a checkpoint must be a str")
+        if group is not None:
+            check_group(group)
+        self.path = folder
+        self.group: ProcessGroup = SingleGroup() if group is None else group
+        self.layout = layout
+        self.pack_below = pack_below
         self.keep_root = keep_root
+        self.retain = retain
+        self.dicts: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+        self.like: dict[str, Any] = {}  # what the manifest says of the state
+        self.gathered: Any = None  # the shards that are this rank's
+        self.nbytes = 0  # of them
         self.generation = ""
         self.lock: WriterLock | None = None
         self.before: Manifest | None = None
         self.sequence = 1
         self.error: BaseException | None = None
         self.unsure = False  # whether something of ours is left, or even committed
-        self.known: dict[str, Any] = {}  # catalogs by generation
+        self.pattern: dict[str, Any] = {}  # of this rank's index
+
+    # -- what is saved, before anything is touched
+
+    def fail(self, error: BaseException) -> None:
+        """A process alone is told at once; other ranks are waiting, and are told later."""
+        self.gathered, self.dicts = None, (None, None)
+        if self.group.world_size == 1:
+            raise error
+        self.error = error
+
+    def prepare(
+        self, model: Any, optimizer: Any, metadata: Mapping[str, Any] | None, step: int | None
+    ) -> None:
+        """Look at what is to be saved, without copying any of it."""
+        try:
+            states = states_of(model, optimizer, self.group.world_size)
+            self.dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
+            self.like = {
+                "writer": _WRITER,
+                "step": _step_of(step, states[1]),
+                "world_size": self.group.world_size,
+                "model": kind_of(states[0]),
+                "optimizer": kind_of(states[1]),
+                "metadata": _checked_metadata(metadata),
+            }
+            steps_of(self.layout, 1)
+        except BaseException as error:
+            self.fail(error)
+
+    def gather(self, copy: Callable[[Any], Any] | None = None) -> None:
+        """Take hold of this rank's shards; every rank calls it, also after a failure.
+
+        Tensors on a device are copied to main memory by `copy`.
+        """
+        try:
+            world, rank = self.group.world_size, self.group.rank
+            steps = () if self.error is not None else steps_of(self.layout, world) or ()
+            mine = self._mine(*self.dicts, steps)
+            if self.error is not None:
+                return
+            dicts = tuple(
+                self._at_hand(state, None if mine is None else mine[section], copy)
+                for section, state in enumerate(self.dicts)
+            )
+            ranks = (rank, world)
+            self.gathered, self.nbytes = _core.shards_gather(ranks, dicts, Shard, mine, steps)
+        except CollectiveError:
+            raise
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            self.dicts = (None, None)
+
+    def _at_hand(
+        self,
+        state: dict[str, Any] | None,
+        mine: frozenset[str] | None,
+        copy: Callable[[Any], Any] | None,
+    ) -> dict[str, Any] | None:
+        """The state with what lies on devices, and is ours, brought to main memory."""
+        if state is None or sys.modules.get("torch") is None:
+            return state
+        for name, value in state.items():
+            ours = value.replica == 0 if isinstance(value, Shard) else mine is None or name in mine
+            if ours and is_on_device(value):
+                state[name] = _on_host(name, value, copy)
+        return state
 
     # -- the beginning: rank 0 locks and chooses the generation
 
@@ -224,7 +329,7 @@ class _Save:
             except FormatError:
                 import warnings
 
-                warnings.warn(f"what is there is damaged, and replaced: {error}", stacklevel=6)
+                warnings.warn(f"what is there is damaged, and replaced: {error}", stacklevel=7)
                 return None
             raise
 
@@ -292,61 +397,54 @@ class _Save:
             return None
         import hashlib
 
-        names = [] if self.error is not None else _whole_names(model, optimizer)
+        names = [] if self.error is not None else whole_names(model, optimizer)
         what = f"{model is not None} {optimizer is not None} {steps}"
         joined = "\0".join([what, *names]).encode("utf-8", "surrogatepass")
         digest = hashlib.sha256(joined, usedforsecurity=False).digest()
-        if len(set(_gather(self.group, digest))) == 1:
-            return None if steps else _by_section(names[rank::world])
-        everyone = [
-            text.decode("utf-8", "surrogatepass").split("\0")
-            for text in _gather(self.group, joined)
-        ]
+        digests = _gather(self.group, digest)
+        if len(set(digests)) == 1:
+            return None if steps else by_section(names[rank::world])
+        # of ranks that have the same ones, the first tells which they are
+        first = {other: number for number, other in reversed(list(enumerate(digests)))}
+        texts = _gather(self.group, joined if first[digest] == rank else b"")
+        everyone = {
+            other: texts[other].decode("utf-8", "surrogatepass").split("\0")
+            for other in sorted(first.values())
+        }
         if self.error is not None:
             return None
-        for other, (said, *_) in enumerate(everyone):
+        for other, (said, *_) in everyone.items():
             if said != what:
                 raise ValueError(
                     f"ranks {rank} and {other} do not save the same: a model, an optimizer or a "
                     "layout= is given on one of them only"
                 )
         if steps:
-            for other, (_, *theirs) in enumerate(everyone):
+            for other, (_, *theirs) in everyone.items():
                 lacking = set(names) ^ set(theirs)
                 if lacking:
                     raise ValueError(
                         f"layout= cuts arrays that every rank has whole, but ranks {rank} and "
                         f"{other} do not both have {min(lacking).partition('/')[2]!r}"
                     )
-        earlier = {name for _, *theirs in everyone[:rank] for name in theirs}
-        return _by_section([name for name in names if name not in earlier])
+        earlier = {
+            name for other, (_, *theirs) in everyone.items() if other < rank for name in theirs
+        }
+        return by_section([name for name in names if name not in earlier])
 
     def write(
-        self,
-        model: dict[str, Any] | None,
-        optimizer: dict[str, Any] | None,
-        layout: Layout | str | None,
-        pack_below: int,
-        progress: Callable[[int], object] | None,
+        self, progress: Callable[[int], object] | None, freed: Callable[[], object] | None
     ) -> dict[str, Any]:
-        """Write this rank's shards, durably; every rank calls it, also after a failure."""
-        world = self.group.world_size
-        steps = () if self.error is not None else steps_of(layout, world) or ()
-        mine = self._mine(model, optimizer, steps)
+        """Write this rank's shards, durably; `freed` is called when arrays may change."""
         if self.error is not None:
             raise self.error
-        return _core.shards_write(
-            self.path,
-            self.generation,
-            (self.group.rank, world),
-            (model, optimizer),
-            Shard,
-            mine,
-            steps,
-            self._catalog(),
-            pack_below,
-            progress,
+        gathered, self.gathered = self.gathered, None
+        written = _core.shards_write(
+            self.path, self.generation, gathered, self._catalog(), self.pack_below, progress, freed
         )
+        if self.group.world_size > 1:
+            self.pattern = pattern_of(_folder.load_index(self.path, _record(written)))
+        return written
 
     # -- the end: rank 0 commits if all are well
 
@@ -356,15 +454,24 @@ class _Save:
             _core.file_replace(os.path.join(self.path, _folder.root_path(manifest)), data)
         _core.file_replace(os.path.join(self.path, _folder.MANIFEST), data)
 
-    def finish(
-        self, written: dict[str, Any] | None, describe: Callable[[list[Any]], Manifest]
-    ) -> None:
+    def _manifest(self, written: list[Any]) -> Manifest:
+        return Manifest(
+            generation=self.generation,
+            sequence=self.sequence,
+            created=_now(),
+            indexes=tuple(map(_record, written)),
+            **self.like,
+        )
+
+    def finish(self, written: dict[str, Any] | None) -> None:
         """Commit if every rank is well; else raise on every rank, and leave nothing behind."""
-        own = {"error": _shown(self.error)} if self.error is not None else {"written": written}
+        own: dict[str, Any] = {"written": {**(written or {}), **self.pattern}}
+        if self.error is not None:
+            own = {"error": _shown(self.error)}
         reports = _gather(self.group, _pack(own), root=0)
         outcome: dict[str, Any] = {"committed": True}
         if self.group.rank == 0:
-            outcome = self._decide([_unpack(report) for report in reports], describe)
+            outcome = self._decide([_unpack(report) for report in reports])
         outcome = _unpack(_broadcast(self.group, _pack(outcome)))
         if outcome["committed"]:
             return
@@ -380,18 +487,17 @@ class _Save:
         error.rank = outcome["rank"]
         raise error
 
-    def _decide(
-        self, reports: list[dict[str, Any]], describe: Callable[[list[Any]], Manifest]
-    ) -> dict[str, Any]:
+    def _decide(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         for rank, report in enumerate(reports):
             if "error" in report:
                 text = f"rank {rank}: {report['error']}"
                 return {"committed": False, "unsure": False, "error": text, "rank": rank}
         try:
-            manifest = describe([report["written"] for report in reports])
+            told = [report["written"] for report in reports]
+            manifest = self._manifest(told)
             if self.group.world_size > 1:
                 # what each stored by itself must make one checkpoint, before it replaces one
-                self.known[self.generation] = _folder.load_catalog(self.path, manifest)
+                manifest, _ = with_patterns(self.path, manifest, told)
             self.commit(manifest)
         except BaseException as error:
             self.error = error
@@ -421,20 +527,86 @@ class _Save:
         finally:
             lock.release()
 
+    def _drop_old(self) -> str | None:
+        """Delete what no root needs after a commit; failing here costs disk space only.
 
-def _drop_old(save: _Save, retain: Callable[[str, Manifest], None] | None) -> str | None:
-    """Delete what no root needs after a commit; failing here costs disk space only.
+        Returns the text of a warning: whoever gives it may be stopped by it.
+        """
+        try:
+            if self.retain is not None:
+                self.retain(self.path, _folder.read_manifest(self.path))
+            if self.before is not None:
+                _folder.prune(self.path)
+        except (MLStateError, MemoryError) as error:
+            return f"old files of the checkpoint were not deleted: {error}"
+        return None
 
-    Returns the text of a warning: whoever gives it may be stopped by it.
-    """
-    try:
-        if retain is not None:
-            retain(save.path, _folder.read_manifest(save.path))
-        if save.before is not None:
-            _folder.prune(save.path, known=save.known)
-    except (MLStateError, MemoryError) as error:
-        return f"old files of the checkpoint were not deleted: {error}"
-    return None
+    def _drop_together(self) -> str | None:
+        """The same for many ranks, each of which deletes its own files; all call it.
+
+        Where that does not work out, rank 0 does it for all.
+        """
+        import json
+
+        plan: dict[str, Any] = {}
+        failed = b""
+        if self.group.rank == 0 and (self.before is not None or self.retain is not None):
+            with suppress(MLStateError, MemoryError):
+                before = rooted(self.path)
+                before += [] if self.before is None else [self.before]
+                if self.retain is not None:
+                    self.retain(self.path, _folder.read_manifest(self.path))
+                plan = sort_out(before, rooted(self.path))
+            failed = b"" if plan else b"x"
+        [told, *_] = _gather(self.group, json.dumps(plan).encode())
+        plan = json.loads(told)
+        if plan:
+            gone, kept = ([Generation(*one) for one in plan[name]] for name in ("gone", "kept"))
+            try:
+                drop_mine(self.path, self.group.rank, self.group.world_size, gone, kept)
+            except (MLStateError, MemoryError):
+                failed = b"x"
+        troubles = _gather(self.group, failed, root=0)
+        return self._drop_old() if any(troubles) else None
+
+    def run(
+        self,
+        progress: Callable[[int], object] | None,
+        freed: Callable[[], object] | None = None,
+    ) -> Checkpoint:
+        """Write what was gathered, and commit it; every rank calls it, also after a failure."""
+        from ._checkpoint import Checkpoint
+
+        clean = False
+        left: str | None = None
+        written: dict[str, Any] | None = None
+        problem, self.error = self.error, None  # rank 0 has one of its own to tell first
+        try:
+            self.begin()
+            self.error = problem
+            try:
+                written = self.write(progress, freed)
+            except CollectiveError:
+                raise
+            except BaseException as error:
+                self.error = error
+            self.finish(written)
+            clean = True
+            left = self._drop_old() if self.group.world_size == 1 else self._drop_together()
+        except BaseException:
+            # what ranks that failed left behind is deleted by each; the next save looks again
+            failed = self.group.world_size == 1 and self.error is not None
+            clean = failed and self.generation != "" and not self.unsure
+            raise
+        finally:
+            self.error = problem = None  # its traceback leads back here
+            self.close(clean=clean)
+        if self.group.world_size > 1:
+            self.group.barrier()
+        _warn(left, 5)
+        checkpoint = Checkpoint(self.path)
+        checkpoint.written = written
+        return checkpoint
 
 
 def write_checkpoint(
@@ -444,92 +616,18 @@ def write_checkpoint(
     *,
     metadata: Mapping[str, Any] | None,
     step: int | None,
-    group: ProcessGroup | None,
-    layout: Layout | str | None,
-    pack_below: int,
     progress: Callable[[int], object] | None,
-    keep_root: bool = False,
-    retain: Callable[[str, Manifest], None] | None = None,
+    **options: Any,
 ) -> Checkpoint:
-    """Save one generation; see `mlstate.save`. `retain` gives up old roots after a commit."""
-    from ._checkpoint import Checkpoint
-
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"the path of a checkpoint must be a str or os.PathLike, got {type(path).__name__}; "
-            "it comes first: save(path, model, optimizer)"
-        )
-    folder = os.path.abspath(os.fspath(path))
-    if not isinstance(folder, str):
-        raise TypeError("the path of a checkpoint must be a str")
-    if group is not None:
-        check_group(group)
-    save = _Save(folder, SingleGroup() if group is None else group, keep_root)
-    states: tuple[Any, Any] = (None, None)
-    dicts: tuple[Any, Any] = (None, None)
-    kinds: tuple[Any, Any] = (None, None)
-    texts: dict[str, Any] = {}
-    problem: BaseException | None = None
-    try:  # before anything is touched; other ranks are told later
-        states = states_of(model, optimizer)
-        dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
-        kinds = (kind_of(states[0]), kind_of(states[1]))
-        step = _step_of(step, states[1])
-        texts = _checked_metadata(metadata)
-        steps_of(layout, 1)
-    except BaseException as error:
-        if save.group.world_size == 1:
-            raise
-        problem = error
-
-    def describe(written: list[Any]) -> Manifest:
-        return Manifest(
-            generation=save.generation,
-            sequence=save.sequence,
-            created=_now(),
-            writer=_WRITER,
-            step=step,
-            world_size=save.group.world_size,
-            model=kinds[0],
-            optimizer=kinds[1],
-            metadata=texts,
-            indexes=tuple(map(_record, written)),
-        )
-
-    clean = False
-    left: str | None = None
-    written: dict[str, Any] | None = None
-    try:
-        save.begin()
-        save.error = problem
-        try:
-            written = save.write(dicts[0], dicts[1], layout, pack_below, progress)
-        except CollectiveError:
-            raise
-        except BaseException as error:
-            save.error = error
-        save.finish(written, describe)
-        clean = True
-        if save.group.rank == 0:
-            left = _drop_old(save, retain)
-    except BaseException:
-        # what ranks that failed left behind is deleted by each; the next save looks again
-        failed = save.group.world_size == 1 and save.error is not None
-        clean = failed and save.generation != "" and not save.unsure
-        raise
-    finally:
-        save.error = problem = None  # its traceback leads back here
-        save.close(clean=clean)
-    if save.group.world_size > 1:
-        save.group.barrier()
-    _warn(left)
-    checkpoint = Checkpoint(folder)
-    checkpoint.written = written
-    return checkpoint
+    """Save one generation; see `mlstate.save`. `options` are those of `Save`."""
+    save = Save(path, **options)
+    save.prepare(model, optimizer, metadata, step)
+    save.gather()
+    return save.run(progress)
 
 
 def _record(written: dict[str, Any]) -> IndexRecord:
-    return IndexRecord(*(written[name] for name in IndexRecord._fields))
+    return IndexRecord(*(written[name] for name in IndexRecord._fields[:5]))
 
 
 def _now() -> str:
@@ -550,38 +648,30 @@ def write_ranks(
     """Save what all ranks of a world would, one after the other; `states` gives their dicts."""
     from ._checkpoint import Checkpoint
 
-    save = _Save(folder, SingleGroup(), keep_root=False)
+    save = Save(folder, group=None, layout=None, pack_below=pack_below)
     clean = False
     try:
         save.begin()
-        records = []
+        told = []
         for rank in range(world_size):
-            model, optimizer = states(rank)
+            ranks = (rank, world_size)
+            gathered, _ = _core.shards_gather(ranks, states(rank), Shard, None, ())
             written = _core.shards_write(
-                folder,
-                save.generation,
-                (rank, world_size),
-                (model, optimizer),
-                Shard,
-                None,
-                (),
-                None,
-                pack_below,
-                progress,
+                folder, save.generation, gathered, None, pack_below, progress, None
             )
-            records.append(_record(written))
-        save.commit(
-            like._replace(
-                generation=save.generation,
-                sequence=save.sequence,
-                created=_now(),
-                writer=_WRITER,
-                world_size=world_size,
-                indexes=tuple(records),
-            )
+            told.append({**written, **pattern_of(_folder.load_index(folder, _record(written)))})
+        manifest = like._replace(
+            generation=save.generation,
+            sequence=save.sequence,
+            created=_now(),
+            writer=_WRITER,
+            world_size=world_size,
+            indexes=tuple(map(_record, told)),
+            patterns=None,
         )
+        save.commit(with_patterns(folder, manifest, told)[0] if world_size > 1 else manifest)
         clean = True
-        left = _drop_old(save, None)
+        left = save._drop_old()
     except BaseException:
         if save.generation and not save.is_committed():
             _folder.discard(folder, save.generation)
@@ -589,15 +679,15 @@ def write_ranks(
         raise
     finally:
         save.close(clean=clean)
-    _warn(left)
+    _warn(left, 4)
     return Checkpoint(folder)
 
 
-def _warn(text: str | None) -> None:
+def _warn(text: str | None, level: int) -> None:
     if text is not None:
         import warnings
 
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=level)
 
 
 def _step_of(step: int | None, optimizer: Any) -> int | None:

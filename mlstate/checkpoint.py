@@ -24,12 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 from ._checkpoint import Checkpoint, ShardRecord, TensorRecord
 from ._checkpoint_manager import CheckpointManager
-from ._layout import Layout, Shard
+from ._layout import Layout, Shard, Tier
 from ._load import LoadedState, load_checkpoint
 from ._plain_file import load_file, load_metadata, save_file
+from ._planned import FileRead, LoadPlan, SavePlan, plan_load, plan_save
 from ._prune import PruneReport, prune
 from ._reshard import reshard
 from ._save import PACK_BELOW, write_checkpoint
+from ._save_async import SaveHandle, begin_save
+from ._save_times import SaveTimes
+from ._staging import Staging
+from ._tiers import StateDicts, TieredState
+from ._tiers_report import TierRecord, TierReport
+from ._tiers_use import TieredUnit
 from ._verify import Problem, VerifyReport, verify_checkpoint
 
 if TYPE_CHECKING:
@@ -41,21 +48,36 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
+    "FileRead",
     "Layout",
+    "LoadPlan",
     "LoadedState",
     "Problem",
     "PruneReport",
+    "SaveHandle",
+    "SavePlan",
+    "SaveTimes",
     "Shard",
     "ShardRecord",
+    "Staging",
+    "StateDicts",
     "TensorRecord",
+    "Tier",
+    "TierRecord",
+    "TierReport",
+    "TieredState",
+    "TieredUnit",
     "VerifyReport",
     "inspect",
     "load",
     "load_file",
     "load_metadata",
+    "plan_load",
+    "plan_save",
     "prune",
     "reshard",
     "save",
+    "save_async",
     "save_file",
     "verify",
 ]
@@ -87,7 +109,9 @@ def save(
     model : mapping of str to array or Shard, or torch.nn.Module, optional
         A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or anything with
         ``get_state_dict()``. Arrays are NumPy's, ml_dtypes', or torch tensors; they are used
-        where they lie. Tensors on a device are copied to main memory first, all of them.
+        where they lie. Tensors on a device are copied to main memory first, all of them. A
+        module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or tensor
+        parallelism: names are those without the wrappers, and each rank stores its shards.
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
         An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer, whose parameters' names come from the module given as `model`.
@@ -119,6 +143,9 @@ def save(
         version goes back.
     CompatibilityError
         A dtype that files have no name for, or a shape that does not go with its layout.
+    TypeError, ValueError
+        A sharded module without the `group` of its ranks; an optimizer whose parameters are
+        not the module's; a DTensor that is cut as no `Layout` can say. The text names it.
     BufferError
         A tensor has no memory to export, such as one on torch's ``meta`` device.
     StoreError
@@ -163,6 +190,98 @@ def save(
     )
 
 
+def save_async(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    max_staging_bytes: int | None = None,
+    staging: Staging | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    progress: Callable[[int], object] | None = None,
+) -> SaveHandle:
+    """
+    Begin to save, and return while the checkpoint is written.
+
+    The state must not be changed before the handle's `staged` returns. Then everything of it
+    is copied or written: training goes on, and the rest is written behind it. The new
+    checkpoint is there when the handle's `wait` returns; up to then the old one is.
+
+    Parameters
+    ----------
+    path, model, optimizer, metadata, step, layout, pack_below_bytes
+        As for `save`. Tensors on a device are always copied.
+    max_staging_bytes : int, optional
+        Bytes that copies may take; 0: none. Small shards are copied first. What does not fit
+        is written from where it lies before `staged` returns. Default: as many as the state
+        has.
+    staging : Staging, optional
+        Memory for the copies, allocated and touched beforehand. Default: allocated now and
+        given back at the end.
+    group : ProcessGroup, optional
+        As for `save`, but one that nothing else uses until the save has ended: a thread talks
+        to the other ranks through it. `staged` waits for the slowest rank to begin.
+    progress : callable, optional
+        As for `save`; called in the thread.
+
+    Returns
+    -------
+    SaveHandle
+        To wait for what happens: `SaveHandle.staged`, `SaveHandle.wait`.
+
+    Raises
+    ------
+    TypeError, ValueError, CompatibilityError, BufferError
+        As `save`, about the arguments; what happens later is raised by the handle. ValueError
+        also where `group` or `staging` is in use by another save, where `group` is torch's
+        default group, or where tensors on a device do not fit `max_staging_bytes`.
+
+    Notes
+    -----
+    Extra memory: `max_staging_bytes` or the state's, and at most 16 MiB for the writer with
+    about 300 bytes a shard. References to arrays are dropped when they are staged, so that
+    the memory of arrays that training replaces is free. Copies are made by the threads of
+    `mlstate.set_num_threads` without the GIL; the writer has up to four threads of its own.
+
+    A thread does the work, which the interpreter waits for when it ends. A save whose error
+    nobody asked for shows it. In a forked child the handle is of no use, and the save is not
+    disturbed. The idea of staging in memory and writing behind the training is that of
+    CheckFreq (Mohan et al., FAST 2021).
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import Staging, save_async
+    >>> state = {"w": np.zeros((1000, 8), np.float32)}  # 32,000 bytes
+    >>> memory = Staging(32_000)
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> for step in range(3):
+    ...     handle = save_async(path, state, step=step, staging=memory)
+    ...     handle.staged()
+    ...     state["w"] += 1  # while it is written
+    ...     checkpoint = handle.wait()
+    >>> checkpoint.step, checkpoint.load().model["w"][0, 0].item()
+    (2, 2.0)
+    """
+    return begin_save(
+        path,
+        model,
+        optimizer,
+        metadata=metadata,
+        step=step,
+        max_staging_bytes=max_staging_bytes,
+        staging=staging,
+        progress=progress,
+        group=group,
+        layout=layout,
+        pack_below=pack_below_bytes,
+    )
+
+
 def load(
     path: str | os.PathLike[str],
     *,
@@ -194,12 +313,17 @@ def load(
         How to cut, whatever they were saved as. Optimizer states are cut along the same axes as
         their parameter, in so far as they have them.
     group : ProcessGroup, optional
-        In place of `rank` and `world_size`. The ranks need not wait for each other.
+        In place of `rank` and `world_size`. The ranks need not wait for each other, but for
+        torch modules and optimizers in `into`: there all ranks call this, and hear of each
+        other, before anything is changed, whether all fits and is of one checkpoint.
     into : mapping or object, optional
         ``{"model": state, "optimizer": state}``, or something with these attributes: arrays
-        that exist, of the right shape and dtype, are filled; no new ones are made. A torch
-        module is filled in place, a torch optimizer by its ``load_state_dict``. Nothing is
-        loaded for one that is absent.
+        that exist, of the right shape and dtype, are filled; no new ones are made. Torch
+        modules and optimizers are filled in place, of DDP, FSDP2 and FSDP1 too: they know
+        which part of a tensor they have, so `group`, `rank` and `layout` do not cut for them
+        (a `rank` or `layout` that is given cuts for modules that are not sharded). States
+        that an optimizer has not made yet are made; its groups get the values that were
+        saved. Nothing is loaded for one that is absent.
     mmap : bool, default False
         Return read-only arrays over the mapped files: nothing is read before it is touched.
         Tensors whose part lies in several shards are put together in new memory.
@@ -208,7 +332,8 @@ def load(
         ``"first"``: read and compare the whole checkpoint before anything else is done.
     missing : {"skip", "zeros", "error"}, default "skip"
         What to do about optimizer states that were not saved, such as those of parameters that
-        have none: leave them out (or, with `into`, as they are), make them zeros, or refuse.
+        have none: leave them out, make them zeros, or refuse. With `into`, ``"skip"`` leaves
+        arrays as they are, and lets a torch optimizer forget such states: it makes them anew.
     progress : callable, optional
         As for `save`.
 
@@ -231,6 +356,8 @@ def load(
         One of `names` means nothing. (A `KeyError`.)
     CompatibilityError
         `into` has other names, shapes or dtypes. Nothing was changed.
+    TypeError, ValueError
+        As `save`, of the torch objects in `into`. Nothing was changed.
     ImportError
         The checkpoint holds bfloat16 or 8-bit floats, and ml_dtypes is not installed.
 

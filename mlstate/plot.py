@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._checkpoint_groups import Group
     from ._types import NDArray
     from .activation import CheckpointStrategy, Pareto, Plan
-    from .checkpoint import Checkpoint
+    from .checkpoint import Checkpoint, SaveHandle, SaveTimes
     from .fsdp import BackwardReport, FSDPShardingUnit
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "plot_occupancy",
     "plot_pareto",
     "plot_plan",
+    "plot_saves",
     "plot_shards",
 ]
 
@@ -215,6 +216,87 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     for axes in (left, right):
         axes.set_xlabel(label)
     _legend(figure, left, 6)
+    return figure
+
+
+def plot_saves(
+    saves: Sequence[SaveHandle | SaveTimes], steps: Sequence[tuple[float, float]] = ()
+) -> Figure:
+    """Draw asynchronous saves beside the training that goes on meanwhile.
+
+    Parameters
+    ----------
+    saves : sequence of SaveHandle or SaveTimes
+        What `save_async` returned, or the handles' ``times()``; drawn from top to bottom.
+    steps : sequence of (float, float), optional
+        Begin and end of each training step, by ``time.perf_counter()``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The uppermost row has the steps, and in red when the caller was held up. Each save has
+        a row below: orange until the state could be changed, blue until the checkpoint was on
+        the disk. What has not ended yet ends where the picture does.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+    ValueError
+        There are no saves.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import save_async
+    >>> from mlstate.plot import plot_saves
+    >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", {"w": np.zeros(3)})
+    >>> _ = handle.wait()
+    >>> len(plot_saves([handle]).axes)
+    1
+    """
+    from ._save_times import SaveTimes
+
+    if not saves:
+        raise ValueError("there are no saves to draw")
+    times = [save if isinstance(save, SaveTimes) else save.times() for save in saves]
+    known = [at for t in times for at in (t.began, t.staged, t.ended, *sum(t.waits, ())) if at]
+    known += [at for step in steps for at in step]
+    first, last = min(known), max(known)
+    scale, label = _seconds_unit(last - first)
+    rows = len(times)
+    figure = _figure(10, 1.6 + 0.3 * min(max(rows, 2), 2 * _BARS))
+    axes = figure.subplots()
+
+    def draw(at: Any, spans: Sequence[tuple[float, float]], color: str, **style: Any) -> None:
+        starts = [(start - first) / scale for start, _ in spans]
+        lengths = [(end - start) / scale for start, end in spans]
+        axes.barh(at, lengths, left=starts, color=color, **style)
+
+    below = range(1, rows + 1)
+    ends = [last if t.ended is None else t.ended for t in times]
+    free = [end if t.staged is None else t.staged for t, end in zip(times, ends, strict=True)]
+    waits = [wait for t in times for wait in t.waits]
+    if steps:
+        draw([0] * len(steps), steps, _FREE, label="training steps", edgecolor="white", height=0.8)
+    draw([0] * len(waits), waits, _BUDGET, label="caller held up", height=0.5)
+    draw(below, [(t.began, at) for t, at in zip(times, free, strict=True)], _AGAIN, label="staged")
+    draw(below, list(zip(free, ends, strict=True)), _USED, label="written and synced")
+    shown = _ticks(rows)
+    axes.set_yticks([0, *(n + 1 for n in shown)], ["training", *(f"save {n + 1}" for n in shown)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.01 * (last - first) / scale)
+    axes.set_xlabel(label)
+    held = sum(t.blocked_seconds for t in times)
+    unit, short = _seconds_unit(held)
+    axes.set_title(
+        f"The caller was held up for {held / unit:.3g} {short} of "
+        f"{(last - first) / scale:.3g} {label} ({held / (last - first):.1%})",
+        loc="left",
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

@@ -36,13 +36,19 @@ class Victim:
         self.folder = folder
         files = [path for path in folder.rglob("*") if path.is_file()]
         self.good = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+        self.patterns = True  # whether the manifest says what the indexes list
 
     def __str__(self):
         return str(self.folder)
 
     @property
     def manifest(self):
-        return json.loads(self.good["manifest.json"])
+        found = json.loads(self.good["manifest.json"])
+        if not self.patterns and "patterns" in found:
+            del found["patterns"]
+            for record in found["indexes"]:
+                del record["pattern"], record["parts"]
+        return found
 
     def index(self, rank=0):
         return json.loads(self.good[self.manifest["indexes"][rank]["path"]])
@@ -84,6 +90,7 @@ class Victim:
         return path
 
     def restore(self):
+        self.patterns = True
         for path in [self.folder, *self.folder.iterdir()]:
             if path.is_symlink() or not path.is_dir():
                 path.unlink()

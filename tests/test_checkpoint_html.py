@@ -1,6 +1,7 @@
 """Checkpoints and reports as a page shows them: well formed, escaped, complete or counted."""
 
 import re
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 
 import mlstate
+from mlstate import StoreError
 from mlstate._checkpoint_groups import OTHER, WEIGHTS, columns_of, groups_of, layer_of
 from mlstate._checkpoint_html import report_html
-from mlstate.checkpoint import Problem, VerifyReport
+from mlstate.checkpoint import Problem, VerifyReport, save_async
 
 MOST_BYTES = 30_000
 CLOSED_BY_OTHERS = {"p", "td", "th", "tr"}  # HTML closes these by itself
@@ -171,3 +173,51 @@ def test_many_states_share_a_column(saved):
     assert columns == [WEIGHTS, "s4", "s5", "s6", "s7", "s8", OTHER]
     [group] = groups_of(records, columns)
     assert group.total == sum(group.nbytes.values()) == 8 + sum(8 * (i + 1) for i in range(9))
+
+
+# ---- saves under way ----
+
+
+def test_a_save_says_how_far_it_is(tmp_path):
+    go, called = threading.Event(), threading.Event()
+
+    def hold(count):
+        called.set()
+        assert go.wait(20)
+
+    state = {"w": np.ones(1 << 20, np.uint8)}
+    handle = save_async(tmp_path / "<ckpt>", state, progress=hold)
+    try:
+        assert called.wait(20)
+        under_way = page(handle)
+        done, total = handle.progress()
+        assert total == 1 << 20
+        width = re.search(r'<s class=c0 style="width:([\d.]+)%">', handle._repr_html_())
+        assert float(width[1]) == pytest.approx(100 * done / total, abs=0.05)
+    finally:
+        go.set()
+    handle.wait()
+    saved = page(handle)
+    assert "writing: " in under_way.texts and "✓" not in under_way.text
+    assert str(tmp_path / "<ckpt>") in under_way.texts
+    assert re.search(r"state free after [\d.]+ m?s, writing since, ", under_way.text)
+    assert "✓" in saved.texts and " saved: " in saved.texts
+    assert "1.00 MiB of 1.00 MiB" in saved.texts and "width:100.0%" in handle._repr_html_()
+    assert re.search(r"on the disk after [\d.]+ m?s, the caller waited [\d.]+ m?s", saved.text)
+
+
+def test_a_save_that_failed_says_why(tmp_path):
+    (tmp_path / "<file>").write_bytes(b"")
+    handle = save_async(tmp_path / "<file>", {"w": np.ones(3)})
+    with pytest.raises(StoreError) as raised:
+        handle.wait()
+    found = page(handle)
+    assert "✗" in found.texts and " failed: " in found.texts
+    assert f"StoreError: {raised.value}" in found.texts
+    assert re.search(r"failed after [\d.]+ m?s", found.text)
+
+
+def test_a_save_of_nothing_is_shown(tmp_path):
+    handle = save_async(tmp_path / "ckpt", {})
+    handle.wait()
+    assert "0 B of 0 B" in page(handle).texts and "width:100.0%" in handle._repr_html_()

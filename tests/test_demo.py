@@ -1,12 +1,14 @@
 """The demo as a user sees it."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import mlstate
 import mlstate.plot
 from mlstate.cli import main
-from mlstate.demo import activations, checkpoints, gradients, story
+from mlstate.demo import activations, checkpoints, gradients, story, training
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +96,13 @@ def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monk
 
 
 def test_a_change_that_must_not_be_fails_the_command(capsys, monkeypatch):
-    for bad in (None, 0, 1, 2, 3, 4):
-        good = [number != bad for number in range(5)]
+    for bad in (None, 0, 1, 2, 3, 4, 5):
+        good = [number != bad for number in range(6)]
         kept = story.Kept("", good[2])
         reduced = story.Reduced((1.0, 0.0), good[3], [], [])
         planned = story.Planned({}, {}, good[4], "")
-        report = story.Report("", good[0], "", [], None, good[1], kept, reduced, planned)
+        trained = story.Trained((1.0, 0.0), [], good[5], [])
+        report = story.Report("", good[0], "", [], None, good[1], kept, reduced, planned, trained)
         monkeypatch.setattr(story, "run", lambda picture, report=report: report)
         assert main(["demo", "--picture", ""]) == (bad is not None)
 
@@ -195,7 +198,7 @@ def test_plans_take_the_memory_that_they_predict_and_give_the_same_bits(told):
     assert peaks["plan, middle budget"] < 0.8 * peaks["keep everything"]
     overheads = planned.overheads
     assert overheads["plan, the same peak"] < 0.61 * overheads["every block again"]
-    part = printed[printed.index("\n15. ") :]
+    part = printed[printed.index("\n15. ") : printed.index("\n16. ")]
     assert "every block again    +33.3%" in part
     assert "gradients of all four: bit-identical" in part
     assert "the least that is enough is 6815744 bytes" in planned.refused
@@ -214,4 +217,63 @@ def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch):
     monkeypatch.setattr(activations, "_run", other)
     lines = []
     assert not story.run(None, say=lines.append).planned.identical
+    assert sum("DIFFERENT" in line for line in lines) == 1
+
+
+def test_experts_learn_while_they_are_saved_and_training_resumes(told):
+    report, printed = told
+    trained = report.trained
+    assert trained.identical
+    before, after = trained.losses
+    assert after < 0.6 * before
+    assert trained.steps == [20, 40, 60]
+    part = printed[printed.index("\n16. ") : printed.index("\n17. ")]
+    assert "checkpoints of steps [20, 40, 60]: the bits of their steps" in part
+    assert part.count("held up for") == 3 and f"step 60: loss {after:.2f}" in part
+    assert part.rstrip().endswith("resumed from step 20: bit-identical at step 60")
+
+
+def test_one_expert_goes_to_the_disk_and_comes_back(told):
+    report, printed = told
+    assert report.trained.tiers == ["warm", "warm", "cold", "warm"]
+    part = printed[printed.index("\n17. ") :]
+    assert "demoted: digit.weight with m and v, to a file of" in part
+    assert "digit: cold" in part and part.count("cold") == 1
+    assert part.rstrip().endswith("promoted: bit-identical; the other experts: untouched")
+
+
+@pytest.fixture
+def embedded(told):
+    """The demo's model and embedding, and lines that were said."""
+    made = story._Story(Path(story.__file__).parent / "data", lambda line: None)
+    weights = mlstate.load_file(made.data / "model.safetensors")
+    return made.model, weights["embed.weight"], []
+
+
+def test_a_save_that_holds_other_bits_would_be_noticed(monkeypatch, embedded):
+    model, embedding, lines = embedded
+    real = training.CheckpointManager.save_async
+
+    def torn(manager, step, model, optimizer):
+        late = model.copy()
+        late["sign.weight"] = late["sign.weight"] + np.float32(step == 40)
+        return real(manager, step, late, optimizer)
+
+    monkeypatch.setattr(training.CheckpointManager, "save_async", torn)
+    assert not training.show_training(model, embedding, lines.append).identical
+    assert sum("DIFFERENT" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("victim", ["digit.weight", "sign.weight"])
+def test_other_bits_of_an_expert_would_be_noticed(monkeypatch, embedded, victim):
+    model, embedding, lines = embedded
+    real = training.TieredState.demote
+
+    def damaging(tiers, name, to):
+        with tiers.use(victim) as unit:
+            unit.states["m"] += 1
+        return real(tiers, name, to)
+
+    monkeypatch.setattr(training.TieredState, "demote", damaging)
+    assert not training.show_training(model, embedding, lines.append).identical
     assert sum("DIFFERENT" in line for line in lines) == 1

@@ -195,6 +195,38 @@ def test_activation_shows_what_it_says(tmp_path):
         assert len(outputs(cells, "image/png")) == 2
 
 
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_training_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "training.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    handle, tiers = outputs(cells, "text/html")
+    assert "24.00 MiB of 24.00 MiB" in handle and "the caller waited" in handle
+    assert "8 units, 24.00 MiB: 3 warm (9.00 MiB of 9.00 MiB), 5 cold" in tiers
+    assert "warm to cold: " in tiers and "experts.7" in tiers
+    printed = "".join(outputs(cells, "stdout"))
+    under_way = re.findall(r"step (\d+): loss (\S+), while step \d+ is written", printed)
+    assert under_way[0][0] == "20"
+    assert float(under_way[-1][1]) < float(under_way[0][1])
+    shares = [
+        int(share) for share in re.search(r"^0%, .*100%$", printed, re.M)[0].split("%, ")[:-1]
+    ]
+    assert shares == sorted(shares)
+    assert "saved: [40, 60] by <SaveHandle of" in printed
+    assert "ended by SIGKILL" in printed
+    newest = re.search(r"checkpoints: \[(?:\d+, )?(\d+)\] True", printed)[1]
+    assert int(newest) in (20, 30) and f"resumed from step {newest}\n" in printed
+    assert "step 60 is bit-identical: True" in printed
+    assert "'experts.0': 'warm'" in printed and "'experts.7': 'cold'" in printed
+    assert "step 120 is what memory for all would have given: True" in printed
+    assert printed.endswith("cold warm\n")
+    if importlib.util.find_spec("matplotlib"):
+        assert len(outputs(cells, "image/png")) == 1
+
+
 @pytest.mark.slow
 def test_a_notebook_that_fails_is_noticed(tmp_path):
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}

@@ -20,7 +20,9 @@ import leaks_of_gradients  # noqa: F401 - its cases
 import leaks_of_operators  # noqa: F401 - its cases
 import leaks_of_planned_models  # noqa: F401 - its cases
 import leaks_of_plans  # noqa: F401 - its cases
+import leaks_of_saves  # noqa: F401 - its cases
 import leaks_of_strategies  # noqa: F401 - its cases
+import leaks_of_tiers  # noqa: F401 - its cases
 import numpy as np
 import pytest
 from leak_cases import CALLS, CASES, case, each, raises
@@ -547,7 +549,7 @@ def steps_of_a_run(tmp_path):
         with checkpoint.CheckpointManager(tmp_path / "run", keep=3) as manager:
             step = next(numbers)
             manager.save(step, model)
-            manager.save(step + 1_000_000, model)
+            manager.save_async(step + 1_000_000, model, max_staging_bytes=100).staged()
             manager.delete(step)
             manager.checkpoint(step + 1_000_000), manager.latest_step(), manager.steps()
             manager.restore(step + 1_000_000), manager.restore_latest()

@@ -9,8 +9,8 @@ import pytest
 import mlstate
 from mlstate import plot
 from mlstate.activation import Chain, IntervalStrategy, Plan, SelectiveStrategy, pareto
-from mlstate.checkpoint import reshard
-from mlstate.plot import plot_checkpoint, plot_occupancy, plot_pareto, plot_plan
+from mlstate.checkpoint import SaveTimes, reshard, save_async
+from mlstate.plot import plot_checkpoint, plot_occupancy, plot_pareto, plot_plan, plot_saves
 
 STAGES = [("prefill", 184, 512), ("compact", 184, 256), ("empty", 0, 0)]
 
@@ -229,3 +229,57 @@ def test_a_plan_of_another_chain_is_refused():
     other = Plan.from_recomputed(Chain([1], [1], [1, 1], [1]), [])
     with pytest.raises(ValueError, match="'mine' is a plan of another chain"):
         plot_pareto(pareto(CHAIN), {"mine": other})
+
+
+# ---- saves ----
+
+SAVES = [
+    SaveTimes(100.0, 100.5, 102.0, [(100.0, 100.5)]),
+    SaveTimes(103.0, 103.25, None, [(103.0, 103.25), (103.5, 103.75)]),
+]
+
+
+def test_saves_lie_beside_the_steps_and_waits():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    axes = plot_saves(SAVES, [(99.0, 100.0), (100.5, 104.0)]).axes[0]
+    spans = {
+        bars.get_label(): [(bar.get_x(), bar.get_width()) for bar in bars]
+        for bars in axes.containers
+    }
+    assert spans == {
+        "training steps": [(0, 1), (1.5, 3.5)],
+        "caller held up": [(1, 0.5), (4, 0.25), (4.5, 0.25)],
+        "staged": [(1, 0.5), (4, 0.25)],
+        "written and synced": [(1.5, 1.5), (4.25, 0.75)],  # the second one goes on
+    }
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "training",
+        "save 1",
+        "save 2",
+    ]
+    assert axes.get_xlabel() == "s" and axes.yaxis_inverted()
+    assert axes.get_title(loc="left") == "The caller was held up for 1 s of 5 s (20.0%)"
+
+
+def test_a_handle_is_drawn_as_its_times(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    handle = save_async(tmp_path / "ckpt", {"w": np.ones(3)})
+    handle.wait()
+    drawn, same = plot_saves([handle]).axes[0], plot_saves([handle.times()]).axes[0]
+    for one, other in zip(drawn.containers, same.containers, strict=True):
+        assert [bar.get_bbox().bounds for bar in one] == [bar.get_bbox().bounds for bar in other]
+    assert drawn.containers[0].get_label() == "caller held up"
+    assert plot_saves([handle])._repr_png_().startswith(b"\x89PNG")
+
+
+def test_no_saves_are_refused():
+    with pytest.raises(ValueError, match="no saves"):
+        plot_saves([])
+
+
+def test_many_saves_fit_a_picture():
+    pytest.importorskip("matplotlib", reason="matplotlib draws")
+    many = [SaveTimes(t, t + 0.1, t + 0.5, [(t, t + 0.1)]) for t in map(float, range(1, 400))]
+    figure = plot_saves(many)
+    assert figure.get_size_inches()[1] < 25
+    assert len(figure.axes[0].get_yticklabels()) <= 31

@@ -68,11 +68,16 @@ void mls_buffer_json(mls_buffer *b, mls_text text)
         if (c >= ' ' && c != '"' && c != '\\') {
             continue;
         }
-        char escape[8];
-        snprintf(escape, sizeof escape, c >= ' ' ? "\\%c" : "\\u%04x", c);
         mls_buffer_put(b, text.data + plain, i - plain);
-        mls_buffer_text(b, escape);
         plain = i + 1;
+        if (c >= ' ') { /* a quote goes with what follows, behind its backslash */
+            mls_buffer_put(b, "\\", 1);
+            plain = i;
+        } else {
+            char escape[8];
+            snprintf(escape, sizeof escape, "\\u%04x", c);
+            mls_buffer_text(b, escape);
+        }
     }
     if (plain < text.length) { /* else there may be no data at all */
         mls_buffer_put(b, text.data + plain, text.length - plain);

@@ -71,6 +71,16 @@ static void cut(size_t count, size_t parts, size_t index, size_t *start, size_t 
     *length = count - *start < each ? count - *start : each;
 }
 
+/* Elements of a part's box; 1 for a scalar, which has no axes. */
+static size_t box_count(const mls_part *part)
+{
+    size_t count = 1;
+    for (int axis = 0; axis < part->rank; axis++) {
+        count *= part->length[axis]; /* no more than the tensor's, which was counted */
+    }
+    return count;
+}
+
 /* Why a tensor of that shape cannot be cut so. */
 static mls_code check_shape(const mls_layout *layout, int rank, const size_t *shape,
                             mls_status *st)
@@ -105,14 +115,20 @@ void mls_part_copy(mls_part *to, const mls_part *from)
     }
 }
 
-/* Elements of a part's box; 1 for a scalar, which has no axes. */
-static size_t box_count(const mls_part *part)
+/* Parts that get nothing are at the end of their axis, or of their box. */
+void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
 {
-    size_t count = 1;
-    for (int axis = 0; axis < part->rank; axis++) {
-        count *= part->length[axis]; /* no more than the tensor's, which was counted */
+    size_t start, length;
+    if (step.axis == MLS_LAYOUT_FLAT) {
+        cut(box_count(part), step.parts, index, &part->begin, &length);
+        part->end = part->begin + length;
+        part->flat = true;
+        return;
     }
-    return count;
+    cut(part->length[step.axis], step.parts, index, &start, &length);
+    part->length[step.axis] = length;
+    part->start[step.axis] += start;
+    part->end = box_count(part);
 }
 
 /* From the whole tensor inward: each step narrows the box, or ends in a range of it. */
@@ -142,26 +158,13 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
         out->start[axis] = 0;
         out->length[axis] = shape[axis];
     }
+    out->end = box_count(out);
     /* each step cuts what the one before left; `parts` becomes the number of parts that
      * the later steps make of each */
     for (int i = 0; i < layout->count; i++) {
         const mls_layout_step step = layout->steps[i];
         parts /= step.parts;
-        const size_t here = index / parts % step.parts;
-        if (step.axis == MLS_LAYOUT_FLAT) {
-            size_t length;
-            cut(box_count(out), step.parts, here, &out->begin, &length);
-            out->end = out->begin + length;
-            out->flat = true;
-        } else {
-            size_t start;
-            cut(out->length[step.axis], step.parts, here, &start,
-                &out->length[step.axis]);
-            out->start[step.axis] += start;
-        }
-    }
-    if (!out->flat) {
-        out->end = box_count(out);
+        mls_part_cut(out, step, index / parts % step.parts);
     }
     return MLS_OK;
 }

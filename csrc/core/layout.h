@@ -59,6 +59,10 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st);
 
+/* Cut one part further: it becomes part `index` of those that a step makes of it.  The
+ * step is a good one for it: not behind a flat one, along an axis that there is. */
+void mls_part_cut(mls_part *part, mls_layout_step step, size_t index);
+
 /* Copy a part, but not its room for more axes, which is most of it. */
 void mls_part_copy(mls_part *to, const mls_part *from);
 

@@ -602,3 +602,26 @@ void mls_shard_plan_finish(mls_planned_file *file)
     mls_free(file->tensors);
     file->tensors = NULL;
 }
+
+/* Every step of a save but those that look at bytes. */
+mls_code mls_shard_plan_index(const mls_shard_job *job, mls_buffer *out, mls_status *st)
+{
+    mls_shard_plan plan;
+    uint32_t crc;
+    mls_code code = mls_shard_plan_init(&plan, job, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_shard_plan_place(&plan, st);
+    for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
+        code = mls_shard_plan_lay_out(&plan, &plan.files[i], st);
+        if (code == MLS_OK) {
+            mls_shard_plan_finish(&plan.files[i]);
+        }
+    }
+    if (code == MLS_OK) {
+        code = mls_index_build(&plan.index, job->crc, out, &crc, st);
+    }
+    mls_shard_plan_fini(&plan);
+    return code;
+}

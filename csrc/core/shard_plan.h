@@ -7,6 +7,7 @@
 #ifndef MLS_SHARD_PLAN_H
 #define MLS_SHARD_PLAN_H
 
+#include "buffer.h"
 #include "index.h"
 #include "safetensors_header.h"
 #include "shard_write.h"
@@ -70,6 +71,12 @@ mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
 
 /* Give back what a file needs no more that was written. */
 void mls_shard_plan_finish(mls_planned_file *file);
+
+/* Append to an empty buffer the index that saving would give where nothing was saved
+ * before, with zeros for checksums.  Of the items only what they are is looked at, not
+ * their memory, and no file either: shapes are enough.  MLS_E_VALUE, MLS_E_SHAPE,
+ * MLS_E_SIZE, MLS_E_MEMORY. */
+mls_code mls_shard_plan_index(const mls_shard_job *job, mls_buffer *out, mls_status *st);
 
 void mls_shard_plan_fini(mls_shard_plan *plan); /* accepts a zeroed one; zeroes it */
 

@@ -67,6 +67,8 @@ typedef struct writer {
     output *outputs;
     task *tasks;
     size_t task_count;
+    size_t first_count;   /* tasks that come first, since they read memory of others */
+    size_t begun;         /* the number of the first task of a run */
     bool sync_once;       /* the whole file system at the end */
     bool indexed;         /* the index has its name */
     pthread_mutex_t lock; /* round everything below, and `output`s but for their bytes */
@@ -421,7 +423,7 @@ static void note_failure(writer *w, size_t index, const mls_status *st)
 static void write_task(void *context, size_t index)
 {
     writer *w = context;
-    const task *t = &w->tasks[index];
+    const task *t = &w->tasks[w->begun + index];
     mls_status st;
     pthread_mutex_lock(&w->lock);
     const bool failed = w->failed != SIZE_MAX;
@@ -439,7 +441,7 @@ static void write_task(void *context, size_t index)
     if (code != MLS_OK) {
         const mls_text key = w->plan.planned[w->plan.files[t->file].shards[0]].key;
         mls_status_name(&st, key.data, key.length);
-        note_failure(w, index, &st);
+        note_failure(w, w->begun + index, &st);
     }
 }
 
@@ -467,7 +469,36 @@ static size_t cut_file(const mls_shard_plan *plan, size_t number, task *out)
     return count;
 }
 
-/* All of them, in the order of files: threads take them from the front. */
+/* Whether a file takes a shard whose memory is not a copy of ours.  One such shard makes
+ * a whole segment urgent: small shards are copied first, so that is seldom. */
+static bool is_lent(const writer *w, size_t number)
+{
+    const mls_planned_file *file = &w->plan.files[number];
+    for (size_t i = 0; i < file->count; i++) {
+        if (!w->plan.planned[file->shards[i]].item->staged) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The tasks of all files that are lent, or of all others.  Where nobody waits all files
+ * are in one list, in their order. */
+static void add_tasks(writer *w, bool lent)
+{
+    for (size_t i = 0; i < w->plan.file_count; i++) {
+        if (w->job->freed == NULL || is_lent(w, i) == lent) {
+            mls_planned_file *file = &w->plan.files[i];
+            w->outputs[i] = (output){
+                .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
+            w->outputs[i].tasks = cut_file(&w->plan, i, w->tasks + w->task_count);
+            w->task_count += w->outputs[i].tasks;
+        }
+    }
+}
+
+/* All of them, in the order of files: threads take them from the front.  Where somebody
+ * waits for his memory, what lies in it comes first. */
 static mls_code make_tasks(writer *w, mls_status *st)
 {
     /* each file has one task at least, and one for each further TASK_BYTES */
@@ -475,18 +506,18 @@ static mls_code make_tasks(writer *w, mls_status *st)
     for (size_t i = 0; i < w->plan.file_count; i++) {
         most += first_bytes(&w->plan, i) / TASK_BYTES; /* far below SIZE_MAX */
     }
-    w->outputs = mls_alloc(w->plan.file_count, sizeof *w->outputs);
     w->tasks = mls_alloc(most, sizeof *w->tasks);
-    if (w->outputs == NULL || w->tasks == NULL) {
+    if (w->tasks != NULL) { /* once there are outputs, release() closes them */
+        w->outputs = mls_alloc(w->plan.file_count, sizeof *w->outputs);
+    }
+    if (w->outputs == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to write %zu files",
                         w->plan.file_count);
     }
-    for (size_t i = 0; i < w->plan.file_count; i++) {
-        mls_planned_file *file = &w->plan.files[i];
-        w->outputs[i] = (output){
-            .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
-        w->outputs[i].tasks = cut_file(&w->plan, i, w->tasks + w->task_count);
-        w->task_count += w->outputs[i].tasks;
+    add_tasks(w, true);
+    w->first_count = w->task_count;
+    if (w->job->freed != NULL) {
+        add_tasks(w, false);
     }
     return MLS_OK;
 }
@@ -678,7 +709,13 @@ static mls_code write_files(writer *w, mls_status *st)
     }
     /* decided before any file is written, since each would else sync itself */
     w->sync_once = w->plan.file_count > FEW_FILES && can_sync_once(w->job->folder);
-    mls_pool_run(w->job->pool, write_task, w, w->task_count);
+    /* two runs: the first ends when no thread reads memory that somebody waits for */
+    mls_pool_run(w->job->pool, write_task, w, w->first_count);
+    if (w->job->freed != NULL && w->failed == SIZE_MAX) {
+        w->job->freed(w->job->freed_context);
+        w->begun = w->first_count;
+        mls_pool_run(w->job->pool, write_task, w, w->task_count - w->first_count);
+    }
     free_buffers(w); /* the text of the index comes next */
     if (w->failed != SIZE_MAX) {
         *st = w->why;

@@ -15,6 +15,7 @@
 #include "shard_read.h"
 #include "status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -34,6 +35,7 @@ typedef struct mls_shard_item {
     const unsigned char *data; /* packed, in this machine's byte order; NULL where ... */
     const mls_tensor *strided; /* ... this is used, which need not be */
     size_t first; /* of the memory's elements in C order, the first one of the part */
+    bool staged;  /* the memory is a copy, which nobody changes (staging.h) */
 } mls_shard_item;
 
 /* What is to be stored, and where. */
@@ -49,6 +51,10 @@ typedef struct mls_shard_job {
     const mls_crc_kernels *crc;
     mls_pool *pool;
     const mls_progress *progress; /* or NULL */
+    /* or NULL; called once, by the calling thread, when the memory of items that are not
+     * `staged` is not read any more.  Not called where the write failed before. */
+    void (*freed)(void *context);
+    void *freed_context;
 } mls_shard_job;
 
 enum { MLS_INDEX_PATH_BYTES = 64 };

@@ -85,6 +85,13 @@ int mlsp_take_section(const mlsp_state *state, PyObject *object, mls_section *ou
 PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t count);
 PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
                                  Py_ssize_t count);
+PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count);
+
+/* The same, of py_holders.c. */
+PyObject *mlsp_catalog_patterns(PyObject *object, PyObject *unused);
+PyObject *mlsp_catalog_names(PyObject *object, PyObject *unused);
+PyObject *mlsp_catalog_holders(PyObject *object, PyObject *const *args, Py_ssize_t count);
+PyObject *mlsp_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count);
 
 /* The index of a rank in a Catalog, NULL where it has none; borrowed.  -1 with TypeError
  * set. */

@@ -249,6 +249,7 @@ extern PyMethodDef mlsp_names_methods[];
 extern PyMethodDef mlsp_state_methods[];
 extern PyMethodDef mlsp_layout_methods[];
 extern PyMethodDef mlsp_shards_methods[];
+extern PyMethodDef mlsp_staging_methods[];
 extern PyMethodDef mlsp_bucket_methods[];
 extern PyMethodDef mlsp_wire_methods[];
 extern PyMethodDef mlsp_reduce_methods[];
@@ -272,5 +273,8 @@ int mlsp_local_add(PyObject *module);
 
 /* Add the types of py_strategy.c and py_memory_aware.c.  -1 with an exception set. */
 int mlsp_strategy_add(PyObject *module);
+
+/* Add the type and the function of py_tiers.c.  -1 with an exception set. */
+int mlsp_tiers_add(PyObject *module);
 
 #endif

@@ -164,18 +164,18 @@ static int intern_names(mlsp_state *state)
 static int core_exec(PyObject *module)
 {
     static PyMethodDef *const tables[] = {
-        module_methods,         mlsp_kv_methods,        mlsp_file_methods,
-        mlsp_mlpackage_methods, mlsp_names_methods,     mlsp_state_methods,
-        mlsp_load_methods,      mlsp_layout_methods,    mlsp_shards_methods,
-        mlsp_bucket_methods,    mlsp_wire_methods,      mlsp_reduce_methods,
-        mlsp_local_methods,     mlsp_chain_methods,     mlsp_plan_methods,
-        mlsp_search_methods,    mlsp_activation_methods};
+        module_methods,         mlsp_kv_methods,     mlsp_file_methods,
+        mlsp_mlpackage_methods, mlsp_names_methods,  mlsp_state_methods,
+        mlsp_load_methods,      mlsp_layout_methods, mlsp_shards_methods,
+        mlsp_staging_methods,   mlsp_bucket_methods, mlsp_wire_methods,
+        mlsp_reduce_methods,    mlsp_local_methods,  mlsp_chain_methods,
+        mlsp_plan_methods,      mlsp_search_methods, mlsp_activation_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         start_core(mlsp_state_of(module)) < 0 ||
         intern_names(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0 || mlsp_statedict_add(module) < 0 ||
         mlsp_catalog_add(module) < 0 || mlsp_local_add(module) < 0 ||
-        mlsp_strategy_add(module) < 0) {
+        mlsp_strategy_add(module) < 0 || mlsp_tiers_add(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {

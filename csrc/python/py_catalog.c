@@ -468,6 +468,19 @@ static PyMethodDef catalog_methods[] = {
     {"load_into", MLSP_FASTCALL(mlsp_catalog_load_into),
      "load_into($self, folder, section, keys, cutting, targets, verify, progress, "
      "/)\n--\n\nRead into arrays that exist."},
+    {"fits", MLSP_FASTCALL(mlsp_catalog_fits),
+     "fits($self, folder, section, keys, cutting, targets, /)\n--\n\nRefuse what "
+     "load_into would."},
+    {"patterns", mlsp_catalog_patterns, METH_NOARGS,
+     "patterns($self, /)\n--\n\nWhat each index lists, apart from its own parts."},
+    {"names", mlsp_catalog_names, METH_NOARGS,
+     "names($self, /)\n--\n\nChecksums of the names that each index has."},
+    {"holders", MLSP_FASTCALL(mlsp_catalog_holders),
+     "holders($self, folder, section, keys, cutting, patterns, own, world_size, "
+     "/)\n--\n\nRanks that have what is wanted."},
+    {"reads", MLSP_FASTCALL(mlsp_catalog_reads),
+     "reads($self, folder, section, keys, cutting, verify, /)\n--\n\nBytes of files "
+     "that loading reads."},
     {"verify", MLSP_FASTCALL(catalog_verify),
      "verify($self, folder, progress, /)\n--\n\nEverything that is wrong with the "
      "files."},

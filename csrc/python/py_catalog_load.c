@@ -4,7 +4,7 @@
  * and that the files are there; make the arrays or view the caller's; read, without the
  * GIL.  Nothing that was found out about a file is believed when it is opened later.
  */
-#include "checkpoint.h"
+#include "catalog_load.h"
 
 #include "mem.h"
 
@@ -12,33 +12,9 @@
 
 /* ---- loading: what is wanted ---- */
 
-/* A tensor, the part of it that is wanted, and where it goes. */
-typedef struct wanted {
-    const mls_catalog_tensor *tensor;
-    PyObject *key;       /* strong: as it was asked for */
-    PyObject *array;     /* strong: the result, or what owns the target's memory */
-    unsigned char *data; /* of a target that is packed */
-    mls_tensor *strided; /* of one that is not; owned */
-    size_t first, count; /* of the job's pieces */
-    mls_part part;       /* last: most of it is room that is never touched */
-} wanted;
-
-typedef struct load_job {
-    PyObject *object; /* the Catalog, borrowed */
-    const catalog_object *catalog;
-    const mlsp_state *state;
-    PyObject *path;
-    int folder;
-    wanted *wanted;
-    size_t count;
-    mls_stored_shard *stored;
-    mls_piece *pieces;
-    size_t piece_count;
-} load_job;
-
 /* Needs the GIL: arrays may die here.  Accepts a job that was left half done at any
  * point. */
-static void load_fini(load_job *job)
+void mlsp_load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
         Py_XDECREF(job->wanted[i].key);
@@ -133,8 +109,94 @@ static size_t find(const mls_catalog *catalog, const mls_tensor_id *id, size_t n
                : mls_catalog_find(catalog, id);
 }
 
-/* Look up all keys of a list, in its order, which becomes that of the result. */
-static int choose(load_job *job, mls_section section, PyObject *keys, const cutting *how)
+/* Refuse a place for a tensor of another shape.  Parts of both may well look alike: the
+ * first of two parts has three rows, be there five rows or six, and a run of elements has
+ * no shape at all.  So what the owner believes of the whole is compared, not the part. */
+static int refuse_shape(const load_job *job, const mls_index_shard *facts, int rank,
+                        const size_t *shape)
+{
+    char have[64], want[64];
+    mls_status st;
+    mls_shape_text(have, sizeof have, facts->rank, facts->shape);
+    mls_shape_text(want, sizeof want, rank, shape);
+    mls_fail(&st, MLS_E_SHAPE, "the checkpoint has shape %s, the target %s", have, want);
+    mls_status_name(&st, facts->id.name.data, facts->id.name.length);
+    mls_status_expected(&st, "%s", want);
+    mls_status_got(&st, "%s", have);
+    mlsp_raise_under(job->state, &st, job->path, NULL);
+    return -1;
+}
+
+/* The elements `begin` .. `end` of a whole tensor, in C order, as one who has several
+ * tensors behind each other has them: where the cut falls into one is anybody's guess, so
+ * that no layout says it.  None of them is a part too. */
+static int take_run(const mls_index_shard *facts, int64_t begin, int64_t end,
+                    mls_part *out)
+{
+    mls_part part = {.rank = facts->rank, .flat = true};
+    size_t count = 1; /* of elements: the index was checked */
+    for (int i = 0; i < facts->rank; i++) {
+        part.length[i] = facts->shape[i];
+        count *= facts->shape[i];
+    }
+    if (begin < 0 || end < begin || (uint64_t)end > count) {
+        PyErr_Format(PyExc_ValueError, "no elements %lld to %lld of %zu",
+                     (long long)begin, (long long)end, count);
+        return -1;
+    }
+    part.begin = (size_t)begin;
+    part.end = (size_t)end;
+    *out = part;
+    return 0;
+}
+
+/* The wanted part of one tensor whose place says what it is: (shape of the whole, layout,
+ * index) or (shape of the whole, begin, end).
+ *
+ * The layout is the tensor's own, and is taken as it is: whoever has a state cut along
+ * the axes of its parameter has done so already.  How the tensor was cut when it was
+ * stored plays no part here. */
+static int take_place(const load_job *job, PyObject *place, wanted *w)
+{
+    const mls_index_shard *facts = w->tensor->facts;
+    size_t shape[MLS_LAYOUT_RANK];
+    mls_layout layout;
+    int64_t begin, end;
+    mls_status st;
+    if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 3) {
+        PyErr_SetString(PyExc_TypeError, "a place is a tuple of three");
+        return -1;
+    }
+    PyObject *how = PyTuple_GET_ITEM(place, 1), *last = PyTuple_GET_ITEM(place, 2);
+    const int rank = mlsp_take_shape(job->state, PyTuple_GET_ITEM(place, 0), shape);
+    if (rank < 0 || mlsp_take_int64(job->state, last, "index or end", &end) < 0) {
+        return -1;
+    }
+    const size_t bytes = (size_t)rank * sizeof *shape;
+    if (rank != facts->rank || memcmp(shape, facts->shape, bytes) != 0) {
+        return refuse_shape(job, facts, rank, shape);
+    }
+    if (!PyTuple_Check(how)) {
+        return mlsp_take_int64(job->state, how, "begin", &begin) < 0
+                   ? -1
+                   : take_run(facts, begin, end, &w->part);
+    }
+    if (mlsp_take_layout(job->state, how, &layout) < 0) {
+        return -1;
+    }
+    /* a negative index is a large one, of which there is no part either */
+    if (mls_layout_part(&layout, facts->rank, facts->shape, (size_t)end, &w->part, &st) !=
+        MLS_OK) {
+        mlsp_raise_under(job->state, &st, job->path, NULL);
+        return -1;
+    }
+    return 0;
+}
+
+/* Look up all keys of a list, in its order, which becomes that of the result.  `places`
+ * has one for each, or is NULL: then all are cut alike. */
+static int choose(load_job *job, mls_section section, PyObject *keys, const cutting *how,
+                  PyObject *places)
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
     size_t at = SIZE_MAX;
@@ -160,7 +222,8 @@ static int choose(load_job *job, mls_section section, PyObject *keys, const cutt
             return -1;
         }
         w->tensor = &job->catalog->catalog.tensors[at];
-        if (cut(job, how, w) < 0) {
+        if ((places == NULL ? cut(job, how, w)
+                            : take_place(job, PyList_GET_ITEM(places, i), w)) < 0) {
             return -1;
         }
         w->key = Py_NewRef(key);
@@ -382,13 +445,14 @@ static PyObject *arrays_dict(const load_job *job)
     return dict;
 }
 
-/* The arguments that both ways of loading begin with, and all that can be found wrong
- * before there is anything to undo. */
-static int load_init(load_job *job, PyObject *object, PyObject *path, PyObject *section,
-                     PyObject *keys, PyObject *cuts)
+/* The arguments that all ways of loading begin with, and what is wrong with them before
+ * any file is looked at.  `cuts` is one for all tensors, or a list of places. */
+int mlsp_load_begin(load_job *job, PyObject *object, PyObject *path, PyObject *section,
+                    PyObject *keys, PyObject *cuts)
 {
     mls_section which;
     cutting how;
+    PyObject *places = PyList_Check(cuts) ? cuts : NULL;
     *job = (load_job){.object = object,
                       .catalog = (catalog_object *)object,
                       .state = mlsp_catalog_state(object),
@@ -398,10 +462,23 @@ static int load_init(load_job *job, PyObject *object, PyObject *path, PyObject *
         PyErr_SetString(PyExc_TypeError, "keys must be a list");
         return -1;
     }
+    if (places != NULL && PyList_GET_SIZE(places) != PyList_GET_SIZE(keys)) {
+        PyErr_SetString(PyExc_ValueError, "a place is wanted for each key");
+        return -1;
+    }
     return mlsp_take_section(job->state, section, &which) < 0 ||
-                   take_cutting(job->state, cuts, &how) < 0 ||
-                   mlsp_open_folder(job->state, path, &job->folder) < 0 ||
-                   choose(job, which, keys, &how) < 0 || plan(job) < 0
+                   (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
+                   choose(job, which, keys, &how, places) < 0
+               ? -1
+               : 0;
+}
+
+/* The same, and all else that can be found wrong before there is anything to undo. */
+static int load_init(load_job *job, PyObject *object, PyObject *path, PyObject *section,
+                     PyObject *keys, PyObject *cuts)
+{
+    return mlsp_load_begin(job, object, path, section, keys, cuts) < 0 ||
+                   mlsp_open_folder(job->state, path, &job->folder) < 0 || plan(job) < 0
                ? -1
                : 0;
 }
@@ -421,7 +498,7 @@ PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t 
         make_arrays(&job, maps != 0) == 0 && read_all(&job, verify != 0, args[6]) == 0) {
         result = arrays_dict(&job);
     }
-    load_fini(&job);
+    mlsp_load_fini(&job);
     return result;
 }
 
@@ -540,7 +617,45 @@ static void scatter(load_job *job, unsigned char *const *blocks)
     }
 }
 
-/* load_into(folder, section, keys, (layout, index, world), targets, verify, progress) */
+/* View all targets, each of which then is what goes there.  Nothing is read before all of
+ * them were looked at. */
+static int view_targets(load_job *job, PyObject *targets)
+{
+    if (!PyDict_Check(targets)) {
+        PyErr_SetString(PyExc_TypeError, "targets must be a dict");
+        return -1;
+    }
+    for (size_t i = 0; i < job->count; i++) {
+        if (view_target(job, &job->wanted[i], targets) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* fits(folder, section, keys, cutting, targets)
+ *
+ * What load_into would refuse for the targets' sake, without a look at files: whoever
+ * fills several sections, or goes on together with other ranks, asks for all of them
+ * before the first is changed.  The folder is for the text of errors. */
+PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    load_job job = {.folder = -1};
+    if (mlsp_take_count("fits", 5, count) < 0) {
+        return NULL;
+    }
+    const bool good =
+        mlsp_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
+        view_targets(&job, args[4]) == 0;
+    mlsp_load_fini(&job);
+    return good ? Py_NewRef(Py_None) : NULL;
+}
+
+/* load_into(folder, section, keys, cutting, targets, verify, progress)
+ *
+ * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
+ * `targets` are writable arrays or tensors by key; where they are not packed, bytes go by
+ * way of new memory. */
 PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
                                  Py_ssize_t count)
 {
@@ -551,17 +666,9 @@ PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
         return NULL;
     }
     const int verify = PyObject_IsTrue(args[5]);
-    if (!PyDict_Check(args[4])) {
-        PyErr_SetString(PyExc_TypeError, "targets must be a dict");
-        return NULL;
-    }
-    if (verify < 0 || load_init(&job, object, args[0], args[1], args[2], args[3]) < 0) {
+    if (verify < 0 || load_init(&job, object, args[0], args[1], args[2], args[3]) < 0 ||
+        view_targets(&job, args[4]) < 0) {
         goto done;
-    }
-    for (size_t i = 0; i < job.count; i++) {
-        if (view_target(&job, &job.wanted[i], args[4]) < 0) {
-            goto done;
-        }
     }
     blocks = mls_alloc(job.count, sizeof *blocks);
     if (blocks == NULL) {
@@ -577,6 +684,6 @@ done:
         mls_free(blocks[i]);
     }
     mls_free(blocks);
-    load_fini(&job);
+    mlsp_load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
 }

@@ -4,7 +4,8 @@ A small character model, trained on Python's own library, runs in NumPy. Its cac
 between the states of two real Core ML packages as it would on a Mac: prefill with a context
 of 512, compact to 256, generate until that is full, expand to 512, go on. Then its weights
 are loaded from a checkpoint with other names, and kept in one that survives a flipped bit. Two
-ranks reduce gradients, some of which are bad. At last a network runs within a memory budget.
+ranks reduce gradients, some of which are bad, and a network runs within a memory budget. At last
+experts learn while their checkpoints are written, and one of them waits on the disk.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .activations import Planned, show_activations
 from .checkpoints import Kept, show_checkpoints
 from .gradients import Reduced, show_gradients
 from .model import CharModel
+from .training import Trained, show_training
 from .weights import show_weights
 
 if TYPE_CHECKING:
@@ -74,6 +76,8 @@ class Report(NamedTuple):
         What two ranks made of their gradients, and were told of the bad ones.
     planned : Planned
         What a network took within a memory budget, and whether its gradients were the same.
+    trained : Trained
+        What experts learnt that were saved meanwhile, and whether no bit was lost.
     """
 
     text: str
@@ -85,6 +89,7 @@ class Report(NamedTuple):
     kept: Kept
     reduced: Reduced
     planned: Planned
+    trained: Trained
 
 
 class _Story:
@@ -258,7 +263,7 @@ def run(
     Report
         Text, whether every transition left the logits bit-identical, the refusal, the
         stages, the picture's path (None where matplotlib is missing), and how the
-        checkpoints, the gradients and the memory budget fared.
+        checkpoints, the gradients, the memory budget and the experts fared.
 
     Examples
     --------
@@ -279,8 +284,18 @@ def run(
         kept = show_checkpoints(loaded.state, say)
         reduced = show_gradients(story.model, loaded.state["embed.weight"], say)
         planned = show_activations(story.model, loaded.state["embed.weight"], say)
+        trained = show_training(story.model, loaded.state["embed.weight"], say)
     drawn = _draw(story.stages, None if picture is None else Path(picture), say)
     untouched = loaded.untouched
     return Report(
-        text, story.identical, refused, story.stages, drawn, untouched, kept, reduced, planned
+        text,
+        story.identical,
+        refused,
+        story.stages,
+        drawn,
+        untouched,
+        kept,
+        reduced,
+        planned,
+        trained,
     )

@@ -4,6 +4,7 @@
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
 #include "catalog.h"
 #include "fsio.h"
+#include "holders.h"
 #include "improve.h"
 #include "index.h"
 #include "json.h"
@@ -12,6 +13,7 @@
 #include "mem.h"
 #include "names.h"
 #include "outline.h"
+#include "pattern.h"
 #include "plan.h"
 #include "random_chain.h"
 #include "rename.h"
@@ -21,6 +23,7 @@
 #include "shard_read.h"
 #include "shards.h"
 #include "strategy.h"
+#include "tiers.h"
 #include "verify.h"
 
 #include <stdlib.h>
@@ -404,6 +407,36 @@ static mls_code list_shards(mls_status *st)
     return code;
 }
 
+/* The pattern of what was committed, its names, and who has what of it. */
+static mls_code find_shards(mls_status *st)
+{
+    const mls_index *const indexes[] = {&committed};
+    const mls_part *wanted[4] = {NULL};
+    const uint64_t rank = 0, parts[MLS_PATTERN_GROUPS] = {0};
+    mls_pattern pattern = {.group_count = 77};
+    mls_catalog catalog = {0};
+    uint32_t *names = NULL;
+    size_t count = 77;
+    bool needed[1] = {false};
+    mls_code code = mls_pattern_init(&committed, &pattern, st);
+    CHECK(code == MLS_OK ? pattern.known : pattern.group_count == 77);
+    mls_pattern_ranks ranks = {&committed, &rank, parts, 1, pattern.group_count};
+    if (code == MLS_OK) {
+        mls_pattern_fini(&pattern);
+        code = mls_pattern_names(&committed, &mls_crc_scalar, &names, &count, st);
+        CHECK(code == MLS_OK || count == 77);
+        mls_free(names);
+    }
+    if (code == MLS_OK && (code = mls_catalog_init(&catalog, indexes, 1, st)) == MLS_OK) {
+        const mls_part part = mls_index_part(catalog.shards[0].shard);
+        wanted[0] = &part;
+        code = mls_holders_find(&catalog, &ranks, 1, wanted, 0, needed, 1, st);
+        CHECK(needed[0] == (code == MLS_OK));
+        mls_catalog_fini(&catalog);
+    }
+    return code;
+}
+
 /* Each on a checkpoint that was committed. */
 static void checkpoints_survive_every_failure(void)
 {
@@ -420,6 +453,7 @@ static void checkpoints_survive_every_failure(void)
         CHECK(fail_each(plan_shards) >= 30);
         CHECK(fail_each(write_shards) >= 30);
         CHECK(fail_each(list_shards) == 4);
+        CHECK(fail_each(find_shards) >= 8);
         CHECK(unlinkat(pool_fd, committed.files[1].path, 0) == 0);
         CHECK(fail_each(verify_shards) >= 20);
     }
@@ -683,6 +717,40 @@ static void choosing_survives_every_failure(void)
     CHECK(fail_each(choose_items) >= 6);
 }
 
+/* ---- tiers ---- */
+
+static mls_code place_units(mls_status *st)
+{
+    mls_tiers t;
+    mls_tier_moves room = {0}, all = {0};
+    size_t unit = 0;
+    mls_code code = MLS_OK;
+    mls_tiers_init(&t, 30, 60);
+    for (int i = 0; code == MLS_OK && i < 40; i++) { /* the table grows twice */
+        code = mls_tiers_add(&t, 10, i < 9 ? MLS_TIER_WARM : MLS_TIER_COLD, &unit, st);
+    }
+    if (code == MLS_OK) {
+        mls_tiers_touch(&t, unit);
+        code = mls_tiers_make_room(&t, unit, MLS_TIER_WARM, &room, st);
+        CHECK((code == MLS_OK) == (room.count == 4));
+    }
+    if (code == MLS_OK) {
+        code = mls_tiers_rebalance(&t, &all, st);
+        CHECK((code == MLS_OK) == (all.count > 0));
+        CHECK(t.units[unit].score ==
+              (code == MLS_OK ? MLS_TIERS_USE / 2 : MLS_TIERS_USE));
+    }
+    mls_tier_moves_fini(&room);
+    mls_tier_moves_fini(&all);
+    mls_tiers_fini(&t);
+    return code;
+}
+
+static void placing_units_survives_every_failure(void)
+{
+    CHECK(fail_each(place_units) >= 8);
+}
+
 static const test_case tests[] = {
     TEST(parsing_json_survives_every_failure),
     TEST(reading_a_file_survives_every_failure),
@@ -700,6 +768,7 @@ static const test_case tests[] = {
     TEST(planning_survives_every_failure),
     TEST(searching_for_schedules_survives_every_failure),
     TEST(choosing_survives_every_failure),
+    TEST(placing_units_survives_every_failure),
 };
 
 int main(void)

@@ -390,6 +390,37 @@ static void the_new_index_is_one_that_can_be_read(void)
     mls_shard_plan_fini(&plan);
 }
 
+/* The items have no memory: nothing of them is looked at but what they are. */
+static void shapes_are_enough_for_an_index(void)
+{
+    static const size_t shape[] = {1 << 20, 1 << 12};
+    mls_shard_item items[3];
+    items[0] = item_of("a", NULL, MLS_F32, 2, shape, NULL);
+    items[1] = item_of("b", NULL, MLS_BF16, 2, shape, NULL);
+    items[2] = item_of("c", NULL, MLS_U8, 1, shape, NULL);
+    items[1].layout = (mls_layout){.count = 1, .steps = {{.axis = 0, .parts = 1 << 20}}};
+    items[1].part = 7;
+    mls_shard_job job = job_of(items, 3, generations[0], NULL);
+    job.pack_below = 1 << 20;
+    mls_buffer text = {0};
+    mls_index read = {0};
+    mls_status st;
+    job.crc = crc;
+    REQUIRE(mls_shard_plan_index(&job, &text, &st) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc, &read, &st) == MLS_OK);
+    CHECK(read.shard_count == 3 && read.file_count == 3);
+    CHECK(read.shards[0].bytes == (size_t)4 << 32 && read.shards[0].crc == 0);
+    CHECK(read.shards[1].bytes == 2 << 12 && read.shards[1].part == 7);
+    CHECK(read.files[read.shards[0].file].bytes ==
+          read.shards[0].offset + read.shards[0].bytes);
+    mls_index_fini(&read);
+    mls_buffer_fini(&text);
+    items[1].part = 1 << 20;
+    CHECK(mls_shard_plan_index(&job, &text, &st) == MLS_E_VALUE);
+    CHECK(text.length == 0);
+    mls_buffer_fini(&text);
+}
+
 /* ---- against what was committed ---- */
 
 /* Five parameters that share a segment, and one with a file of its own. */
@@ -595,6 +626,7 @@ int main(void)
         TEST(file_names_are_those_of_any_file_system),
         TEST(cut_names_stay_apart_and_fit_an_index),
         TEST(the_new_index_is_one_that_can_be_read),
+        TEST(shapes_are_enough_for_an_index),
         TEST(a_shard_is_the_one_of_before_if_it_is_cut_alike),
         TEST(tensors_that_come_and_go_do_not_mix_up_the_others),
         TEST(what_did_not_change_keeps_its_record),

@@ -266,6 +266,53 @@ class SaveStep(SaveCheckpoint):
         return [p.relative_to(folder).as_posix() for p in (folder / "roots").glob("*.json")]
 
 
+class SaveAsync(SaveCheckpoint):
+    """A checkpoint that is written while its state is overwritten, as soon as that is allowed.
+
+    Half of it fits the staging memory: the rest is written before.
+    """
+
+    name = "async"
+    budget = 900_000
+
+    def save(self, root, which):
+        model, moments = (
+            {name: array.copy() for name, array in state.items()} for state in self.parts[which]
+        )
+        optimizer = mlstate.OptimizerStateDict(moments, optimizer_type="adam", step=ord(which))
+        handle = mlstate.checkpoint.save_async(
+            f"{root}/{self.folder}", model=model, optimizer=optimizer, metadata={"which": which},
+            pack_below_bytes=self.pack_below_bytes, max_staging_bytes=self.budget,
+        )  # fmt: skip
+        try:
+            handle.staged()
+            overwrite(model, moments)
+        finally:  # a process that ends here without waiting is as good as killed
+            handle.wait()
+
+
+def overwrite(*states):
+    """Train: nothing of what was is left."""
+    for state in states:
+        for array in state.values():
+            array[...] = 7
+
+
+class SaveStepAsync(SaveStep):
+    """A manager's third step, begun while the second is still written."""
+
+    name = "async-manager"
+
+    def save_step(self, manager, step, which):
+        model, optimizer = self.state(which)
+        model = {name: array.copy() for name, array in model.items()}
+        handle = manager.save_async(
+            step, model=model, optimizer=optimizer, metadata={"which": which}
+        )
+        handle.staged()
+        overwrite(model)
+
+
 class SaveByRanks(SaveCheckpoint):
     """Two processes, each with its own rows of the large tensors."""
 
@@ -317,6 +364,80 @@ class SaveByRanks(SaveCheckpoint):
             f"{root}/{self.folder}", model=share(model), optimizer=share(optimizer),
             metadata={"which": which}, group=self.group, pack_below_bytes=self.pack_below_bytes,
         )  # fmt: skip
+
+
+# ---- tiers ----
+
+
+class MoveTiers(SaveFile):
+    """A unit of a tiered state: promoted, changed and demoted again."""
+
+    name = "tiers"
+    folder = "tiers"
+    unit = "layer.1.weight"
+    harmless: ClassVar = {
+        **SaveCheckpoint.harmless,
+        "mmap": "what cannot be compared with what is to be written is written again",
+    }
+
+    def missing(self):
+        if not hasattr(mlstate, "TieredState"):
+            return "mlstate.TieredState is not there yet"
+        return None
+
+    def prepare(self):
+        """One parameter; what else a state has becomes its optimizer states."""
+        self.states = {}
+        for which in "ABC":
+            arrays = {name.replace(".", "_"): a for name, a in tensors(which).items()}
+            self.states[which] = {"which": np.array(ord(which)), **arrays}
+
+    def save(self, root, which):
+        parameter, states = self.parts(which)
+        folder = f"{root}/{self.folder}"
+        try:
+            tiers = mlstate.TieredState.open(folder)
+        except FileNotFoundError:
+            tiers = mlstate.TieredState(None, None, folder)
+        with tiers:
+            if self.unit not in tiers:
+                arrays = {f"{self.unit}.{name}": array for name, array in states.items()}
+                tiers.add({self.unit: parameter}, arrays)
+            else:
+                tiers.promote(self.unit)
+                with tiers.use(self.unit) as unit:
+                    unit.parameter[:] = parameter
+                    unit.states = states
+            tiers.demote(self.unit, to="cold")
+
+    def parts(self, which):
+        """The parameter and the others of a state."""
+        states = {name: array.copy() for name, array in self.states[which].items()}
+        return states.pop(self.unit.replace(".", "_")), states
+
+    def load(self, root, *, mmap=False):
+        """Read the unit's file, as anybody can: nothing is changed."""
+        stored = mlstate.load_file(f"{root}/{self.folder}/{self.unit}.safetensors", mmap=mmap)
+        prefix = f"optim_state/{self.unit}."
+        arrays = {name.removeprefix(prefix): array for name, array in stored.items()}
+        arrays[self.unit.replace(".", "_")] = arrays.pop(f"params/{self.unit}")
+        return chr(arrays["which"]), arrays
+
+    def other_complaints(self, root):
+        """It must also be what the next process takes over."""
+        folder = f"{root}/{self.folder}"
+        with mlstate.TieredState.open(folder) as tiers, tiers.use(self.unit) as unit:
+            found = {self.unit.replace(".", "_"): unit.parameter, **unit.states}
+        which = chr(found["which"])
+        wrong = differences(found, self.states[which])
+        return [f"opens as {which} with other content: {wrong}"] if wrong else []
+
+    def strangers(self, root, was_killed):
+        folder = root / self.folder
+        if not folder.exists():
+            return sorted(p.name for p in root.iterdir())
+        found = {p.name for p in folder.iterdir()} - {"lock", f"{self.unit}.safetensors"}
+        return sorted(found | ({p.name for p in root.iterdir()} - {self.folder}))
 
 
 # ---- bad ones: what the harness must find out ----
@@ -378,5 +499,8 @@ def by_name(*scenarios):
     return {scenario.name: scenario for scenario in scenarios}
 
 
-ALL = by_name(SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveByRanks())
+ALL = by_name(
+    SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveAsync(), SaveStepAsync(),
+    SaveByRanks(), MoveTiers(),
+)  # fmt: skip
 BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))

@@ -364,13 +364,45 @@ RANK_LIES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("patterns", [True, False])
 @pytest.mark.parametrize("name", RANK_LIES)
-def test_ranks_that_contradict_one_another_are_refused(name, two):
+def test_ranks_that_contradict_one_another_are_refused(name, patterns, two):
+    two.patterns = patterns
     RANK_LIES[name](two)
+    # with patterns a rank that finds what it wants in one index does not read the other
+    known = {"the file of another rank, with another length"} if patterns else ()
+    only = ("load", "inspect", "reshard") if name in known else None
+    assert isinstance(refused(two, name, only=only), FormatError)
+
+
+PATTERN_LIES = {
+    "other parts": lambda m: m["indexes"][1].update(parts=[0, 0]),
+    "more parts": lambda m: m["indexes"][1]["parts"].append(0),
+    "too many parts": lambda m: m["indexes"][1].update(parts=[0] * 33),
+    "parts that are none": lambda m: m["indexes"][1].update(parts=[-1]),
+    "parts beyond": lambda m: m["indexes"][1].update(parts=[2**63]),
+    "parts that are texts": lambda m: m["indexes"][1].update(parts=["1"]),
+    "no parts": lambda m: m["indexes"][1].pop("parts"),
+    "no pattern of a rank": lambda m: m["indexes"][1].pop("pattern"),
+    "a pattern that is not there": lambda m: m["indexes"][1].update(pattern=2),
+    "a pattern of another": lambda m: m["patterns"][0].update(sha256="0" * 64),
+    "no digest": lambda m: m["patterns"][0].pop("sha256"),
+    "names that are none": lambda m: m["patterns"][0].update(names="xyz"),
+    "half a name": lambda m: m["patterns"][0].update(names="0000"),
+    "a pattern that is no object": lambda m: m["patterns"].insert(0, "x"),
+    "patterns that are no list": lambda m: m.update(patterns={}),
+    "no patterns at all": lambda m: m.update(patterns=[]),
+}
+
+
+@pytest.mark.parametrize("name", PATTERN_LIES)
+def test_manifests_that_say_something_else_than_indexes_are_refused(name, two):
+    two.put_manifest(changed(two.manifest, PATTERN_LIES[name]))
     assert isinstance(refused(two, name, only=None), FormatError)
 
 
 def test_a_part_that_nobody_stored_is_missed(two):
+    two.patterns = False
     index = two.index(1)
     index["shards"].remove(shard_of(index, **W))
     two.put_index(index, 1)

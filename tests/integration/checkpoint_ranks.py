@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     import torch.distributed as dist
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager, Layout, Shard
+from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
 from mlstate.integrations.torch import TorchGroup
 
 SCENARIOS = {}
@@ -78,6 +78,28 @@ def each_rank_stores_its_own_shards(group, folder):
         mine = mlstate.load(folder, group=group)
         same(mine.model, {n: getattr(s, "array", s) for n, s in shards(group, kind).items()})
         no_litter(group, folder)
+
+
+@scenario
+def a_state_may_change_while_it_is_saved(group, folder):
+    try:
+        save_async(folder, shards(group, "rows"), group=group)
+    except ValueError as error:
+        assert "torch's default group" in str(error), error
+    else:
+        raise AssertionError("a group that training uses was taken")
+    with TorchGroup(dist.new_group(backend="gloo")) as own:
+        for step, budget in ((1, None), (2, 100_000), (3, 0)):
+            state = shards(group, "flat", step)
+            handle = save_async(folder, state, group=own, max_staging_bytes=budget, step=step)
+            group.all_reduce(np.ones(3))  # training goes on, in a group of its own
+            handle.staged(20)
+            for value in state.values():
+                getattr(value, "array", value)[...] = -1
+            assert handle.wait(20).step == step
+            same(mlstate.load(folder).model, whole(step))
+            own.barrier()
+    no_litter(group, folder)
 
 
 @scenario

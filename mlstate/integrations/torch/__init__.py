@@ -21,6 +21,7 @@ from ._pickle import reduce_state, register, restore_state
 from ._recompute_check import check_recompute
 from ._state import arrays_of, tensors_of
 from ._steps import PlanUse, StepUse, measure_plan
+from ._tiers import accelerator, give_memory, in_memory, on_device, tensors_of_optimizer
 
 __all__ = [
     "MemoryUse",
@@ -29,16 +30,20 @@ __all__ = [
     "PlannedModel",
     "StepUse",
     "TorchGroup",
+    "accelerator",
     "all_reduce_with",
     "apply_plan",
     "apply_strategy",
     "arrays_of",
     "check_recompute",
     "cuda_memory",
+    "give_memory",
+    "in_memory",
     "measure_peak",
     "measure_plan",
     "move",
     "note_written",
+    "on_device",
     "operator_contexts",
     "optimizer_dict",
     "optimizer_state",
@@ -49,6 +54,7 @@ __all__ = [
     "register",
     "restore_state",
     "tensors_of",
+    "tensors_of_optimizer",
     "write_into_tensor",
 ]
 

@@ -146,6 +146,13 @@ class TorchGroup(Engine):
         self._ended = ""
         self._turns = Turns("mlstate-torch-group", self._rank)
 
+    @property
+    def is_default(self) -> bool:
+        """Whether this is torch's default group, which DDP and others use too."""
+        import torch.distributed as dist
+
+        return dist.is_initialized() and self._group is dist.distributed_c10d._get_default_group()
+
     # ---- one operation after the other ----
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:

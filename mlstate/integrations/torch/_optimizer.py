@@ -42,7 +42,8 @@ def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) ->
     if lost:
         raise ValueError(
             f"the optimizer has parameters that {type(module).__name__} lacks: {join(lost)}; "
-            "pass the module that all of them are of, or their names in order"
+            "pass the module that all of them are of, or their names in order; after fully_shard "
+            "an optimizer has to be made anew"
         )
     return [names[id(p)] for p in parameters]
 
@@ -211,10 +212,9 @@ def optimizer_state(
 
 
 def _fits(
-    state: str, have: tuple[int, ...], parameter: torch.Tensor, present: dict[str, Any]
+    state: str, have: tuple[int, ...], want: tuple[int, ...], present: Mapping[str, Any]
 ) -> bool:
     """Whether a state may have this shape: the parameter's, none, that of a factor."""
-    want = tuple(parameter.shape)
     if have == want or have in ((), (1,)):
         return True
     held = present.get(state)
@@ -228,24 +228,38 @@ def _fits(
     return all(any(a == b for b in rest) for a in have)
 
 
-def _refuse(osd: Mapping[str, Any], named: dict[str, torch.Tensor], optimizer: Any) -> None:
-    """Raise one error for all that does not fit the optimizer's parameters."""
+def refuse_unfit(
+    states: Mapping[str, tuple[int, ...]],
+    named: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]],
+) -> None:
+    """Raise one error for all that does not fit the optimizer's parameters.
+
+    Parameters
+    ----------
+    states : mapping of str to tuple of int
+        Shapes by ``"<parameter>.<state name>"``.
+    named : mapping of str to (tuple of int, mapping of str to value)
+        Of each parameter its shape, and the states that it has.
+
+    Raises
+    ------
+    CompatibilityError
+        Parameters are unknown, or shapes do not fit.
+    """
     unknown: dict[str, None] = {}
     shapes = []
-    for key, value in osd.items():
+    for key, have in states.items():
         name, _, state = key.rpartition(".")
         if name not in named:
             unknown[name or key] = None
-            continue
-        have, want = tuple(np.shape(value)), tuple(named[name].shape)
-        if not _fits(state, have, named[name], optimizer.state.get(named[name], {})):
-            shapes.append((key, have, want))
+        elif not _fits(state, have, *named[name]):
+            shapes.append((key, have, named[name][0]))
     if not unknown and not shapes:
         return
     lines = ["Error(s) in loading the state of an optimizer:"]
     if unknown:
         lines.append(f"Unexpected parameter(s): {join([repr(name) for name in unknown])}.")
-        have_state = {key.rpartition(".")[0] for key in osd}
+        have_state = {key.rpartition(".")[0] for key in states}
         free = [name for name in named if name not in have_state]
         names = dict.fromkeys(have_state), dict.fromkeys(named)
         _, hint = rename_hint(*names, list(unknown), free)
@@ -285,18 +299,30 @@ def _like(own: Any, value: Any) -> Any:
     return value
 
 
-def _groups_to(
-    osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]
+def group_values(
+    osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, members: list[list[str]]
 ) -> list[dict[str, Any]]:
-    """Return the groups as torch loads them: the state's where they fit, else its own."""
-    names = iter(named)
-    members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    """Return the hyperparameters of each group: the state's where they fit, else its own.
+
+    Parameters
+    ----------
+    osd : OptimizerStateDict
+        Whose groups and learning rate are loaded.
+    optimizer : torch.optim.Optimizer
+        It is left as it is.
+    members : list of list of str
+        Names of the parameters of each of its groups.
+
+    Returns
+    -------
+    list of dict
+        Without ``params``.
+    """
     saved = osd.param_groups
     fits = len(saved) == len(members) and all(
         set(group.get("params", ())) == set(own) for group, own in zip(saved, members, strict=True)
     )
     groups = []
-    start = 0
     for number, group in enumerate(optimizer.param_groups):
         values = {key: value for key, value in group.items() if key not in _NAMES}
         if fits:
@@ -305,9 +331,21 @@ def _groups_to(
                     values[key] = _like(group.get(key), value)
         elif osd.learning_rate and group.get("lr") == optimizer.param_groups[0].get("lr"):
             values["lr"] = _like(group.get("lr"), osd.learning_rate)
-        values["params"] = list(range(start, start + len(members[number])))
-        start += len(members[number])
         groups.append(values)
+    return groups
+
+
+def _groups_to(
+    osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Return the groups as torch loads them, parameters by number."""
+    names = iter(named)
+    members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    groups = group_values(osd, optimizer, members)
+    start = 0
+    for group, own in zip(groups, members, strict=True):
+        group["params"] = list(range(start, start + len(own)))
+        start += len(own)
     return groups
 
 
@@ -344,7 +382,9 @@ def optimizer_dict(
     """
     named = _named(optimizer, names)
     taken = dict(osd)
-    _refuse(taken, named, optimizer)
+    shapes = {key: tuple(np.shape(value)) for key, value in taken.items()}
+    have = {name: (tuple(p.shape), optimizer.state.get(p, {})) for name, p in named.items()}
+    refuse_unfit(shapes, have)
     numbers = {
         f"{name}.{state}"
         for group in osd.param_groups

@@ -382,6 +382,7 @@ def optimizer_parts(
     if module is not None:
         named = _by_name(module, named)
     values = _states(named, optimizer)
+    _refuse_local(named, values)
     numbers = {key: as_array(value) for key, value in values.items() if is_number(value)}
     states = {key: numbers[key] if key in numbers else part_of(key, v) for key, v in values.items()}
 
@@ -391,6 +392,21 @@ def optimizer_parts(
             optimizer.state[named[name]][state] = array.item()
 
     return states, _keywords(optimizer, named, values), store if numbers else None
+
+
+def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
+    """Refuse plain states of DTensors that are this rank's part, which nothing says of them."""
+    for key, value in values.items():
+        parameter = named[key.rpartition(".")[0]]
+        if hasattr(parameter, "device_mesh") and not hasattr(value, "device_mesh"):
+            local = tuple(parameter.to_local().shape)
+            have = tuple(getattr(value, "shape", ()))
+            if have and have == local != tuple(parameter.shape):
+                raise TypeError(
+                    f"{key!r} is a plain tensor of shape {have}, which is what this rank has of "
+                    f"a parameter of shape {tuple(parameter.shape)}: let the optimizer keep "
+                    "DTensors, as zeros_like(parameter) makes them"
+                )
 
 
 def _keywords(
@@ -406,13 +422,25 @@ def _keywords(
     }
 
 
+def _any_rank(here: bool, module: torch.nn.Module) -> bool:
+    """Whether something is so on any rank of an FSDP1 module: one may have no elements at all."""
+    import torch
+    import torch.distributed as dist
+
+    wrapper = _flat_sharded(module)[0]
+    found = torch.tensor(int(here), device=wrapper.compute_device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    return bool(found.item())
+
+
 def _parts_of_flat(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Let torch cut FSDP1's flat states by parameter."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    if not optimizer.state:  # torch would take a step to make one
+    _named(optimizer, module)  # refuses parameters of other modules
+    if not _any_rank(bool(optimizer.state), module):  # torch would take a step to make one
         return {}, {"optimizer_type": _kind_of(optimizer)}
     with _quiet():
         found: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))

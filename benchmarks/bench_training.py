@@ -1,0 +1,107 @@
+"""Training: saves while it goes on, tiers, sparse states, resumed runs, plans of large worlds.
+
+``python benchmarks/bench_training.py [--quick] [--json] [--only PART] [--repeats N]
+[--folder FOLDER]``; mlstate and torch must be installed.  PART is async, memory, tiers,
+sparse, resume or scale.  Needs some 3 GB on the disk and 10 GB of memory; ``--quick`` takes
+small states, to see that all works.
+See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import training_async
+import training_sparse
+import training_tables
+import training_tiers
+from checkpoint_states import keep_memory
+from harness import Report, show
+
+
+@dataclass
+class Run:
+    """Options, and where there is room on a disk."""
+
+    report: Report
+    repeats: int
+    quick: bool
+    folder: Path
+
+
+def saving(run: Run) -> None:
+    """Compare how long saves block two ranks that train."""
+    training_async.blocking(run.report, run.folder, run.repeats, run.quick)
+
+
+def memory(run: Run) -> None:
+    """Look at the memory that such saves take."""
+    training_async.memory(run.report, run.folder, run.quick)
+
+
+def moving(run: Run) -> None:
+    """Compare moves of one unit between tiers with raw copies and files."""
+    training_tiers.moving(run.report, run.folder, run.repeats, run.quick)
+
+
+def sparse(run: Run) -> None:
+    """Compare saves of all rows with those that leave rows out."""
+    training_sparse.measuring(run.report, run.folder, run.repeats, run.quick)
+
+
+def resume(run: Run) -> None:
+    """Resume killed runs, on as many ranks and on others."""
+    training_tables.resuming(run.report, run.quick)
+
+
+def scale(run: Run) -> None:
+    """Plan what one rank of many saves, loads and reshards."""
+    training_tables.planning(run.report, run.quick)
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "async": saving,
+    "memory": memory,
+    "tiers": moving,
+    "sparse": sparse,
+    "resume": resume,
+    "scale": scale,
+}
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small states, one repeat")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
+    parser.add_argument("--folder", type=Path, help="where, on a disk; default: here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = options()
+    keep_memory()
+    warnings.filterwarnings("ignore", module="torch")
+    report = Report("mlstate: training", given.json)
+    report.say(
+        "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
+    )
+    repeats = given.repeats or (1 if given.quick else 5)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=given.folder or Path.cwd(), prefix="bench-") as folder:
+        run = Run(report, repeats, given.quick, Path(folder))
+        for part in [given.only] if given.only else PARTS:
+            PARTS[part](run)
+    report.say(f"\n{show(time.perf_counter() - began)} s in all")
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What becomes of training that is killed, and resumed on as many ranks or on others.
+
+``python benchmarks/resume_table.py [--kinds ...] [--optimizer adam] [--changes 2-4 ...] [--json
+FILE]`` prints a table in Markdown. A small transformer is trained on real processes over gloo,
+saved after three steps with `mlstate.save`, killed by signal 9 after the next, and resumed with
+`mlstate.load` on new processes. "State" compares parameters, buffers, optimizer states and
+hyperparameters, as torch gathers them before the kill and after the load, bit for bit. "Losses"
+compares those of each rank with the run that nothing interrupted: bit for bit on as many ranks;
+on others their means, whose sums have another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent / "tests" / "integration"
+KINDS = {
+    "fsdp1": "FSDP1",
+    "fsdp1-orig": "FSDP1, use_orig_params",
+    "fsdp2": "FSDP2",
+    "plain": "plain (DDP; alone on 1 rank)",
+}
+CHANGES = ("2-2", "2-1", "2-4", "4-2")
+
+
+class Resumed(NamedTuple):
+    """How one kind of module went on, on one number of ranks."""
+
+    kind: str
+    saved: int  # ranks
+    resumed: int
+    state: str  # where the state differs; empty: nowhere
+    same_bits: bool  # of the losses of all ranks
+    largest: float  # difference of the mean losses, relative
+
+
+def jobs() -> Any:
+    """The tests' module that starts the ranks; None where it is not beside the benchmarks."""
+    if not (TESTS / "resume_jobs.py").exists():
+        return None
+    if str(TESTS) not in sys.path:
+        sys.path.insert(0, str(TESTS))
+    return importlib.import_module("resume_jobs")
+
+
+def measure(kinds: list[str], optimizer: str, changes: list[tuple[int, int]]) -> list[Resumed]:
+    """Train, kill and resume; one result for each kind and change of ranks."""
+    starter = jobs()
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for saved in sorted({saved for saved, _ in changes}):
+            starter.train_and_kill(saved, [(kind, optimizer) for kind in kinds], folder)
+        for saved, resumed in changes:
+            starter.resume(resumed, [(kind, optimizer, saved, kind) for kind in kinds], folder)
+            for kind in kinds:
+                case = (folder, kind, optimizer, saved, kind, resumed)
+                curves, whole = starter.curves(*case)
+                pairs = zip(starter.means(curves), starter.means(whole), strict=True)
+                largest = max(abs(a - b) / abs(b) for a, b in pairs)
+                state = starter.state_difference(*case)
+                found.append(Resumed(kind, saved, resumed, state, curves == whole, largest))
+    return found
+
+
+def table(found: list[Resumed]) -> str:
+    """Return the table in Markdown: a row for each kind, a column for each change of ranks."""
+    changes = list(dict.fromkeys((one.saved, one.resumed) for one in found))
+    lines = [
+        "| module | " + " | ".join(f"{a} -> {b} ranks" for a, b in changes) + " |",
+        "| --- |" + " --- |" * len(changes),
+    ]
+    for kind in dict.fromkeys(one.kind for one in found):
+        cells = []
+        for ranks in changes:
+            one = next(f for f in found if f.kind == kind and (f.saved, f.resumed) == ranks)
+            state = "DIFFERS" if one.state else "same bits"
+            losses = "same bits" if one.same_bits else f"within {one.largest:.0e}"
+            cells.append(f"state {state}, losses {losses}")
+        lines.append(f"| {KINDS[kind]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def good(found: list[Resumed]) -> bool:
+    """Whether all states are the same, and losses where the ranks are as many."""
+    return all(not one.state and (one.same_bits or one.saved != one.resumed) for one in found)
+
+
+def change(text: str) -> tuple[int, int]:
+    """Read the numbers of ranks, as in 2-4."""
+    saved, _, resumed = text.partition("-")
+    return int(saved), int(resumed)
+
+
+def main() -> int:
+    """Measure and print; 1 where something differs that must not."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--optimizer", choices=("adam", "adamw", "momentum"), default="adam")
+    parser.add_argument("--changes", nargs="+", default=list(CHANGES), metavar="SAVED-RESUMED")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    if jobs() is None:
+        parser.error("the tests, which start the ranks, are not beside the benchmarks")
+    found = measure(options.kinds, options.optimizer, list(map(change, options.changes)))
+    print(
+        f"{options.optimizer}, gloo, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"torch {metadata.version('torch')}\n"
+    )
+    print(table(found))
+    for one in found:
+        if one.state:
+            print(f"{one.kind}, {one.saved} -> {one.resumed}: {one.state}")
+    if options.json:
+        Path(options.json).write_text(json.dumps([one._asdict() for one in found], indent=1))
+    return 0 if good(found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,149 @@
+"""Shapes of a trillion parameters, cut for up to 4,096 ranks: what a rank writes and reads.
+
+    PYTHONPATH=. python benchmarks/scale.py [--worlds 64 256 1024 4096] [--layers 61]
+
+Nothing but manifests and indexes is written; docs/scale.md says what is simulated. Each figure
+of time and memory is that of a process of its own: the best of three runs of the plan, and the
+peak of its resident memory over what it had before.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+
+def kibibytes(name):
+    """Resident memory of this process, now (VmRSS) or at its peak (VmHWM); Linux alone."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    raise KeyError(name)
+
+
+def one(what, folder, world, across, layers, stacked, rank):
+    """Time and memory of one plan, measured in this process."""
+    from moe_model import Moe, Simulated
+
+    moe = Moe(world, across=across, layers=layers, stacked=stacked)
+    states = moe.states(rank)  # what a job has anyway
+    simulated = Simulated.__new__(Simulated)
+    simulated.folder, simulated.moe = Path(folder), moe
+    from mlstate.checkpoint import plan_save
+
+    def plan():
+        if what == "save":
+            return plan_save(*states, rank=rank, world_size=world)
+        return simulated.plan_load(moe, rank)
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, seconds = kibibytes("VmRSS"), []
+    for _ in range(3):
+        start = time.perf_counter()
+        plan()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": min(seconds), "kib": kibibytes("VmHWM") - before}
+
+
+def measure(*arguments):
+    """`one` in a process of its own."""
+    command = [sys.executable, __file__, "--one", json.dumps(arguments)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def mib(count):
+    return f"{count / 2**20:,.2f}"
+
+
+def figures(world, layers, stacked, rank):
+    """Counts, times and memory of one rank's plans; lists: to save, to load, to reshard."""
+    from moe_model import Moe, Simulated
+
+    moe = Moe(world, layers=layers, stacked=stacked)
+    new = Moe(world // 4 * 3, across=48, layers=layers, stacked=stacked)
+    with tempfile.TemporaryDirectory() as folder:
+        simulated = Simulated.for_loads(Path(folder), moe, [(moe, rank), (new, rank)])
+        save, load = moe.plan(rank), simulated.plan_load(moe, rank)
+        reshard = simulated.plan_load(new, rank)
+        timed = [
+            measure("save", str(simulated), world, 64, layers, stacked, rank),
+            measure("load", str(simulated), world, 64, layers, stacked, rank),
+            measure("load", str(simulated), new.world, 48, layers, stacked, rank),
+        ]
+    return {
+        "world": world,
+        "manifest_bytes": simulated.manifest_bytes,
+        "shards": save.shards,
+        "files": len(save.files),
+        "data_bytes": save.data_bytes,
+        "index_bytes": save.index_bytes,
+        "indexes": len(load.indexes),
+        "reshard_indexes": len(reshard.indexes),
+        "reshard_bytes": reshard.nbytes,
+        "seconds": [t["seconds"] for t in timed],
+        "kib": [t["kib"] for t in timed],
+    }
+
+
+HEAD = [
+    "ranks", "manifest MiB", "shards a rank", "files a rank", "GB a rank", "index MiB",
+    "indexes read to load", "to reshard", "GB read to reshard", "ms to plan save", "load",
+    "reshard", "peak MiB to plan save", "load", "reshard",
+]  # fmt: skip
+
+
+def row(found):
+    """The line of one world."""
+    cells = [
+        f"{found['world']:,}",
+        mib(found["manifest_bytes"]),
+        f"{found['shards']:,}",
+        f"{found['files']:,}",
+        f"{found['data_bytes'] / 1e9:.2f}",
+        mib(found["index_bytes"]),
+        f"{found['indexes']:,}",
+        f"{found['reshard_indexes']:,}",
+        f"{found['reshard_bytes'] / 1e9:.2f}",
+        *(f"{seconds * 1e3:,.0f}" for seconds in found["seconds"]),
+        *(f"{kib / 1024:,.0f}" for kib in found["kib"]),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def head(layers):
+    """What is above the lines."""
+    from moe_model import Moe
+
+    return [
+        f"{Moe(64, layers=layers).count():,} parameters, {date.today()}, {platform.machine()}, "
+        f"{platform.system()}, Python {platform.python_version()}",
+        "| " + " | ".join(HEAD) + " |",
+        "| ---: " * len(HEAD) + "|",
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--separate", action="store_true", help="each expert by itself")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(*json.loads(options.one))))
+        return
+    print("\n".join(head(options.layers)))
+    for world in options.worlds:
+        print(row(figures(world, options.layers, not options.separate, world // 3)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

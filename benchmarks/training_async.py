@@ -1,0 +1,133 @@
+"""How long a save blocks training, and how much memory it takes, for `bench_training.py`.
+
+Two ranks save the two halves of a state. They block until the slower one may change its state.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from pathlib import Path
+
+import training_rank
+from checkpoint_states import clear, clear_and_wait
+from harness import Candidate, Report, Row, nothing, rows_of
+from spawned import Spawned
+from training_rank import DCP, DCP_KEPT, SHARES
+from turns import Aim
+
+LETTER = "A"  # of checkpoint_states: Adam's m and v of 124 million parameters
+WORLD = 2
+MOST_MIB = 16  # beyond the budget, as for synchronous saves
+
+MEMCPY = "memcpy, touched memory"
+SAVE = "mlstate.save"
+STAGED = "mlstate.save_async, staging {} %"
+NAMES = {
+    MEMCPY: training_rank.MEMCPY,
+    SAVE: training_rank.SAVE,
+    **{STAGED.format(share): str(share) for share in SHARES},
+    "torch DCP async_save": DCP,
+    "torch DCP async_save, stager kept": DCP_KEPT,
+}
+
+
+class Ranks(Spawned):
+    """Both ranks; `warm`: with memory that was used before."""
+
+    def __init__(self, *, warm: bool) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        meeting = f"file://{self.folder.name}/ranks"
+        ranks = range(WORLD)
+        arguments = [(LETTER, warm, rank, WORLD, meeting) for rank in ranks]
+        super().__init__(training_rank.serve, arguments)
+
+    def close(self) -> None:
+        super().close()
+        self.folder.cleanup()
+
+
+# ---- time ----
+
+
+def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
+    """Time until ranks may go on, and until their checkpoint is there."""
+    ranks = Ranks(warm=True)
+    try:
+        size = sum(ranks.ask("load", quick))
+        staged, done = take_turns(ranks, folder, repeats, quick)
+    finally:
+        ranks.close()
+    candidates = [
+        Candidate(name, nothing, limit=name == MEMCPY, baseline=way == DCP)
+        for name, way in NAMES.items()
+    ]
+    rows = rows_of(candidates, staged)
+    for row in rows:
+        row.extra["all of it"] = f"{statistics.median(done[row.name]):.0f}"
+    title = f"time that a save blocks training: {WORLD} ranks over gloo, {size / 1e6:,.0f} MB"
+    note = "both ranks at once, the slower one; all of it: until the checkpoint is on the disk"
+    report.table(title, rows, note=note)
+    if not quick:
+        report.judge([Aim(STAGED.format(100), 1.2, MEMCPY).verdict(rows)])
+
+
+def take_turns(
+    ranks: Ranks, folder: Path, repeats: int, quick: bool
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Milliseconds until all ranks may go on, and until all is done, by name."""
+    staged: dict[str, list[float]] = {name: [] for name in NAMES}
+    done: dict[str, list[float]] = {name: [] for name in NAMES}
+    order = random.Random(20)
+    for turn in range(1 + repeats):
+        for name in order.sample(list(NAMES), len(NAMES)):
+            (clear if quick else clear_and_wait)(folder)
+            found = ranks.ask("time", NAMES[name], folder / "x")
+            if turn > 0:
+                staged[name].append(max(blocked for blocked, _ in found))
+                done[name].append(max(whole for _, whole in found))
+    clear(folder)
+    return staged, done
+
+
+# ---- memory ----
+
+
+def memory(report: Report, folder: Path, quick: bool) -> None:
+    """Peaks of a rank's resident memory beyond its state: staging, buffers, everything."""
+    ranks = Ranks(warm=False)
+    ways = {name: way for name, way in NAMES.items() if name != MEMCPY}
+    try:
+        ranks.ask("load", True)  # imports and pools of threads come with a first call
+        for way in ways.values():
+            peaks(ranks, way, folder)
+        ranks.ask("load", quick)
+        rows = [row_of(name, peaks(ranks, way, folder)) for name, way in ways.items()]
+    finally:
+        ranks.close()
+    note = f"MiB of the rank that takes more; to reach: the budget and {MOST_MIB} MiB"
+    report.table("peak of memory beyond the state, a rank", rows, unit="MiB", note=note)
+    if not quick:
+        ours = [row for row in rows if row.at_most is not None]
+        most = max(row.median + MOST_MIB - row.at_most for row in ours if row.at_most is not None)
+        met = "met" if most <= MOST_MIB else "NOT MET"
+        report.judge([f"mlstate, beyond the budget <= {MOST_MIB} MiB: {most:.1f} at most, {met}"])
+
+
+def peaks(ranks: Ranks, way: str, folder: Path) -> list[tuple[float, int]]:
+    clear(folder)
+    found = ranks.ask("memory", way, folder / "x")
+    clear(folder)
+    return found
+
+
+def row_of(name: str, found: list[tuple[float, int]]) -> Row:
+    """A line for the rank whose peak is farther beyond its budget."""
+    beyond, budget = max(
+        ((most, nbytes / (1 << 20)) for most, nbytes in found), key=lambda pair: pair[0] - pair[1]
+    )
+    if not name.startswith("mlstate"):
+        return Row(name, [beyond])
+    at_most = round(budget + MOST_MIB, 1)
+    return Row(name, [beyond], at_most=at_most, extra={"budget": f"{budget:.1f}"})

@@ -1,0 +1,172 @@
+"""One of two ranks over gloo that save their halves of a state; see `training_async.py`.
+
+A rank's tensors are DTensors cut by rows; mlstate saves the same memory as shards of arrays. A
+way to save is a call that returns when the state may be changed; what that returns is called
+to wait for the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoint_peers import join, rows_of_rank
+from checkpoint_states import STATES, keep_memory
+from harness import nothing, settle
+from resident import forget_peak, peak, trim
+from spawned import answer
+
+import mlstate
+from mlstate.checkpoint import Layout, Shard, Staging, save_async
+
+Wait = Callable[[], object]
+Begin = Callable[[Path], Wait]
+
+MEMCPY, SAVE, DCP, DCP_KEPT = "memcpy", "save", "dcp", "dcp kept"
+SHARES = (0, 25, 50, 100)  # % of the state that may be staged: a way each, named so
+
+
+class Rank:
+    """A state, what saves it, and memory that is touched beforehand."""
+
+    def __init__(self, letter: str, rank: int, world: int) -> None:
+        import torch
+
+        from mlstate.integrations.torch import TorchGroup
+
+        self.letter, self.rank, self.world = letter, rank, world
+        gloo = partial(torch.distributed.new_group, backend="gloo")
+        self.own, self.theirs = gloo(), gloo()
+        self.group = TorchGroup(self.own)
+        self.tensors: dict[str, Any] = {}
+        self.arrays: list[np.ndarray] = []  # their memory
+        self.shards: dict[str, Shard] = {}  # again, as mlstate knows them
+        self.ways: dict[str, Begin] = {}
+        self.staging: Staging | None = None
+
+    def load(self, quick: bool) -> int:
+        """Make the state anew; return this rank's bytes."""
+        self.ways, self.staging = {}, None
+        self.arrays, self.shards = [], {}
+        self.tensors = rows_of_rank(STATES[self.letter](quick), self.rank, self.world)
+        self.arrays = [tensor.to_local().numpy() for tensor in self.tensors.values()]
+        self.shards = {
+            name: Shard(array, Layout.rows(self.world), self.rank, shape=tuple(tensor.shape))
+            for array, (name, tensor) in zip(self.arrays, self.tensors.items(), strict=True)
+        }
+        gc.collect()
+        trim()
+        return self.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    # ---- ways ----
+
+    def way(self, name: str) -> Begin:
+        """Return a way, which keeps its memory from one call to the next."""
+        if name not in self.ways:
+            if name.isdecimal():
+                self.ways[name] = self.staged(int(name))
+            else:
+                makers = {
+                    MEMCPY: self.memcpy,
+                    SAVE: lambda: self.save,
+                    DCP: self.dcp,
+                    DCP_KEPT: partial(self.dcp, kept=True),
+                }
+                self.ways[name] = makers[name]()
+        return self.ways[name]
+
+    def memcpy(self) -> Begin:
+        """Copy this rank's arrays to memory that was touched: what no staging can beat."""
+        targets = [np.ones_like(array) for array in self.arrays]
+
+        def begin(path: Path) -> Wait:
+            for target, array in zip(targets, self.arrays, strict=True):
+                np.copyto(target, array)
+            return nothing
+
+        return begin
+
+    def save(self, path: Path) -> Wait:
+        mlstate.save(path, optimizer=self.shards, group=self.group)
+        return nothing
+
+    def staged(self, share: int) -> Begin:
+        """Save while training goes on; staging memory is there, of which a share may be used."""
+        budget = self.nbytes * share // 100
+        if self.staging is None or self.staging.nbytes < budget:
+            self.staging = Staging(budget)
+        options = {"max_staging_bytes": budget, "staging": self.staging, "group": self.group}
+
+        def begin(path: Path) -> Wait:
+            handle = save_async(path, optimizer=self.shards, **options)
+            handle.staged()
+            return handle.wait
+
+        return begin
+
+    def dcp(self, *, kept: bool = False) -> Begin:
+        """Save with torch DCP; with `kept` its stager, and so its memory, is kept."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        options: dict[str, Any] = {"process_group": self.theirs}
+        if kept:  # the rest of its options needs CUDA
+            options["async_stager"] = DefaultStager(StagingOptions(False, False, False, False))
+
+        def begin(path: Path) -> Wait:
+            return dcp.async_save(self.tensors, checkpoint_id=path, **options).result
+
+        return begin
+
+    # ---- what the benchmark asks for ----
+
+    def time(self, name: str, path: Path) -> tuple[float, float]:
+        """Save once, both ranks at the same moment; return ms until staged, and until done."""
+        begin = self.way(name)
+        gc.collect()
+        gc.disable()
+        settle()
+        self.group.barrier()
+        start = time.perf_counter_ns()
+        wait = begin(path)
+        staged = time.perf_counter_ns()
+        wait()
+        done = time.perf_counter_ns()
+        gc.enable()
+        return (staged - start) * 1e-6, (done - start) * 1e-6
+
+    def memory(self, name: str, path: Path) -> tuple[float, int]:
+        """Save once; return MiB beyond the state at the peak, and the bytes of the budget.
+
+        The memory for staging is part of it: it is not there before.
+        """
+        self.ways, self.staging = {}, None
+        gc.collect()
+        trim()
+        before = forget_peak()
+        self.way(name)(path)()
+        most = peak() - before
+        return most, self.nbytes * int(name) // 100 if name.isdecimal() else 0
+
+
+def serve(pipe: Connection, letter: str, warm: bool, rank: int, world: int, meeting: str) -> None:
+    """Be one rank; `warm`: memory that is given back stays with the process."""
+    import torch
+
+    if warm:
+        keep_memory()
+    join(rank, world, meeting)
+    here = Rank(letter, rank, world)
+    answer(pipe, {"load": here.load, "time": here.time, "memory": here.memory})
+    here.ways, here.staging = {}, None
+    torch.distributed.destroy_process_group()

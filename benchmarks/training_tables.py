@@ -1,0 +1,70 @@
+"""Resumed runs and plans of large worlds, for `bench_training.py`: their tables, judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import resume_table
+import scale
+from harness import Report
+
+KINDS, OPTIMIZER = ("fsdp1", "fsdp2", "plain"), "adam"
+WORLDS, LAYERS, QUICK_LAYERS = (64, 256, 1024, 4096), 61, 3
+PLANS = ("save", "load", "reshard")
+
+
+def resuming(report: Report, quick: bool) -> None:
+    """Train on real processes, kill them, resume on as many ranks and on others."""
+    title = f"training that is killed and resumed: {OPTIMIZER}, ranks over gloo"
+    report.say(f"\n{title}")
+    if resume_table.jobs() is None:
+        report.say("not measured: the tests, which start the ranks, are not beside the benchmarks")
+        return
+    texts = resume_table.CHANGES[:1] if quick else resume_table.CHANGES
+    changes = [resume_table.change(text) for text in texts]
+    kinds = ["plain"] if quick else list(KINDS)
+    found = resume_table.measure(kinds, OPTIMIZER, changes)
+    report.say(resume_table.table(found))
+    report.tables.append({"title": title, "rows": [one._asdict() for one in found]})
+    same = [one.same_bits for one in found if one.saved == one.resumed]
+    report.judge(
+        [
+            verdict("same state bits", [not one.state for one in found]),
+            verdict("same bits of losses on as many ranks", same),
+        ]
+    )
+
+
+def verdict(what: str, good: list[bool]) -> str:
+    return f"{what}: {sum(good)} of {len(good)}, {'met' if all(good) else 'NOT MET'}"
+
+
+def planning(report: Report, quick: bool) -> None:
+    """Plan one rank's part of worlds that get larger."""
+    layers = QUICK_LAYERS if quick else LAYERS
+    lines = scale.head(layers)
+    report.say("\nplans of one rank: " + "\n".join(lines))
+    found = []
+    for world in WORLDS[:2] if quick else WORLDS:
+        found.append(scale.figures(world, layers, True, world // 3))
+        report.say(scale.row(found[-1]))
+    report.tables.append({"title": f"plans of one rank: {lines[0]}", "rows": found})
+    if not quick:
+        report.judge(growth(found[0], found[-1]))
+
+
+def growth(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
+    """What a rank has to do is to be no more where the world is larger."""
+    pairs = {
+        "shards": (first["shards"], last["shards"]),
+        "bytes of the index": (first["index_bytes"], last["index_bytes"]),
+        "indexes read to load": (first["indexes"], last["indexes"]),
+    }
+    for i, plan in enumerate(PLANS):
+        pairs[f"time to plan a {plan}"] = (first["seconds"][i], last["seconds"][i])
+        pairs[f"memory to plan a {plan}"] = (first["kib"][i], last["kib"][i])
+    worlds = f"on {last['world']:,} ranks <= 1x those on {first['world']:,}"
+    return [
+        f"{what} {worlds}: {after / before:.2f}, {'met' if after <= before else 'NOT MET'}"
+        for what, (before, after) in pairs.items()
+    ]

@@ -1,0 +1,265 @@
+"""What it costs to move one unit between tiers, for `bench_training.py`.
+
+A unit is a parameter and Adam's two moments. Raw copies and raw files of as many bytes are the
+limits. Other units are beside it, in memory and in files of the same folder; what a move does
+to them is looked at and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoint_states import Raw, read, read_all, read_through, takes_direct, written
+from harness import Candidate, Report, Row
+from turns import Aim, take_turns
+
+from mlstate import TieredState
+
+TIERS = ("hot", "warm", "cold")
+NAMES = tuple(f"experts.{i}.weight" for i in range(4))
+MOVED = NAMES[0]
+SPEED = 0.8  # of the raw copy or file, to reach
+FEW = 8192  # bytes: what looking at the counters adds to them, and a header read twice
+
+RAW_WRITE, RAW_DIRECT = "raw: one file, pwrite + fsync", "raw: one file, O_DIRECT + fsync"
+RAW_REPLACE = "raw: pwrite + fsync, rename over the old"
+RAW_READ, RAW_READ_NEW = "raw: one pread, touched memory", "raw: one pread, new memory"
+COPY, COPY_NEW = "memcpy, touched memory", "memcpy, new memory"
+
+
+def moving(report: Report, folder: Path, repeats: int, quick: bool) -> None:
+    """Time moves to files and back, and to a device and back."""
+    rows = 64 if quick else 4096  # a unit of 192 MiB
+    with moves(folder / "files", rows) as here:
+        files(here, report, repeats, quick)
+    for device in devices():
+        with moves(folder / device, rows, device=device) as here:
+            copies(here, report, repeats, quick, device)
+
+
+def devices() -> list[str]:
+    """Where hot units can lie; "cpu": memory of their own, as torch tensors."""
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+class Moves:
+    """A tiered state of which one unit moves, and that unit's bytes for raw moves."""
+
+    def __init__(self, folder: Path, rows: int, **options: Any) -> None:
+        random = np.random.default_rng(5)
+        model = {name: random.random((rows, 4096), np.float32) for name in NAMES}
+        adam = {
+            f"{name}.{moment}": random.random((rows, 4096), np.float32)
+            for name in NAMES
+            for moment in ("m", "v")
+        }
+        self.arrays = [model[MOVED], adam[f"{MOVED}.m"], adam[f"{MOVED}.v"]]
+        self.raw = Raw({str(i): array for i, array in enumerate(self.arrays)})
+        self.nbytes = sum(array.nbytes for array in self.arrays)
+        self.folder, self.raw_file = folder / "tiers", folder / "raw"
+        self.file = self.folder / f"{MOVED}.safetensors"  # where the unit's is
+        self.tiers = TieredState(model, adam, self.folder, **options)
+        for name in NAMES[2:]:
+            self.tiers.demote(name, to="cold")
+
+    def put(self, tier: str) -> None:
+        """Have the unit where a move begins."""
+        now = TIERS.index(self.tiers.tier(MOVED))
+        if TIERS.index(tier) < now:
+            self.tiers.promote(MOVED, to=tier)
+        elif TIERS.index(tier) > now:
+            self.tiers.demote(MOVED, to=tier)
+
+    def change(self) -> None:
+        """Do what a step of training does: no element stays as it was."""
+        self.put("warm")
+        with self.tiers.use(MOVED) as unit:
+            for array in (unit.parameter, *unit.states.values()):
+                array += 1
+
+    def show(
+        self, report: Report, title: str, candidates: list[Candidate], repeats: int, note: str
+    ) -> list[Row]:
+        """Time and print, with the rate."""
+        rows = take_turns(candidates, repeats)
+        for row in rows:
+            row.extra["GB/s"] = f"{self.nbytes / row.median * 1e-6:.2f}"
+        title = f"{title}: a unit of {self.nbytes / (1 << 20):.0f} MiB"
+        report.table(title, rows, note=note)
+        return rows
+
+
+@contextmanager
+def moves(folder: Path, rows: int, **options: Any) -> Iterator[Moves]:
+    folder.mkdir()
+    here = Moves(folder, rows, **options)
+    try:
+        yield here
+    finally:
+        here.tiers.close()
+        shutil.rmtree(folder)
+
+
+# ---- files ----
+
+
+def files(here: Moves, report: Report, repeats: int, quick: bool) -> None:
+    """Demote a unit that training has changed to its file; promote it from the system's cache."""
+    verdicts = [
+        *demoting(here, report, repeats, quick),
+        *promoting(here, report, repeats),
+        *others(here),
+    ]
+    if not quick:
+        report.judge(verdicts)
+
+
+def demoting(here: Moves, report: Report, repeats: int, quick: bool) -> list[str]:
+    first, again = "TieredState.demote, no file yet", "TieredState.demote, replaces its file"
+    sync: Callable[[], object] = (lambda: None) if quick else os.sync
+
+    def empty() -> None:
+        here.raw_file.unlink(missing_ok=True)
+        sync()
+
+    def changed(*, is_first: bool) -> None:
+        here.change()
+        if is_first:
+            here.file.unlink(missing_ok=True)
+        sync()
+
+    def replace() -> None:
+        new = here.raw_file.with_suffix(".new")
+        here.raw.write_one(new, durable=True)
+        new.rename(here.raw_file)
+
+    write = partial(here.raw.write_one, here.raw_file, durable=True)
+    demote = partial(here.tiers.demote, MOVED, to="cold")
+    candidates = [
+        Candidate(RAW_WRITE, write, empty, limit=True),
+        Candidate(RAW_REPLACE, replace, sync),
+        Candidate(first, demote, partial(changed, is_first=True)),
+        Candidate(again, demote, partial(changed, is_first=False)),
+    ]
+    if takes_direct(here.raw_file.parent):
+        candidates.insert(1, Candidate(RAW_DIRECT, partial(write, direct=True), empty))
+    note = "all of it changed since it was cold; its file is durable when the call returns"
+    rows = here.show(report, "demote to a file", candidates, repeats, note)
+    pairs = ((first, RAW_WRITE), (again, RAW_REPLACE))
+    return [Aim(ours, SPEED, raw, faster=True).verdict(rows) for ours, raw in pairs]
+
+
+def promoting(here: Moves, report: Report, repeats: int) -> list[str]:
+    ours = "TieredState.promote, cold to warm"
+    here.raw.write_one(here.raw_file, durable=False)
+
+    def in_cache() -> None:
+        here.put("cold")
+        read_through(here.folder)
+
+    def read_new() -> np.ndarray:
+        target = np.empty(here.raw_file.stat().st_size, np.uint8)
+        with here.raw_file.open("rb") as file:
+            read_all(file.fileno(), memoryview(target))
+        return target
+
+    cached = partial(read_through, here.raw_file)
+    candidates = [
+        Candidate(RAW_READ, partial(here.raw.read_one, here.raw_file), cached, limit=True),
+        Candidate(RAW_READ_NEW, read_new, cached),
+        Candidate(ours, partial(here.tiers.promote, MOVED, to="warm"), in_cache),
+    ]
+    note = "files in the system's cache, memory reused; ours is compared with its checksums"
+    rows = here.show(report, "promote from a file", candidates, repeats, note)
+    return [Aim(ours, SPEED, RAW_READ_NEW, faster=True).verdict(rows)]
+
+
+# ---- other units ----
+
+
+def others(here: Moves) -> list[str]:
+    """Move the unit once more each way, and look at what that did to the others."""
+    here.change()
+    verdicts = []
+    for call, count in ((here.tiers.demote, written), (here.tiers.promote, read)):
+        before, counted = looks(here), count()
+        call(MOVED)
+        counted = count() - counted
+        same = looks(here) == before
+        beyond = counted - here.file.stat().st_size
+        verdicts.append(
+            f"{call.__name__}: bytes of other units touched, 0 wanted: "
+            f"files and memory {'as before' if same else 'CHANGED'}, "
+            f"{count.__name__} beyond the unit's file: {max(beyond, 0):,} bytes, "
+            + ("met" if same and beyond <= FEW else "NOT MET")
+        )
+    return verdicts
+
+
+def looks(here: Moves) -> dict[str, Any]:
+    """What tells of a touch: of files their inode, size and times, of arrays their place and bits.
+
+    The time at which an inode was changed cannot be set back by whoever writes to a file.
+    """
+    found: dict[str, Any] = {}
+    for path in sorted(here.folder.iterdir()):
+        if path != here.file:
+            facts = path.stat()
+            found[path.name] = facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+    with here.tiers.use(NAMES[1]) as unit:
+        for name, array in {"parameter": unit.parameter, **unit.states}.items():
+            found[f"array {name}"] = array.ctypes.data, hash(array.tobytes())
+    return found
+
+
+# ---- memory ----
+
+
+def copies(here: Moves, report: Report, repeats: int, quick: bool, device: str) -> None:
+    """Move a unit to the memory of a device, and back."""
+    promote = f"TieredState.promote, warm to hot ({device})"
+    demote = f"TieredState.demote, hot ({device}) to warm"
+    raw = raw_copies(here, device)
+    candidates = [
+        *raw,
+        Candidate(promote, partial(here.tiers.promote, MOVED, to="hot"), partial(here.put, "warm")),
+        Candidate(demote, partial(here.tiers.demote, MOVED, to="warm"), partial(here.put, "hot")),
+    ]
+    note = "a move takes new memory and gives back the old; a process that keeps its memory"
+    rows = here.show(report, f"hot on {device!r}", candidates, repeats, note)
+    back = raw[-1].name
+    there = raw[-2].name if device == "cuda" else back
+    if not quick:
+        pairs = ((promote, there), (demote, back))
+        report.judge([Aim(ours, SPEED, other, faster=True).verdict(rows) for ours, other in pairs])
+
+
+def raw_copies(here: Moves, device: str) -> list[Candidate]:
+    """Copies of the unit's arrays, without anything else; the last is the way back."""
+    found = [Candidate(COPY, here.raw.copy, limit=device == "cpu")]
+    if device == "cpu":
+        return [*found, Candidate(COPY_NEW, lambda: [array.copy() for array in here.arrays])]
+    import torch
+
+    near = [torch.from_numpy(array) for array in here.arrays]
+    far = [tensor.to(device) for tensor in near]
+
+    def there() -> object:
+        moved = [tensor.to(device) for tensor in near]
+        torch.cuda.synchronize()
+        return moved
+
+    return [
+        *found,
+        Candidate(f"torch: to {device}, new memory", there, limit=True),
+        Candidate(f"torch: from {device}, new memory", lambda: [t.to("cpu") for t in far]),
+    ]

@@ -1,0 +1,232 @@
+/* staging: items sorted by size, places given out, pieces copied by several threads.
+ *
+ * Copies lie close together without regard to alignment: whoever reads them takes bytes.
+ * So a budget of just the state's size holds all of it.
+ */
+#include "staging.h"
+
+#include "layout.h"
+#include "mem.h"
+#include "pack.h"
+#include "size.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    PIECE_BYTES = 2 << 20,  /* of one task; a multiple of any item's size */
+    STREAM_LEAST = 64 << 10 /* shorter runs stay in the cache */
+};
+
+/* An item that is to be copied. */
+typedef struct chosen {
+    size_t bytes;
+    size_t number; /* of the item */
+    size_t place;  /* in the memory */
+} chosen;
+
+/* One task: a piece of a large item, or several small ones. */
+typedef struct copying {
+    const mls_staging *to;
+    mls_shard_item *items;
+    const chosen *order;
+    size_t count;
+    size_t bytes; /* of all copies */
+} copying;
+
+/* ---- how large ---- */
+
+/* Bytes of one item's part. */
+static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *st)
+{
+    mls_part part;
+    mls_code code =
+        mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st);
+    if (code == MLS_OK && !mls_size_mul(mls_part_count(&part),
+                                        mls_dtype_of(item->dtype)->item_bytes, out)) {
+        code = mls_fail(st, MLS_E_SIZE, "the shard has more bytes than can be stored");
+    }
+    if (code != MLS_OK) {
+        mls_status_name(st, item->id.name.data, item->id.name.length);
+    }
+    return code;
+}
+
+/* They lie in memory, so only views of the same memory can make the sum overflow. */
+mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out,
+                          mls_status *st)
+{
+    size_t sum = 0;
+    for (size_t i = 0; i < count; i++) {
+        size_t bytes = 0;
+        const mls_code code = item_bytes(&items[i], &bytes, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        if (!mls_size_add(sum, bytes, &sum)) {
+            return mls_fail(st, MLS_E_SIZE,
+                            "the state has more bytes than can be stored");
+        }
+    }
+    *out = sum;
+    return MLS_OK;
+}
+
+/* ---- what fits ---- */
+
+/* For qsort: by size, then by number, so that the choice is the same on every machine. */
+static int compare_chosen(const void *a, const void *b)
+{
+    const chosen *x = a, *y = b;
+    return x->bytes != y->bytes ? (x->bytes < y->bytes ? -1 : 1)
+                                : (x->number < y->number ? -1 : x->number > y->number);
+}
+
+/* List what is to be copied, smallest first, and give each its place; the rest is cut
+ * off.  What does not fit is followed by nothing smaller. */
+static mls_code choose(const mls_staging *to, const mls_shard_item *items, size_t count,
+                       chosen *order, copying *out, mls_status *st)
+{
+    size_t listed = 0, fitting = 0, used = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (items[i].staged) {
+            continue;
+        }
+        order[listed].number = i;
+        const mls_code code = item_bytes(&items[i], &order[listed].bytes, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        listed++;
+    }
+    qsort(order, listed, sizeof *order, compare_chosen);
+    while (fitting < listed && order[fitting].bytes <= to->bytes - used) {
+        order[fitting].place = used;
+        used += order[fitting].bytes;
+        fitting++;
+    }
+    out->count = fitting;
+    out->bytes = used;
+    return MLS_OK;
+}
+
+/* ---- copying ---- */
+
+/* Copy the bytes `start` .. `start + bytes` of an item, both multiples of its elements'
+ * size. */
+static void copy_bytes(const copying *c, const chosen *which, size_t start, size_t bytes)
+{
+    const mls_shard_item *item = &c->items[which->number];
+    const size_t size = mls_dtype_of(item->dtype)->item_bytes;
+    unsigned char *to = c->to->memory + which->place + start;
+    /* any strides, either byte order; or bytes as they are, round the cache where all of
+     * them could not stay there anyway */
+    if (item->data == NULL) {
+        mls_pack(c->to->kernels, item->strided, item->first + start / size, bytes / size,
+                 to);
+    } else {
+        c->to->kernels->copy(to, item->data + item->first * size + start, bytes,
+                             bytes >= STREAM_LEAST && mls_should_stream(c->bytes));
+    }
+}
+
+/* The last item that begins at `place` or before; there is one. */
+static size_t item_at(const copying *c, size_t place)
+{
+    size_t low = 0, high = c->count;
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        if (c->order[middle].place <= place) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+/* The first multiple of an element's size, in its item, at `place` or behind it.  Tasks
+ * meet in the middle of an item, which may begin anywhere, but never of an element. */
+static size_t element_at(const copying *c, const chosen *which, size_t place)
+{
+    if (place <= which->place) {
+        return 0;
+    }
+    const size_t size = mls_dtype_of(c->items[which->number].dtype)->item_bytes;
+    const size_t within = place - which->place;
+    const size_t rounded = within + (size - within % size) % size;
+    return rounded < which->bytes ? rounded : which->bytes;
+}
+
+/* A task copies what lies in one piece of the memory: parts of large items, or many small
+ * ones. */
+static void copy_task(void *context, size_t index)
+{
+    const copying *c = context;
+    const size_t from = index * PIECE_BYTES;
+    const size_t to = c->bytes - from < PIECE_BYTES ? c->bytes : from + PIECE_BYTES;
+    for (size_t i = item_at(c, from); i < c->count && c->order[i].place < to; i++) {
+        /* both ends are rounded alike, so each element is copied by one task */
+        const size_t start = element_at(c, &c->order[i], from);
+        const size_t end = element_at(c, &c->order[i], to);
+        if (start < end) {
+            copy_bytes(c, &c->order[i], start, end - start);
+        }
+    }
+}
+
+/* Items are pointed to their copies only when all of them are there: threads read the
+ * items meanwhile. */
+static void point_to_copies(const copying *c)
+{
+    for (size_t i = 0; i < c->count; i++) {
+        mls_shard_item *item = &c->items[c->order[i].number];
+        item->data = c->to->memory + c->order[i].place;
+        item->strided = NULL;
+        item->first = 0;
+        item->staged = true;
+    }
+}
+
+/* Sorting costs less than a thousandth of the copying.  Pieces are of the memory, not of
+ * the items: a large item is shared out, and a task of small ones has enough to do. */
+mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
+                   mls_staged *out, mls_status *st)
+{
+    chosen *order = mls_alloc(count, sizeof *order);
+    if (order == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to stage %zu shards", count);
+    }
+    copying c = {.to = to, .items = items, .order = order};
+    const mls_code code = choose(to, items, count, order, &c, st);
+    if (code == MLS_OK) {
+        const size_t pieces = c.bytes / PIECE_BYTES + (c.bytes % PIECE_BYTES != 0);
+        mls_pool_run(to->pool, copy_task, &c, pieces);
+        point_to_copies(&c);
+        mls_staged staged = {.bytes = c.bytes};
+        for (size_t i = 0; i < count; i++) {
+            staged.lent += !items[i].staged;
+        }
+        *out = staged;
+    }
+    mls_free(order);
+    return code;
+}
+
+/* ---- touching ---- */
+
+static void touch_task(void *context, size_t index)
+{
+    const mls_staging *s = context;
+    const size_t from = index * PIECE_BYTES;
+    const size_t left = s->bytes - from;
+    memset(s->memory + from, 0, left < PIECE_BYTES ? left : PIECE_BYTES);
+}
+
+/* By several threads: the system clears the pages in whichever asks. */
+void mls_staging_touch(const mls_staging *staging)
+{
+    mls_staging copy = *staging;
+    mls_pool_run(staging->pool, touch_task, &copy,
+                 staging->bytes / PIECE_BYTES + (staging->bytes % PIECE_BYTES != 0));
+}

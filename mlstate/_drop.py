@@ -1,0 +1,99 @@
+"""Deleting what a save of many ranks replaced: each rank what it wrote itself.
+
+A rank's index names files of that rank alone, whose names say so; only its own index of a
+later root may name them too. So a rank finds what nobody needs any more in its own indexes,
+and no rank reads those of all.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from . import _core, _folder
+from ._manifest import Manifest
+from .errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_OURS = "mlstate "  # how `writer` starts where files are named as above
+
+
+class Generation(NamedTuple):
+    """A save that a root names, or named."""
+
+    generation: str
+    world_size: int
+
+
+def rooted(folder: str) -> list[Manifest]:
+    """All roots of a folder, each generation once.
+
+    Raises
+    ------
+    FormatError, StoreError
+        A root cannot be read, or another program wrote it: then nobody knows what is needed.
+    """
+    found: dict[str, Manifest] = {}
+    for name in (*(root.path for root in _folder.list_roots(folder)), _folder.MANIFEST):
+        with suppress(FileNotFoundError):
+            manifest = _folder.read_manifest(folder, name)
+            if not manifest.writer.startswith(_OURS):
+                raise FormatError(f"{folder}/{name}: written by {manifest.writer[:80]!r}")
+            found[manifest.generation] = manifest
+    return list(found.values())
+
+
+def sort_out(before: Iterable[Manifest], now: Iterable[Manifest]) -> dict[str, list[Generation]]:
+    """Which generations are gone, and which are kept, for every rank to know."""
+    worlds = {m.generation: m.world_size for m in before}
+    kept = {m.generation: m.world_size for m in now}
+    gone = {name: world for name, world in worlds.items() if name not in kept}
+    return {
+        "gone": [Generation(*one) for one in gone.items()],
+        "kept": [Generation(*one) for one in kept.items()],
+    }
+
+
+def _files(folder: str, which: Generation, rank: int) -> tuple[str, set[str]]:
+    """The index of one rank, and the files that it names."""
+    path = f"index/{which.generation}.{rank}.json"
+    data = _folder.read_bytes(folder, path)
+    catalog = _core.Catalog((data,), (os.path.join(folder, path),))
+    [(generation, said, world_size, *_)] = catalog.heads()
+    if (generation, said, world_size) != (which.generation, rank, which.world_size):
+        error = FormatError(f"{path}: the index of another checkpoint")
+        error.path = os.path.join(folder, path)
+        raise error
+    return path, set(catalog.files())
+
+
+def drop_mine(
+    folder: str, rank: int, world_size: int, gone: list[Generation], kept: list[Generation]
+) -> list[str]:
+    """Delete what a rank wrote for generations that are gone; also for ranks that are no more.
+
+    Raises
+    ------
+    FormatError, StoreError
+        An index cannot be read. Nothing of that rank was deleted.
+    """
+    dropped = []
+    worlds = [which.world_size for which in gone]
+    for mine in range(rank, max(worlds, default=0), world_size):
+        needed: set[str] = set()
+        for which in kept:
+            if mine < which.world_size:
+                needed |= _files(folder, which, mine)[1]
+        dead: list[str] = []
+        for which in gone:
+            if mine < which.world_size:
+                path, files = _files(folder, which, mine)
+                dead += sorted(files - needed)
+                dead.append(path)
+        own = f"-{mine}.safetensors"
+        dead = [name for name in dict.fromkeys(dead) if name.endswith((own, ".json"))]
+        dropped += _folder.remove_files(folder, dead)
+    return dropped

@@ -1,0 +1,217 @@
+"""The demo's sixth part: training that is saved while it goes on, with experts on the disk.
+
+Four experts learn which character follows another one in the demo's own source code, each those
+that follow one kind of character. Checkpoints are written meanwhile; from one of them training
+goes on to the same bits. Then the expert that is seldom asked goes to a file, and comes back.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._text import bytes_text
+from ..checkpoint import CheckpointManager, TieredState
+from ..state import ModelStateDict, OptimizerStateDict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .._types import NDArray
+    from .model import CharModel
+
+__all__ = ["Trained", "show_training"]
+
+KINDS = ("letter", "space", "digit", "sign")  # of the character before: one expert each
+STEPS, EVERY, RATE, SEED = 60, 20, 0.01, 0
+CHARACTERS, BATCH = 4096, 512
+
+
+class Trained(NamedTuple):
+    """What became of the experts.
+
+    Attributes
+    ----------
+    losses : tuple of float
+        Before the first step and after the last.
+    steps : list of int
+        Those of the checkpoints that were written while training went on.
+    identical : bool
+        Whether each checkpoint had the bits of its step, training from one of them arrived at
+        the bits of the run that went on, and the expert that came back from its file had those
+        that it had before, as the others had all the time.
+    tiers : list of str
+        Where the experts were while that one was on the disk.
+    """
+
+    losses: tuple[float, float]
+    steps: list[int]
+    identical: bool
+    tiers: list[str]
+
+
+class _Task:
+    """Characters by their embeddings, who is asked for each, and what follows."""
+
+    def __init__(self, model: CharModel, embedding: Any) -> None:
+        text = (resources.files("mlstate.demo") / "activations.py").read_text(encoding="utf-8")
+        text = "".join(c for c in text if c in model.vocabulary)[: CHARACTERS + 1]
+        tokens = np.array(model.encode(text))
+        kinds = [0 if c.isalpha() else 1 if c == " " else 2 if c.isdigit() else 3 for c in text]
+        self.inputs: NDArray = embedding.astype(np.float32)[tokens[:-1]]
+        self.kinds = np.array(kinds[:-1])
+        self.targets = tokens[1:]
+        self.width, self.count = self.inputs.shape[1], len(model.vocabulary)
+
+    def errors(self, weight: NDArray, rows: NDArray) -> tuple[NDArray, NDArray]:
+        """Return the loss of each row, and its gradient by the logits."""
+        logits = self.inputs[rows] @ weight
+        chances = np.exp(logits - logits.max(1, keepdims=True))
+        chances /= chances.sum(1, keepdims=True)
+        line = np.arange(len(rows))
+        losses = -np.log(chances[line, self.targets[rows]])
+        chances[line, self.targets[rows]] -= 1
+        return losses, chances
+
+    def loss(self, model: ModelStateDict) -> float:
+        """Return the mean loss over all characters."""
+        each = [
+            self.errors(model[f"{kind}.weight"], np.flatnonzero(self.kinds == number))[0]
+            for number, kind in enumerate(KINDS)
+        ]
+        return float(np.concatenate(each).mean())
+
+
+def _begin(task: _Task) -> tuple[ModelStateDict, OptimizerStateDict]:
+    """Return experts that know nothing, and Adam's moments of them."""
+    model = ModelStateDict(model_type="experts", layer_count=len(KINDS))
+    optimizer = OptimizerStateDict.create("adam")
+    for kind in KINDS:
+        model[f"{kind}.weight"] = np.zeros((task.width, task.count), np.float32)
+        for moment in ("m", "v"):
+            zeros = np.zeros((task.width, task.count), np.float32)
+            optimizer.set_state(f"{kind}.weight", moment, zeros)
+    return model, optimizer
+
+
+def _step(task: _Task, step: int, model: ModelStateDict, optimizer: OptimizerStateDict) -> None:
+    """One step of Adam, in place, by a batch that depends on nothing but the step."""
+    optimizer.step = step
+    drawn = np.random.default_rng((SEED, step)).integers(0, len(task.targets), BATCH)
+    for number, kind in enumerate(KINDS):
+        rows = drawn[task.kinds[drawn] == number]
+        if not len(rows):
+            continue
+        name = f"{kind}.weight"
+        gradient = task.inputs[rows].T @ task.errors(model[name], rows)[1] / np.float32(len(rows))
+        m, v = optimizer[f"{name}.m"], optimizer[f"{name}.v"]
+        m += np.float32(0.1) * (gradient - m)
+        v += np.float32(0.01) * (np.square(gradient) - v)
+        model[name] -= np.float32(RATE) * m / (np.sqrt(v) + np.float32(1e-6))
+
+
+def _digests(model: ModelStateDict, optimizer: OptimizerStateDict) -> tuple[str, str]:
+    return model.digest(), optimizer.digest()
+
+
+def _train(
+    task: _Task, folder: Path, say: Callable[[str], None]
+) -> tuple[ModelStateDict, OptimizerStateDict, bool]:
+    """Train and save; return the state, and whether all that was saved was as it should be."""
+    model, optimizer = _begin(task)
+    meant = {}
+    with CheckpointManager(folder, keep=None) as manager:
+        for step in range(1, STEPS + 1):
+            _step(task, step, model, optimizer)
+            if step % EVERY == 0:
+                meant[step] = _digests(model, optimizer)
+                handle = manager.save_async(step, model=model, optimizer=optimizer)
+                handle.staged()
+                held = handle.times().blocked_seconds * 1e3
+                say(f"   step {step}: loss {task.loss(model):.2f}, held up for {held:.1f} ms")
+    same = True
+    for step, digests in meant.items():
+        state = manager.restore(step)
+        assert isinstance(state.model, ModelStateDict)
+        assert isinstance(state.optimizer, OptimizerStateDict)
+        same = same and _digests(state.model, state.optimizer) == digests
+    say(f"   checkpoints of steps {manager.steps()}: {_verdict(same, 'the bits of their steps')}")
+
+    middle = manager.restore(EVERY)
+    assert isinstance(middle.model, ModelStateDict)
+    assert isinstance(middle.optimizer, OptimizerStateDict)
+    for step in range(EVERY + 1, STEPS + 1):
+        _step(task, step, middle.model, middle.optimizer)
+    again = _digests(middle.model, middle.optimizer) == _digests(model, optimizer)
+    say(f"   resumed from step {EVERY}: {_verdict(again, 'bit-identical')} at step {STEPS}")
+    return model, optimizer, same and again
+
+
+def _verdict(good: bool, text: str) -> str:
+    return text if good else "DIFFERENT"
+
+
+def _bits(tiers: TieredState, names: list[str]) -> bytes:
+    """Bytes of some experts and their moments, wherever they are."""
+    states = [shard for state in tiers.state_dicts() for shard in state.items()]
+    return b"".join(
+        np.ascontiguousarray(shard.array).tobytes()
+        for key, shard in states
+        if any(key.startswith(name) for name in names)
+    )
+
+
+def _move(
+    model: ModelStateDict, optimizer: OptimizerStateDict, folder: Path, say: Callable[[str], None]
+) -> tuple[list[str], bool]:
+    """Send one expert to its file and get it back; where all were, and whether all is the same."""
+    names = [f"{kind}.weight" for kind in KINDS]
+    name, others = names[2], [*names[:2], names[3]]
+    with TieredState(model, optimizer, folder) as tiers:
+        before, unmoved = _bits(tiers, [name]), _bits(tiers, others)
+        tiers.demote(name, to="cold")
+        places = [str(tiers.tier(each)) for each in tiers]
+        [file] = list(folder.glob("*.safetensors"))
+        say(f"   demoted: {name} with m and v, to a file of {bytes_text(file.stat().st_size)}")
+        say("   " + ", ".join(f"{k}: {at}" for k, at in zip(KINDS, places, strict=True)))
+        same = _bits(tiers, others) == unmoved
+        tiers.promote(name)
+        back = _bits(tiers, [name]) == before
+        say(
+            f"   promoted: {_verdict(back, 'bit-identical')}; the other experts: "
+            f"{_verdict(same, 'untouched')}"
+        )
+    return places, same and back
+
+
+def show_training(model: CharModel, embedding: Any, say: Callable[[str], None]) -> Trained:
+    """Tell the story of experts that are trained, saved meanwhile, and moved.
+
+    Parameters
+    ----------
+    model : CharModel
+        The demo's, for its characters.
+    embedding : ndarray, shape (characters, width)
+        Of its characters.
+    say : callable
+        Gets each line.
+
+    Returns
+    -------
+    Trained
+        Losses, the steps of the checkpoints, whether all bits were right, and the tiers.
+    """
+    task = _Task(model, embedding)
+    before = task.loss(_begin(task)[0])
+    say(f"\n16. {len(KINDS)} experts learn while their checkpoints are written")
+    with tempfile.TemporaryDirectory(prefix="mlstate-demo-") as folder:
+        weights, optimizer, good = _train(task, Path(folder) / "run", say)
+        after = task.loss(weights)
+        steps = CheckpointManager(Path(folder) / "run").steps()
+        say(f"\n17. The expert for what follows a {KINDS[2]} waits on the disk")
+        places, kept = _move(weights, optimizer, Path(folder) / "tiers", say)
+    return Trained((before, after), steps, good and kept, places)

@@ -1,0 +1,122 @@
+"""Starts ranks that train, save, are killed, and resume; compares what they wrote."""
+
+import json
+from pathlib import Path
+
+from torch_processes import run_ranks
+
+RANKS = Path(__file__).with_name("resume_ranks.py")
+SAVED, UNTIL = 3, 6  # steps
+LIMIT_SECONDS = 280
+KILL = json.dumps({"do": "kill"})
+
+
+def _start(world, jobs, folder, killed=False):
+    """Run jobs on so many ranks; raise what a rank said, unless all are well."""
+    folder.mkdir(exist_ok=True)
+    store = folder / f"store-{len(list(folder.iterdir()))}"
+    texts = [json.dumps(job) for job in jobs] + [KILL] * killed
+    for rank, (found, log) in enumerate(run_ranks(RANKS, world, texts, store, LIMIT_SECONDS)):
+        for text in texts[: len(jobs)]:
+            assert found.get(text) == "ok", f"rank {rank} of {world}: {found.get(text)}\n{log}"
+        assert log.startswith("exit -9" if killed else "exit 0"), log
+
+
+def _name(kind, optimizer, world):
+    return f"{kind}-{optimizer}-{world}"
+
+
+def train_and_kill(world, cases, folder, staging=False):
+    """Train (kind, optimizer) twice on new processes, and kill them by signal 9.
+
+    Once without an interruption, which is what the others are compared with; once half of it,
+    up to a save and a step more. With `staging`, bytes or None for all, that save is written
+    during the step.
+    """
+    jobs = []
+    for kind, optimizer in cases:
+        name = _name(kind, optimizer, world)
+        what = {"kind": kind, "optimizer": optimizer}
+        jobs += [
+            {"do": "train", **what, "until": UNTIL, "out": str(folder / f"{name}-whole")},
+            {"do": "save", **what, "until": SAVED, "out": str(folder / f"{name}-saved"),
+             "folder": str(folder / name)} | ({} if staging is False else {"staging": staging}),
+        ]  # fmt: skip
+    _start(world, jobs, folder, killed=True)
+
+
+def resume(world, cases, folder):
+    """Resume (kind, optimizer, world that saved, kind that resumes) on other processes."""
+    jobs = []
+    for kind, optimizer, saved, other in cases:
+        name = f"{_name(kind, optimizer, saved)}-{other}-{world}"
+        jobs.append(
+            {"do": "resume", "kind": other, "optimizer": optimizer, "until": UNTIL,
+             "folder": str(folder / _name(kind, optimizer, saved)),
+             "loaded": str(folder / f"{name}-loaded"), "out": str(folder / f"{name}-resumed")}
+        )  # fmt: skip
+    _start(world, jobs, folder)
+
+
+def losses(folder, name, world):
+    """Losses of each rank, as texts that keep every bit."""
+    return [json.loads(Path(folder, f"{name}.{r}.json").read_text()) for r in range(world)]
+
+
+def full_state(folder, name):
+    """The full state that rank 0 wrote: {"model": ..., "optimizer": ...}."""
+    import torch
+
+    return torch.load(Path(folder, f"{name}.0.pt"), weights_only=True)
+
+
+def difference(first, second, path=""):
+    """Say where two full states differ by their bits; empty where they do not."""
+    import torch
+
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return f"{path}: {first.dtype} {first.shape}, {second.dtype} {second.shape}"
+        same = first.contiguous().reshape(-1).view(torch.uint8).equal(
+            second.contiguous().reshape(-1).view(torch.uint8)
+        )  # fmt: skip
+        return "" if same else f"{path}: {first} {second}"
+    if isinstance(first, dict) and isinstance(second, dict):
+        if first.keys() != second.keys():
+            return f"{path}: only in one: {first.keys() ^ second.keys()}"
+        found = (difference(first[key], second[key], f"{path}/{key}") for key in first)
+        return next(filter(None, found), "")
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        if len(first) != len(second):
+            return f"{path}: {len(first)}, {len(second)}"
+        pairs = enumerate(zip(first, second, strict=True))
+        return next(filter(None, (difference(a, b, f"{path}/{i}") for i, (a, b) in pairs)), "")
+    return "" if first == second else f"{path}: {first!r} {second!r}"
+
+
+def state_difference(folder, kind, optimizer, saved, other, world):
+    """Say where the state that was saved and the one that was loaded differ."""
+    before = full_state(folder, f"{_name(kind, optimizer, saved)}-saved")
+    after = full_state(folder, f"{_name(kind, optimizer, saved)}-{other}-{world}-loaded")
+    return difference(_by_name(before), _by_name(after))
+
+
+def _by_name(state):
+    """Groups in one order of names: FSDP1 lists its units, others the module's parameters."""
+    groups = [
+        {**group, "params": sorted(group["params"])} for group in state["optimizer"]["param_groups"]
+    ]
+    return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
+
+
+def curves(folder, kind, optimizer, saved, other, world):
+    """Losses after the resume, and those of the run that nothing interrupted, by rank."""
+    name = f"{_name(kind, optimizer, saved)}-{other}-{world}-resumed"
+    whole = losses(folder, f"{_name(kind, optimizer, saved)}-whole", saved)
+    return losses(folder, name, world), [steps[SAVED:] for steps in whole]
+
+
+def means(curves):
+    """The loss of each step, as a mean over ranks."""
+    steps = zip(*curves, strict=True)
+    return [sum(float.fromhex(loss) for loss in step) / len(step) for step in steps]

@@ -1,0 +1,196 @@
+"""What each rank does in test_resume.py and in benchmarks/resume_table.py: one process.
+
+`python resume_ranks.py STORE RANK RANKS JOB...` runs jobs, each a JSON object, over gloo, and
+prints one line of JSON for each: the job and "ok" or what went wrong. A job trains a small
+transformer:
+
+    {"do": "train", "kind": "fsdp2", "optimizer": "adam", "until": 6, "out": PATH}
+    {"do": "save",  ..., "until": 3, "folder": FOLDER}: trains, saves, says what all ranks have
+    {"do": "save",  ..., "staging": BYTES}: goes on with training while the save is written
+    {"do": "resume", ..., "folder": FOLDER}: loads into a fresh module first, and goes on
+    {"do": "kill"}: kills its own process
+
+PATH.RANK.json gets the losses of each step, bit for bit, PATH.pt the full state, as torch
+gathers it.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    import torch
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+import torch_processes
+
+import mlstate
+from mlstate.checkpoint import save_async
+
+WORDS, WIDTH, HEADS, LENGTH, BATCH = 37, 20, 2, 10, 8  # rows that neither 2 nor 4 ranks divide
+OPTIMIZERS = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
+}
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.between = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.three, self.back = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.wide = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 50), torch.nn.GELU(), torch.nn.Linear(50, WIDTH)
+        )
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        parts = self.three(self.before(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.back(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.wide(self.between(x))
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(WORDS, WIDTH)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.gain = torch.nn.Parameter(torch.ones(3))  # fewer rows than ranks
+        self.out = torch.nn.Linear(WIDTH, WORDS)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens):
+        self.calls += 1
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x) * self.gain.mean()
+
+
+def wrapped(kind, world):
+    """The same module in every kind, whatever the number of ranks."""
+    torch.manual_seed(0)
+    module = Transformer()
+    if kind == "plain":
+        # else DDP orders its buckets, and so the sums of four ranks, anew after its first step
+        keywords = {"find_unused_parameters": True}
+        return DistributedDataParallel(module, **keywords) if world > 1 else module
+    if kind == "fsdp2":
+        for block in module.blocks:
+            fully_shard(block)
+        return fully_shard(module)
+    keywords = {"use_orig_params": kind == "fsdp1-orig", "device_id": torch.device("cpu")}
+    for number, block in enumerate(module.blocks):
+        module.blocks[number] = FullyShardedDataParallel(block, **keywords)
+    return FullyShardedDataParallel(module, **keywords)
+
+
+def batch_of(step, rank, world):
+    """Sequences of a rank at a step: all ranks together have the same ones in every world."""
+    torch.manual_seed(1000 + step)
+    tokens = torch.randint(WORDS, (BATCH, LENGTH + 1))
+    tokens[:, 1:] = (tokens[:, :-1] * 3 + 1) % WORDS  # something to learn
+    return tokens[rank::world]
+
+
+class Run:
+    """A module, its optimizer and its schedule, as one rank has them."""
+
+    def __init__(self, job, group):
+        self.group = group
+        self.module = wrapped(job["kind"], group.world_size)
+        self.optimizer = OPTIMIZERS[job["optimizer"]](self.module.parameters())
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.step = 0
+        self.losses = []
+
+    def train(self, until):
+        while self.step < until:
+            tokens = batch_of(self.step, self.group.rank, self.group.world_size)
+            self.optimizer.zero_grad()
+            found = self.module(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            self.optimizer.step()
+            self.schedule.step()
+            self.step += 1
+            self.losses.append(loss.item())
+
+    def save(self, folder, function=mlstate.save, **options):
+        return function(
+            folder,
+            model=self.module,
+            optimizer=self.optimizer,
+            metadata={"step": self.step, "schedule": self.schedule.state_dict()},
+            group=self.group,  # none that the module uses
+            **options,
+        )
+
+    def load(self, folder):
+        """Fill the module where it lies."""
+        before = [p.data_ptr() for p in self.module.parameters()]
+        into = {"model": self.module, "optimizer": self.optimizer}
+        loaded = mlstate.load(folder, into=into, group=self.group)
+        assert loaded.model is self.module and loaded.optimizer is self.optimizer
+        assert [p.data_ptr() for p in self.module.parameters()] == before
+        self.step = loaded.metadata["step"]
+        self.schedule.load_state_dict(loaded.metadata["schedule"])
+
+    def full(self):
+        """The state as torch gathers it, which knows nothing of checkpoints."""
+        options = StateDictOptions(full_state_dict=True)
+        model = get_model_state_dict(self.module, options=options)
+        states = get_optimizer_state_dict(self.module, self.optimizer, options=options)
+        return {"model": model, "optimizer": states}
+
+    def tell(self, out):
+        torch.save(self.full(), f"{out}.{self.group.rank}.pt")
+        with Path(f"{out}.{self.group.rank}.json").open("w") as file:
+            json.dump([float(loss).hex() for loss in self.losses], file)
+        assert all(math.isfinite(loss) for loss in self.losses)
+
+
+def run(job, group):
+    if job["do"] == "kill":
+        group.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    made = Run(job, group)
+    if job["do"] == "resume":
+        made.load(job["folder"])
+        if "loaded" in job:
+            made.tell(job["loaded"])
+    made.train(job["until"])
+    handle = None
+    if "staging" in job:
+        handle = made.save(job["folder"], save_async, max_staging_bytes=job["staging"])
+        handle.staged()
+    elif job["do"] == "save":
+        made.save(job["folder"])
+    made.tell(job["out"])
+    if job["do"] == "save":
+        made.train(job["until"] + 1)  # what is saved is of no step that came later
+    if handle is not None:
+        assert handle.wait().world_size == group.world_size
+
+
+if __name__ == "__main__":
+    torch_processes.SCENARIOS.update(
+        {text: partial(run, json.loads(text)) for text in sys.argv[4:]}
+    )
+    torch_processes.main()

@@ -1,0 +1,528 @@
+"""What each rank does in test_resume_ranks.py: checkpoints of sharded modules, one at a time.
+
+`python training_ranks.py STORE RANK RANKS SCENARIO...`; folders are made beside STORE.
+"""
+
+import copy
+import re
+import sys
+import warnings
+from pathlib import Path
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.nn.parallel import DistributedDataParallel
+
+from torch_processes import main, raises, scenario
+
+import mlstate
+from mlstate import CompatibilityError
+from mlstate.checkpoint import CheckpointManager, inspect
+
+HERE = Path(sys.argv[1]).parent if len(sys.argv) > 1 else Path()
+
+
+def folder_of(name):
+    return HERE / f"{name}-{dist.get_world_size()}"
+
+
+def model(dtype=torch.float32, seed=0):
+    """Five rows: uneven over two ranks, none for the last of four."""
+    torch.manual_seed(seed)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
+    )
+    layers.register_buffer("scale", torch.arange(3.0) + seed)
+    return layers.to(dtype)
+
+
+def flat(module, original=False, **keywords):
+    keywords = {"device_id": torch.device("cpu"), "use_orig_params": original, **keywords}
+    return FullyShardedDataParallel(module, **keywords)
+
+
+def sharded(module, **keywords):
+    fully_shard(module[0], **keywords)
+    return fully_shard(module, **keywords)
+
+
+def wrapped(kind, seed=0, dtype=torch.float32):
+    module = model(dtype, seed)
+    if kind == "fsdp2":
+        return sharded(module)
+    if kind == "ddp":
+        return DistributedDataParallel(module)
+    module[0] = flat(module[0], kind == "fsdp1-orig")
+    return flat(module, kind == "fsdp1-orig")
+
+
+def train(module, optimizer, steps=2, dtype=torch.float32):
+    torch.manual_seed(7)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(torch.randn(4, 3, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+
+
+def bits(tensor):
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+def local_bits(module, optimizer):
+    """What this rank has, bit for bit: of parameters, buffers and states."""
+    found = [bits(t) for t in [*module.parameters(), *module.buffers()]]
+    for parameter in module.parameters():
+        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+            found.append(bits(value) if isinstance(value, torch.Tensor) else (name, value))
+    return found
+
+
+def same(first, second):
+    assert len(first) == len(second), (first, second)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, (a, b)
+
+
+KINDS = ("ddp", "fsdp2", "fsdp1", "fsdp1-orig")
+
+
+@scenario
+def every_kind_is_filled_where_it_lies(group):
+    for kind in KINDS:
+        module = wrapped(kind)
+        optimizer = torch.optim.Adam(module.parameters())
+        train(module, optimizer)
+        expected = local_bits(module, optimizer)
+        folder = folder_of(f"kinds-{kind}")
+        mlstate.save(folder, module, optimizer, group=group)
+        assert sorted(mlstate.load(folder).model) == sorted(model().state_dict())
+        fresh = wrapped(kind, seed=5)
+        other = torch.optim.Adam(fresh.parameters(), lr=0.5)
+        pointers = [p.data_ptr() for p in fresh.parameters()]
+        with torch.no_grad():
+            fresh(torch.ones(2, 3))  # leaves what was gathered of the old elements
+        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        assert [p.data_ptr() for p in fresh.parameters()] == pointers
+        assert other.param_groups[0]["lr"] == 1e-3
+        same(local_bits(fresh, other), expected)
+        with torch.no_grad():
+            assert torch.equal(fresh(torch.ones(2, 3)), module(torch.ones(2, 3))), kind
+        held = [s["exp_avg"].data_ptr() for s in other.state.values() if "exp_avg" in s]
+        train(fresh, other, steps=1)
+        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        now = [s["exp_avg"].data_ptr() for s in other.state.values() if "exp_avg" in s]
+        assert held == now  # states that are there are filled too
+        same(local_bits(fresh, other), expected)
+
+
+@scenario
+def every_kind_is_loaded_as_every_other(group):
+    module = wrapped("fsdp2")
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer)
+    folder = folder_of("others")
+    mlstate.save(folder, module, optimizer, group=group)
+    expected = mlstate.load(folder)
+    for kind in KINDS:
+        fresh = wrapped(kind, seed=5)
+        other = torch.optim.Adam(fresh.parameters())
+        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        again = folder_of(f"others-{kind}")
+        mlstate.save(again, fresh, other, group=group)
+        found = mlstate.load(again)
+        assert found.model == expected.model, kind
+        assert found.optimizer == expected.optimizer, kind
+
+
+@scenario
+def shards_are_stored_from_where_they_lie(group):
+    module = wrapped("fsdp2")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    train(module, optimizer)
+    folder = folder_of("own")
+    saved = mlstate.save(folder, module, optimizer, group=group)
+    shards = [s for s in saved.shards() if s.key in ("0.weight", "0.weight.momentum_buffer")]
+    assert {(s.part, s.rank) for s in shards} == {(r, r) for r in range(group.world_size)}
+    again = mlstate.save(folder, module, optimizer, group=group)
+    assert again.written["new_bytes"] == 0  # the same bytes
+
+
+@scenario
+def tied_weights_are_one_tensor_under_two_names(group):
+    def tied(kind, seed):
+        torch.manual_seed(seed)
+        words, out = torch.nn.Embedding(7, 3), torch.nn.Linear(3, 7, bias=False)
+        out.weight = words.weight
+        module = torch.nn.Sequential(words, out)
+        if kind == "fsdp2":
+            return fully_shard(module)
+        return flat(module, kind == "fsdp1-orig")
+
+    for kind in ("fsdp2", "fsdp1", "fsdp1-orig"):
+        module = tied(kind, 0)
+        optimizer = torch.optim.Adam(module.parameters())
+        module(torch.arange(7)).square().sum().backward()
+        optimizer.step()
+        folder = folder_of(f"tied-{kind}")
+        mlstate.save(folder, module, optimizer, group=group)
+        fresh = tied(kind, 3)
+        other = torch.optim.Adam(fresh.parameters())
+        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        same(local_bits(fresh, other), local_bits(module, optimizer))
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps squares of gradients by rows and columns, as DTensors cut along their own axes."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                square = p.grad * p.grad
+                if p.ndim < 2:
+                    state["variance"] = state.get("variance", 0) + square
+                    continue
+                row = square.mean(-1, keepdim=True)
+                column = square.mean(-2, keepdim=True)
+                if hasattr(column, "redistribute"):
+                    column = column.redistribute(placements=[Replicate()])
+                for name, value in (("row_var", row), ("col_var", column)):
+                    state[name] = state[name] + value if name in state else value
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+@scenario
+def factors_lie_along_their_own_axes(group):
+    def wide(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4))
+
+    module = sharded(wide(0))
+    optimizer = Factored(module.parameters())
+    train(module, optimizer)
+    folder = folder_of("factors")
+    mlstate.save(folder, module, optimizer, group=group)
+    records = {t.key: t for t in inspect(folder).tensors()}
+    assert records["0.weight.row_var"].axes == (0, None)
+    assert records["0.weight.row_var"].shards == group.world_size
+    assert records["0.weight.col_var"].axes == (None, 1)
+    assert records["0.weight.col_var"].shards == 1
+    fresh = sharded(wide(5))
+    other = Factored(fresh.parameters())
+    mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+    row = other.state[fresh[0].weight]["row_var"]
+    assert row.placements == fresh[0].weight.placements
+    assert other.state[fresh[0].weight]["col_var"].placements == (Replicate(),)
+    same(local_bits(fresh, other), local_bits(module, optimizer))
+    plain = wide(5)
+    other = Factored(plain.parameters())
+    mlstate.load(folder, into={"model": plain, "optimizer": other}, group=group)
+    assert torch.equal(other.state[plain[0].weight]["row_var"], row.full_tensor())
+    flattened = flat(wide(5))
+    raises(
+        CompatibilityError,
+        "FSDP1 has its parameters flat",
+        mlstate.load,
+        folder,
+        into={"model": flattened, "optimizer": Factored(flattened.parameters())},
+        group=group,
+    )
+
+
+@scenario
+def bfloat16_goes_through(group):
+    for kind in ("fsdp2", "fsdp1-orig"):
+        module = wrapped(kind, dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(module.parameters())
+        train(module, optimizer, dtype=torch.bfloat16)
+        folder = folder_of(f"half-{kind}")
+        mlstate.save(folder, module, optimizer, group=group)
+        fresh = wrapped(kind, seed=2, dtype=torch.bfloat16)
+        other = torch.optim.AdamW(fresh.parameters())
+        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        same(local_bits(fresh, other), local_bits(module, optimizer))
+        whole = wrapped(kind, seed=2)
+        raises(
+            CompatibilityError,
+            "bfloat16",
+            mlstate.load,
+            folder,
+            into={"model": whole},
+            group=group,
+        )
+
+
+@scenario
+def steps_of_a_run_are_kept_by_a_manager(group):
+    module = wrapped("fsdp2")
+    optimizer = torch.optim.Adam(module.parameters())
+    with CheckpointManager(folder_of("run"), keep=2) as manager:
+        for step in range(3):
+            train(module, optimizer, steps=1)
+            manager.save(step, module, optimizer, group=group)
+        expected = local_bits(module, optimizer)
+        train(module, optimizer)
+        if group.rank == 0:
+            record = manager.checkpoint(2).shards()[0]
+            with (folder_of("run") / record.path).open("r+b") as file:
+                file.seek(record.offset)
+                file.write(b"\x55\x55")
+        group.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            into = {"model": module, "optimizer": optimizer}
+            # the damage is in what one rank reads: all go back to the step before
+            assert manager.restore_latest(into=into, group=group).step == 1
+        assert any(
+            not torch.equal(a, b)
+            for a, b in zip(local_bits(module, optimizer), expected, strict=True)
+            if isinstance(a, torch.Tensor)
+        )
+    group.barrier()
+
+
+# ---- what is refused ----
+
+
+@scenario
+def a_sharded_module_without_its_group_is_refused(group):
+    world = group.world_size
+    for kind in ("fsdp2", "fsdp1", "fsdp1-orig"):
+        module = wrapped(kind)
+        optimizer = torch.optim.Adam(module.parameters())
+        train(module, optimizer)
+        folder = folder_of(f"alone-{kind}-{group.rank}")
+        words = f"is spread over {world} ranks, and 1 saves: give group="
+        error = raises(ValueError, words, mlstate.save, folder, module, optimizer)
+        assert re.match(r"'(0|1|3)\.(weight|bias)' ", str(error)), error
+        raises(ValueError, words, mlstate.save, folder, module)
+        text = words if kind == "fsdp2" else "give the module too"
+        raises((ValueError, TypeError), text, mlstate.save, folder, optimizer=optimizer)
+        assert not folder.exists()
+
+
+@scenario
+def other_names_and_shapes_are_refused_on_every_rank(group):
+    module = wrapped("fsdp2")
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer)
+    folder = folder_of("shapes")
+    mlstate.save(folder, module, optimizer, group=group)
+
+    def refused(other, kind, text):
+        other = {"fsdp2": fully_shard, "fsdp1": flat, "plain": lambda m: m}[kind](other)
+        adam = torch.optim.Adam(other.parameters())
+        before = local_bits(other, adam)
+        into = {"model": other, "optimizer": adam}
+        raises(CompatibilityError, text, mlstate.load, folder, into=into, group=group)
+        same(local_bits(other, adam), before)
+        assert not adam.state
+
+    for kind in ("fsdp2", "fsdp1", "plain"):
+        shape = model()
+        shape[0] = torch.nn.Linear(3, 6)
+        shape[1], shape[3] = torch.nn.LayerNorm(6), torch.nn.Linear(6, 1)
+        refused(shape, kind, "0.bias")
+        turned = model()  # as many elements
+        turned[0].weight = torch.nn.Parameter(torch.zeros(1, 15))
+        refused(turned, kind, "0.weight")
+        refused(torch.nn.Sequential(model()), kind, "Missing key(s)")
+    # what one rank alone finds is an error on all, before anything is changed
+    own = model(seed=3)
+    if group.rank == 1:
+        own[0] = torch.nn.Linear(3, 4)
+    before = [bits(p) for p in own.parameters()]
+    words = "0.bias" if group.rank == 1 else "rank 1: "
+    error = raises(
+        CompatibilityError, words, mlstate.load, folder, into={"model": own}, group=group
+    )
+    assert group.rank == 1 or error.rank == 1
+    same([bits(p) for p in own.parameters()], before)
+
+
+@scenario
+def an_optimizer_of_another_module_is_refused(group):
+    folder = folder_of("foreign")
+    module = wrapped("fsdp2")
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer)
+    mlstate.save(folder, module, optimizer, group=group)
+    for kind in KINDS:
+        module, other = wrapped(kind), wrapped(kind)
+        optimizer = torch.optim.Adam(other.parameters())
+        into = {"model": module, "optimizer": optimizer}
+        words = "the optimizer has parameters that"
+        raises(ValueError, words, mlstate.load, folder, into=into, group=group)
+        raises(ValueError, words, mlstate.save, folder, module, optimizer, group=group)
+    early = model()
+    optimizer = torch.optim.Adam(early.parameters())
+    module = sharded(early)  # which gives the module other parameters
+    words = "after fully_shard an optimizer has to be made anew"
+    raises(ValueError, words, mlstate.save, folder, module, optimizer, group=group)
+    assert mlstate.verify(folder)
+
+
+@scenario
+def placements_that_no_layout_says_are_named(group):
+    mesh = init_device_mesh("cpu", (group.world_size,))
+    folder = folder_of("partial")
+    module = torch.nn.Linear(2, 2)
+    part = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
+    module.weight = torch.nn.Parameter(part, requires_grad=False)
+    words = "'weight' is a DTensor with placements (Partial(sum),)"
+    raises(TypeError, words, mlstate.save, folder, module, group=group)
+    mlstate.save(folder, torch.nn.Linear(2, 2), group=group)
+    raises(TypeError, words, mlstate.load, folder, into={"model": module}, group=group)
+    module = wrapped("fsdp2")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    train(module, optimizer)
+    state = optimizer.state[module[0].weight]
+    state["momentum_buffer"] = state["momentum_buffer"].to_local()
+    words = "'0.weight.momentum_buffer' is a plain tensor of shape"
+    raises(TypeError, words, mlstate.save, folder, module, optimizer, group=group)
+    raises(
+        TypeError,
+        "says which: leave layout=",
+        mlstate.load,
+        folder,
+        into={"model": module},
+        layout="rows",
+        group=group,
+        names="weight",
+    )
+
+
+@scenario
+def steps_that_differ_do_not_fit_into_one_flat_parameter(group):
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer)
+    optimizer.state[module[0].bias]["step"] += 1
+    folder = folder_of("steps")
+    mlstate.save(folder, module, optimizer, group=group)
+    fresh = wrapped("fsdp1", seed=1)
+    other = torch.optim.Adam(fresh.parameters())
+    before = local_bits(fresh, other)
+    into = {"model": fresh, "optimizer": other}
+    words = "'0.bias.step' is 3.0 and '0.weight.step' is 2.0, but FSDP1"
+    raises(CompatibilityError, words, mlstate.load, folder, into=into, group=group)
+    same(local_bits(fresh, other), before)
+    fresh = wrapped("fsdp1-orig", seed=1)
+    other = torch.optim.Adam(fresh.parameters())
+    mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+
+
+@scenario
+def states_that_were_not_saved_are_not_there_afterwards(group):
+    for kind in KINDS:
+        module = wrapped(kind)
+        before = torch.optim.Adam(module.parameters())
+        folder = folder_of(f"stateless-{kind}")
+        mlstate.save(folder, module, before, group=group)
+        train(module, optimizer := torch.optim.Adam(module.parameters()))
+        into = {"model": module, "optimizer": optimizer}
+        raises(
+            CompatibilityError,
+            "Missing key(s)",
+            mlstate.load,
+            folder,
+            into=into,
+            group=group,
+            missing="error",
+        )
+        mlstate.load(folder, into=into, group=group, missing="zeros")
+        held = [s["exp_avg"] for s in optimizer.state.values()]
+        assert not any(bits(tensor).any() for tensor in held), kind
+        mlstate.load(folder, into=into, group=group)
+        assert not optimizer.state, kind
+
+
+# ---- meshes of four ranks ----
+
+
+@scenario
+def hybrid_sharding_stores_each_part_once(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for kind in ("fsdp2", "fsdp1"):
+        keywords = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+
+        def wrap(seed, kind=kind, keywords=keywords):
+            module = model(seed=seed)
+            return sharded(module, mesh=mesh) if kind == "fsdp2" else flat(module, **keywords)
+
+        module = wrap(0)
+        optimizer = torch.optim.Adam(module.parameters())
+        train(module, optimizer)
+        folder = folder_of(f"hybrid-{kind}")
+        saved = mlstate.save(folder, module, optimizer, group=group)
+        assert sum(s.key == "0.weight" for s in saved.shards()) == 2
+        fresh = wrap(4)
+        other = torch.optim.Adam(fresh.parameters())
+        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        same(local_bits(fresh, other), local_bits(module, optimizer))
+
+
+@scenario
+def tensor_parallel_modules_under_fsdp_are_filled(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def wrap(seed):
+        torch.manual_seed(seed)
+        module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+        whole = copy.deepcopy(module)
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return fully_shard(module, mesh=mesh["dp"]), whole
+
+    module, whole = wrap(0)
+    folder = folder_of("tensor-parallel")
+    mlstate.save(folder, module, group=group)
+    assert mlstate.load(folder).model.to_torch().keys() == whole.state_dict().keys()
+    for name, tensor in mlstate.load(folder).model.to_torch().items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+    fresh, _ = wrap(1)
+    mlstate.load(folder, into={"model": fresh}, group=group)
+    same([bits(p) for p in fresh.parameters()], [bits(p) for p in module.parameters()])
+
+
+@scenario
+def a_rank_without_elements_is_a_rank_all_the_same(group):
+    for kind in ("fsdp1", "fsdp1-orig", "fsdp2"):
+
+        def wrap(seed, kind=kind):
+            torch.manual_seed(seed)
+            module = torch.nn.Linear(2, 1, bias=False)
+            return fully_shard(module) if kind == "fsdp2" else flat(module, kind == "fsdp1-orig")
+
+        module = wrap(0)
+        optimizer = torch.optim.Adam(module.parameters())
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        folder = folder_of(f"few-{kind}")
+        mlstate.save(folder, module, optimizer, group=group)
+        assert mlstate.load(folder).optimizer["weight.step"] == 1
+        fresh = wrap(1)
+        other = torch.optim.Adam(fresh.parameters())
+        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        same([bits(p) for p in fresh.parameters()], [bits(p) for p in module.parameters()])
+        again = folder_of(f"few-again-{kind}")
+        mlstate.save(again, fresh, other, group=group)
+        assert mlstate.load(again).optimizer == mlstate.load(folder).optimizer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Cases of `test_leaks`: saves that go on while the state changes."""
+
+import itertools
+
+import numpy as np
+from leak_cases import case, each, raises
+
+from mlstate import checkpoint, errors
+
+FEW = 60
+
+
+@case(
+    "save_async",
+    "SaveHandle",
+    "SaveHandle.staged",
+    "SaveHandle.wait",
+    "SaveHandle.done",
+    "SaveHandle.progress",
+    "SaveHandle.cancel",
+    "SaveHandle.times",
+    "SaveTimes",
+    "SaveTimes.blocked_seconds",
+    "Staging",
+    calls=FEW,
+)
+def asynchronous_saves(tmp_path):
+    model = {f"layers.{i}.w": np.ones((9, 5 + i), np.float32) for i in range(4)}
+    strided = {"a": np.ones((6, 4), np.float16).T, "s": checkpoint.Shard(model["layers.0.w"])}
+    path, staging, numbers = tmp_path / "ckpt", checkpoint.Staging(200), itertools.count()
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+
+    def run():
+        model["layers.1.w"][0] = next(numbers)
+        handle = checkpoint.save_async(path, model, strided, max_staging_bytes=300)
+        handle.staged(), handle.progress(), handle.wait(), handle.done(), repr(handle)
+        handle.times().blocked_seconds, handle._repr_html_()
+        handle = checkpoint.save_async(path, model, staging=staging)
+        handle.wait(), handle.cancel(), repr(staging)
+        checkpoint.Staging(5000)
+
+    def cancelled():
+        handle = checkpoint.save_async(path, strided)
+        if handle.cancel():
+            raises(errors.StoreError, handle.wait)()
+            handle.times(), handle._repr_html_()
+
+    def stopped():
+        checkpoint.save_async(path, {"new": model["layers.0.w"]}, progress=lambda _: 1 / 0).wait()
+
+    return each(
+        run,
+        cancelled,
+        raises(ZeroDivisionError, stopped),
+        raises(errors.StoreError, lambda: checkpoint.save_async(file, model).wait()),
+        raises(TypeError, checkpoint.save_async, path, {"a": object()}),
+        raises(ValueError, checkpoint.save_async, path, model, max_staging_bytes=-1),
+    ), [model, strided]
+
+
+@case("plan_save", "plan_load", "SavePlan", "LoadPlan", "FileRead", calls=FEW)
+def planned_saves_and_loads(tmp_path):
+    model = {f"layers.{i}.w": np.ones((9, 5 + i), np.float32) for i in range(4)}
+    rows = checkpoint.Layout.rows(3)
+    state = {"layers.0.w.m": rows.shard(np.ones((9, 5)).T.copy().T, 1)}
+    source, path = tmp_path / "source", tmp_path / "ckpt"
+    checkpoint.save(source, model, {"layers.1.w.m": np.ones((9, 6))})
+    checkpoint.reshard(source, path, layout="flat", world_size=3)
+
+    def run():
+        repr(checkpoint.plan_save(model, state, rank=1, world_size=3, layout="flat"))
+        checkpoint.plan_save(model, rank=2, world_size=3)
+        plan = checkpoint.plan_load(path, names=["layers.1", "layers.2.w"])
+        repr(plan), plan.files, plan.nbytes
+        checkpoint.plan_load(path, rank=1, world_size=2, layout="rows", verify=False)
+        checkpoint.load(path, names=["layers.3"], rank=2, world_size=5, layout="flat")
+
+    return each(
+        run,
+        raises(ValueError, checkpoint.plan_save, model, rank=3, world_size=3),
+        raises(ValueError, checkpoint.plan_save, model, pack_below_bytes=-1),
+        raises(errors.TensorNotFoundError, checkpoint.plan_load, path, names=["nothing"]),
+        raises(errors.StoreError, checkpoint.plan_load, tmp_path / "nowhere"),
+    ), [model, state]

@@ -1,0 +1,92 @@
+"""What `test_leaks` calls of tiered states."""
+
+import itertools
+
+import numpy as np
+from leak_cases import case, each, raises
+
+from mlstate import _core, checkpoint, errors
+
+
+@case(
+    "StateDicts",
+    "Tier",
+    "TierRecord",
+    "TierReport",
+    "TieredState",
+    "TieredState.add",
+    "TieredState.close",
+    "TieredState.demote",
+    "TieredState.open",
+    "TieredState.promote",
+    "TieredState.rebalance",
+    "TieredState.remove",
+    "TieredState.report",
+    "TieredState.state_dicts",
+    "TieredState.tier",
+    "TieredState.use",
+    "TieredUnit",
+    calls=20,
+)
+def tiers(tmp_path):
+    arrays = [np.ones(9, np.float32) for _ in range(3)]
+    folder = tmp_path / "tiers"
+
+    def use():
+        model = {"a": arrays[0], "b": arrays[1]}
+        made = checkpoint.TieredState(model, {"a.m": arrays[2]}, folder, discard=True)
+        with made:
+            made.demote("a"), made.demote("b", checkpoint.Tier.COLD)
+            with made.use("a") as unit:
+                unit.parameter = unit.parameter + 1
+                repr(unit)
+            assert made.rebalance() == {"a": "hot"}
+            made.state_dicts(), repr(made.report()), made._repr_html_()
+            made.remove("a")
+            made.add({"a": arrays[0]})
+            raises(BufferError, held, made)()
+            raises(errors.TensorNotFoundError, made.promote, "c")()
+            raises(ValueError, made.promote, "a", "lukewarm")()
+        raises(errors.StoreError, checkpoint.TieredState, model, {}, folder)()
+        with checkpoint.TieredState.open(folder) as opened:
+            assert opened.promote("b") == opened.tier("b")
+
+    return use, arrays
+
+
+def held(tiers):
+    with tiers.use("a"):
+        tiers.demote("a")
+
+
+@case()
+def tier_tables(_):
+    names = itertools.cycle(("layer.0", "A/b" * 100))
+
+    def use():
+        table = _core.Tiers(100, None)
+        units = [table.add(30, tier) for tier in ("hot", "warm", "cold") * 8]
+        table.hold(units[1]), table.release(units[1])
+        table.remove(units[2]), table.resize(units[3], 7)
+        assert table.rebalance() and table.totals() and table.unit(0)
+        table.make_room(units[4], "hot"), table.fits(units[5], "warm")
+        table.begin(units[5], "warm"), table.end(units[5], "warm", True)
+        assert _core.file_name(next(names), 3)
+
+    return use, []
+
+
+@case()
+def refused_tier_tables(_):
+    table = _core.Tiers(5, 5)
+    unit = table.add(9, "cold")
+    return each(
+        raises(errors.CapacityError, table.fits, unit, "hot"),
+        raises(errors.CapacityError, table.make_room, unit, "warm"),
+        raises(ValueError, table.add, 1, "lukewarm"),
+        raises(ValueError, table.unit, 7),
+        raises(TypeError, table.begin, unit, None),
+        raises(ValueError, _core.Tiers, -1, 0),
+        raises(TypeError, _core.Tiers, 1),
+        raises(TypeError, _core.file_name, "a"),
+    ), [table]
