@@ -110,6 +110,9 @@ void mls_index_fini(mls_index *index)
     mls_free(index->dims);
     mls_free(index->axes);
     mls_free(index->crcs);
+    mls_free(index->sparse);
+    mls_free(index->layers);
+    mls_free(index->extents);
     mls_json_free(index->json);
     *index = (mls_index){0};
 }

@@ -13,6 +13,7 @@
 #include "crc32c.h"
 #include "dtype.h"
 #include "json.h"
+#include "layers.h"
 #include "layout.h"
 #include "status.h"
 #include "text.h"
@@ -40,7 +41,8 @@ typedef enum mls_tier {
 const char *mls_tier_name(mls_tier tier);
 
 enum {
-    MLS_INDEX_VERSION = 1,      /* of the format: the only one so far */
+    MLS_INDEX_VERSION = 1,      /* of the format, where no shard is sparse */
+    MLS_INDEX_SPARSE = 2,       /* of the format, where one is */
     MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal */
     MLS_PATH_BYTES = 240        /* of a file's path in the pool, without NUL */
 };
@@ -63,7 +65,9 @@ typedef struct mls_index_file {
     uint32_t header_crc; /* "mlstate.header.crc32c" of its header: tells it from others */
 } mls_index_file;
 
-/* One shard. */
+/* One shard.  A plain one has its place in the shard itself, since there may be a million
+ * of them; a sparse one has layers, and then `file`, `offset`, `crc` and `crcs` say
+ * nothing and are zero.  `bytes` are those of the part either way. */
 typedef struct mls_index_shard {
     mls_tensor_id id;
     mls_dtype dtype;
@@ -78,8 +82,9 @@ typedef struct mls_index_shard {
     uint64_t offset;         /* of its first byte in that file */
     size_t bytes;            /* fit part and dtype */
     mls_tier tier;
-    uint32_t crc;         /* of all of it */
-    const uint32_t *crcs; /* of its blocks */
+    uint32_t crc;             /* of all of it */
+    const uint32_t *crcs;     /* of its blocks */
+    const mls_layers *layers; /* NULL: plain */
 } mls_index_shard;
 
 typedef struct mls_index {
@@ -94,6 +99,9 @@ typedef struct mls_index {
     size_t *dims;
     signed char *axes;
     uint32_t *crcs;
+    mls_layers *sparse; /* of all sparse shards; below, of all of these */
+    mls_layer *layers;
+    mls_extent *extents;
 } mls_index;
 
 /* Understand an index.  `text` need not outlive the call.  Gives: release with
@@ -104,15 +112,19 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
                          mls_index *out, mls_status *st);
 
 /* Append the text of an index to an empty buffer; returns its CRC32C as a whole by
- * `*crc_out`.  What is written is what mls_index_parse would accept: the caller's names
- * are UTF-8, its shards in order and of a size that fits.  MLS_E_MEMORY, MLS_E_SIZE (over
- * 512 MiB). */
+ * `*crc_out`.  Of layers only what is stored matters, not what is visible.  What is
+ * written is what mls_index_parse would accept: the caller's names are UTF-8, its shards
+ * in order and of a size that fits.  MLS_E_MEMORY, MLS_E_SIZE (over 512 MiB). */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_buffer *out, uint32_t *crc_out, mls_status *st);
 
 /* Append the start of a shard's JSON object, what it is and its version, without a
  * closing brace: shard files say the same of what they hold. */
 void mls_index_put_shard(mls_buffer *b, const mls_index_shard *shard);
+
+/* Append the members "row" and "rows" of a layer, each with its comma in front; nothing
+ * of a full one.  Shard files say the same of what they hold. */
+void mls_index_put_rows(mls_buffer *b, const mls_layer *layer);
 
 /* Whether a tensor of that shape could lie in memory: its bytes, with dimensions of 0
  * taken for 1, so that any library can hold it. */
