@@ -92,7 +92,8 @@ typedef struct mls_index {
     uint64_t rank, world_size;
     mls_index_file *files; /* no path twice */
     size_t file_count;
-    mls_index_shard *shards; /* by id, then by part; no part twice, no byte in two */
+    mls_index_shard *shards; /* by id, then by part; no part twice, no byte in two
+                                places */
     size_t shard_count;
     /* what the shards point to; NULL where somebody else owns that */
     mls_json *json;
@@ -138,6 +139,22 @@ bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b);
 
 /* Shards are sorted by this: id, then part. */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b);
+
+/* Places where a shard's bytes lie: one of a plain shard, else as many as it has layers.
+ */
+size_t mls_index_place_count(const mls_index_shard *shard);
+
+/* One of them; that of a plain shard is a full layer of which nothing is said to be
+ * visible. */
+mls_layer mls_index_place(const mls_index_shard *shard, size_t number);
+
+/* Bytes of all places. */
+uint64_t mls_index_stored_bytes(const mls_index_shard *shard);
+
+/* Sort the shards of an index that is good otherwise, and see that no shard and no path
+ * is in it twice, and no byte in two places.  Part of parsing.  MLS_E_FORMAT with the
+ * tensor's name; MLS_E_MEMORY. */
+mls_code mls_index_arrange(mls_index *index, mls_status *st);
 
 void mls_index_fini(mls_index *index); /* accepts a zeroed one; zeroes it */
 

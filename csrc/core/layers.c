@@ -22,28 +22,23 @@ size_t mls_layer_held(const mls_layer *layer, size_t elements)
 
 /* Rows are counted before they are multiplied: so many fit the shard, whose elements fit
  * a size. */
-bool mls_layer_runs(const uint64_t *rows, size_t count, size_t row, size_t elements,
-                    mls_extent *runs, size_t *held)
+bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_extent *out)
 {
-    const size_t all = elements / row + (elements % row != 0 ? 1 : 0);
-    size_t at = 0, sum = 0;
-    for (size_t i = 0; i < count; i += 2) {
-        const uint64_t skip = rows[i], here = i + 1 < count ? rows[i + 1] : 0;
-        if ((skip == 0 && i > 0) || here == 0 || skip > all - at ||
-            here > all - at - skip) {
-            return false;
-        }
-        at += (size_t)skip;
-        const size_t begin = at * row;
-        at += (size_t)here;
-        const size_t end = at == all ? elements : at * row;
-        runs[i / 2] = (mls_extent){begin, end - begin, sum};
-        sum += end - begin;
+    const size_t row = rows->row;
+    const size_t all = rows->elements / row + (rows->elements % row != 0 ? 1 : 0);
+    const size_t left = all - rows->at;
+    if ((skip == 0 && rows->at > 0) || count == 0 || skip > left || count > left - skip) {
+        return false;
     }
-    *held = sum;
+    const size_t first = rows->at + (size_t)skip;
+    rows->at = first + (size_t)count;
+    const size_t end = rows->at == all ? rows->elements : rows->at * row;
+    *out = (mls_extent){first * row, end - first * row, rows->held};
+    rows->held += out->count;
     return true;
 }
 
+/* Each end of a run begins at most one visible extent, and so does the shard. */
 size_t mls_layers_room(const mls_layers *layers)
 {
     size_t runs = 0;
@@ -86,12 +81,11 @@ static bool step(walk *w, size_t *which, mls_extent *out)
         return false;
     }
     *which = count;
-    *out = (mls_extent){.begin = w->at};
+    *out = (mls_extent){.begin = w->at, .at = w->at};
     while (*which == count && i-- > 0) {
         const mls_layer *layer = &w->layers->list[i];
         if (layer->row == 0) {
             *which = i;
-            out->at = w->at;
             break;
         }
         while (w->next[i] < layer->run_count &&

@@ -21,7 +21,7 @@
 enum { MLS_LAYERS_MOST = 16 };
 
 /* Elements `begin` .. `begin + count` of a shard.  `at` is where the first of them is in
- * its layer, in elements; 0 where there is no layer. */
+ * its layer, in elements; of what is in no layer, the same as `begin`. */
 typedef struct mls_extent {
     size_t begin, count;
     size_t at;
@@ -54,12 +54,16 @@ typedef struct mls_layers {
 /* Elements that a layer of a shard of so many holds. */
 size_t mls_layer_held(const mls_layer *layer, size_t elements);
 
-/* Make runs of rows: `rows` are alternately those passed over and those held, from the
- * first row of the shard on.  `runs` has room for half as many as there are numbers.
- * `*held` is the number of elements.  False: an odd number of them, a count of 0 (but for
- * the very first), or more rows than the shard has. */
-bool mls_layer_runs(const uint64_t *rows, size_t count, size_t row, size_t elements,
-                    mls_extent *runs, size_t *held);
+/* Making runs of numbers of rows: how many are passed over, how many follow that are
+ * held, and so on, from the shard's first row on. */
+typedef struct mls_rows {
+    size_t row, elements; /* of a row; of the shard */
+    size_t at, held;      /* rows so far; elements that were held */
+} mls_rows;
+
+/* The next run.  False: none of it makes sense, since no rows are passed over between two
+ * runs, none are held, or the shard has not so many. */
+bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_extent *out);
 
 /* How many extents mls_layers_resolve may need room for: no more than two for each run,
  * and one. */
