@@ -47,6 +47,8 @@ typedef struct mls_shard_job {
     size_t count;
     const mls_index *before; /* what this rank committed last, or NULL */
     uint64_t pack_below;     /* shards of fewer bytes share files */
+    bool sparse;             /* rows that are zero are not stored, where that pays */
+    bool incremental;        /* of what changed a little only the rows that did are */
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
     mls_pool *pool;
@@ -65,7 +67,7 @@ typedef struct mls_shards_written {
     uint64_t bytes;                            /* of the index */
     uint32_t crc;                              /* of the index, all of it */
     uint64_t shard_count, data_bytes;          /* that the index lists */
-    uint64_t new_shards, new_bytes, new_files; /* that were written now */
+    uint64_t new_shards, new_bytes, new_files; /* that were written now, or in part */
 } mls_shards_written;
 
 #if !defined(_WIN32)

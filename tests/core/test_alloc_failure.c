@@ -353,7 +353,8 @@ static mls_code plan_shards(mls_status *st)
     mls_code code = mls_shard_plan_init(&plan, &job, st);
     if (code == MLS_OK) {
         plan.planned[0].same = plan.planned[0].before != NULL;
-        code = mls_shard_plan_place(&plan, st);
+        code = mls_shard_plan_keep(&plan, st);
+        code = code == MLS_OK ? mls_shard_plan_place(&plan, st) : code;
         CHECK(code != MLS_OK || plan.file_count == 3);
         for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
             code = mls_shard_plan_lay_out(&plan, &plan.files[i], st);
