@@ -24,7 +24,7 @@ class _Cut:
     def __init__(self, catalog: Any, steps: Any) -> None:
         self._facts = {
             (section, key): (shape, axes, version, tier)
-            for section, key, _, _, _, shape, _, axes, _, _, version, tier in catalog.tensors()
+            for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in catalog.tensors()
         }
         self._steps = steps
         self._stored: set[tuple[str, str, int]] = set()
@@ -136,4 +136,4 @@ def reshard(
             cut.shards("optim_state", loaded.optimizer, rank),
         )
 
-    return write_ranks(target, world_size, states, manifest, pack_below_bytes, progress)
+    return write_ranks(target, world_size, states, manifest, pack_below_bytes, False, progress)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._checkpoint import Checkpoint, ShardRecord, TensorRecord
+from ._checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord
 from ._checkpoint_manager import CheckpointManager
 from ._layout import Layout, Shard, Tier
 from ._load import LoadedState, load_checkpoint
@@ -49,6 +49,7 @@ __all__ = [
     "CheckpointManager",
     "FileRead",
     "Layout",
+    "LayerRecord",
     "LoadPlan",
     "LoadedState",
     "Problem",
@@ -91,6 +92,8 @@ def save(
     group: ProcessGroup | None = None,
     layout: Layout | str | None = None,
     pack_below_bytes: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> Checkpoint:
     """
@@ -125,6 +128,13 @@ def save(
         How arrays that are no `Shard` are cut into shards. Default: not at all.
     pack_below_bytes : int, default 262144
         Shards of fewer bytes share files; 0: every shard has a file of its own.
+    sparse : bool, default False
+        Leave out rows that are zero in all their bytes, and tensors that are: those of an
+        optimizer's states whose parameter was not trained. Looking for them costs a pass over
+        the memory.
+    incremental : bool, default False
+        Where no more than half of the rows of a shard changed since the last save in this
+        folder, write these only. What was there is read, all of it, to find them.
     progress : callable, optional
         Called now and then with the number of bytes that were done since the last call. What
         it raises stops the save.
@@ -162,6 +172,13 @@ def save(
     Whether a shard changed is decided by its version, where it has one (see `Shard`), else by
     comparing its bytes with those on the disk.
 
+    With `sparse` or `incremental` the checkpoint needs a reader of format version 2; every
+    function of mlstate gives the same arrays as without. A row is what lies behind one index of
+    the first axis, but at least 256 bytes and at most 64 KiB; shards of less than
+    `pack_below_bytes` are written whole or, where they are zero, not at all. A shard of which
+    more than 3/4 holds something is written whole. It is made of at most 8 layers, which hold
+    at most twice its bytes together; then it is written anew. Extra memory: a bit for each row.
+
     On a network file system one host writes at a time: the lock between hosts is not safe.
 
     Examples
@@ -184,6 +201,8 @@ def save(
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,
+        sparse=sparse,
+        incremental=incremental,
         progress=progress,
     )
 
@@ -200,6 +219,8 @@ def save_async(
     group: ProcessGroup | None = None,
     layout: Layout | str | None = None,
     pack_below_bytes: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> SaveHandle:
     """
@@ -211,7 +232,7 @@ def save_async(
 
     Parameters
     ----------
-    path, model, optimizer, metadata, step, layout, pack_below_bytes
+    path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental
         As for `save`. Tensors on a device are always copied.
     max_staging_bytes : int, optional
         Bytes that copies may take; 0: none. Small shards are copied first. What does not fit
@@ -277,6 +298,8 @@ def save_async(
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,
+        sparse=sparse,
+        incremental=incremental,
     )
 
 

@@ -110,7 +110,7 @@ def test_inspect_as_json_has_what_the_manifest_and_the_indexes_say(place, run_js
     assert data["generation"] == found.generation
     assert data["metadata"] == {"run": "a"}
     assert data["files"] == found.files()
-    assert data["bytes"] == 120
+    assert data["bytes"] == data["stored_bytes"] == 120
     assert [t["key"] for t in data["tensors"]] == ["layer.b", "layer.w", "layer.w.m"]
     assert data["tensors"][2] == {
         "section": "optim_state",
@@ -125,6 +125,8 @@ def test_inspect_as_json_has_what_the_manifest_and_the_indexes_say(place, run_js
         "bytes": 48,
         "version": 1,
         "tier": None,
+        "stored_bytes": 48,
+        "sparse_shards": 0,
     }
     assert {s["key"]: s["path"] for s in data["shards"]} == {s.key: s.path for s in found.shards()}
 

@@ -300,6 +300,19 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
     return code;
 }
 
+/* A manifest says how many bytes all shards have: those that are stored fit their files,
+ * but zeros that are not may be any number. */
+static mls_code check_sum(const mls_index *x, mls_status *st)
+{
+    uint64_t sum = 0;
+    for (size_t i = 0; i < x->shard_count; i++) {
+        if (!mls_u64_add(sum, x->shards[i].bytes, &sum) || sum > INT64_MAX) {
+            return refuse(&x->shards[i], "\"shape\" makes too many bytes in all", st);
+        }
+    }
+    return MLS_OK;
+}
+
 /* In this order, so that of several faults always the same one is told. */
 mls_code mls_index_arrange(mls_index *index, mls_status *st)
 {
@@ -307,5 +320,8 @@ mls_code mls_index_arrange(mls_index *index, mls_status *st)
     if (code == MLS_OK) {
         code = check_files(index, st);
     }
-    return code == MLS_OK ? check_overlaps(index, st) : code;
+    if (code == MLS_OK) {
+        code = check_overlaps(index, st);
+    }
+    return code == MLS_OK ? check_sum(index, st) : code;
 }
