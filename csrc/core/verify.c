@@ -205,11 +205,11 @@ static bool header_agrees(const verifier *v, const mls_safetensors *header, size
         }
         /* empty tensors lie where the next one begins, so several may have the offset */
         while (low < header->count && header->tensors[low].offset == place.offset &&
-               header->tensors[low].bytes != place.bytes) {
+               (header->tensors[low].bytes != place.bytes ||
+                header->tensors[low].dtype != dtype)) {
             low++;
         }
-        if (low == header->count || header->tensors[low].offset != place.offset ||
-            header->tensors[low].dtype != dtype) {
+        if (low == header->count || header->tensors[low].offset != place.offset) {
             return false;
         }
     }
