@@ -95,7 +95,8 @@ def reshard(
     Notes
     -----
     Tensors are read through mappings of their files; those parts that lie in several places
-    are put together in memory, for one rank at a time.
+    are put together in memory, for one rank at a time. Where anything in the source is sparse,
+    zeros are left out of the target, too.
 
     Examples
     --------
@@ -136,4 +137,5 @@ def reshard(
             cut.shards("optim_state", loaded.optimizer, rank),
         )
 
-    return write_ranks(target, world_size, states, manifest, pack_below_bytes, False, progress)
+    sparse = any(record[-1] for record in catalog.tensors())
+    return write_ranks(target, world_size, states, manifest, pack_below_bytes, sparse, progress)

@@ -295,6 +295,21 @@ def test_steps_share_layers_and_go_one_by_one(path):
     assert used == {f"params/{file.name}" for file in (path / "params").iterdir()}
 
 
+def test_resharding_leaves_zeros_out_again(path, tmp_path):
+    state = {"e": table(held=0.2), "z": np.zeros((ROWS, WIDTH))}
+    mlstate.save(path, state, sparse=True, incremental=True, pack_below_bytes=0)
+    options = {"layout": "rows", "world_size": 3, "pack_below_bytes": 0}
+    resharded = mlstate.checkpoint.reshard(path, tmp_path / "three", **options)
+    assert resharded.stored_nbytes == int(state["e"].any(axis=1).sum()) * ROW_BYTES
+    assert good(tmp_path / "three", state)
+    mlstate.save(path, state)  # not asked for: but nothing changed, and nothing is written
+    assert mlstate.checkpoint.inspect(path).stored_nbytes == resharded.stored_nbytes
+    plain = mlstate.save(tmp_path / "plain", state)
+    assert mlstate.checkpoint.reshard(plain.path, tmp_path / "four", **options).nbytes == (
+        mlstate.checkpoint.inspect(tmp_path / "four").stored_nbytes
+    )
+
+
 # ---- what was there is not good ----
 
 
