@@ -16,6 +16,8 @@ enum {
     STRIDE = 64          /* bytes that are looked at in one go */
 };
 
+/* Rows of one shard are the same whenever it is saved: so what one save stores of it lies
+ * in rows of the next one, and layers hide each other as a whole. */
 mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
 {
     mls_row_cut rows = {
@@ -65,6 +67,7 @@ static size_t mark(unsigned char *bits, size_t row)
     return (__atomic_fetch_or(&bits[row / 8], bit, __ATOMIC_RELAXED) & bit) == 0;
 }
 
+/* Row by row, the first and the last of which may be in part somebody else's. */
 size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
                             size_t count, const unsigned char *data)
 {
@@ -82,6 +85,7 @@ size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t
     return marked;
 }
 
+/* First as a whole, then row by row where there is a difference to be found. */
 size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_t first,
                              size_t count, const unsigned char *now,
                              const unsigned char *before)
@@ -121,11 +125,14 @@ static size_t next_row(const unsigned char *bits, size_t row, size_t end, bool s
     return end;
 }
 
+/* Rows that follow each other make one run: what is between two runs is one row at least,
+ * which costs more bytes than naming it. */
 size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits, mls_extent *out)
 {
     const size_t end = mls_rows_count(rows);
     size_t count = 0, at = 0;
     for (size_t row = next_row(bits, 0, end, true); row < end;) {
+        /* up to here all are set; of the last row there may be less than of others */
         const size_t stop = next_row(bits, row, end, false);
         const size_t begin = row * rows->row;
         const size_t length = (stop == end ? rows->elements : stop * rows->row) -

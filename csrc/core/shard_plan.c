@@ -318,6 +318,7 @@ static mls_code count_use(const mls_shard_plan *plan, use **out, mls_status *st)
     for (size_t i = 0; i < before->file_count; i++) {
         uses[i].moved = SIZE_MAX;
     }
+    /* all that lies there, what is hidden too: it takes room like anything else */
     for (size_t i = 0; i < before->shard_count; i++) {
         for (size_t j = 0; j < mls_index_place_count(&before->shards[i]); j++) {
             const mls_layer place = mls_index_place(&before->shards[i], j);
@@ -371,6 +372,8 @@ static mls_code keep(mls_shard_plan *plan, size_t number, use *uses, mls_status 
     mls_index_shard *shard = &plan->index.shards[number];
     const mls_index_shard *before = planned->before;
     planned->kept = true;
+    /* what did not change has its layers on, what changed a little got them when it was
+     * compared: with the new one behind */
     if (before->layers != NULL && planned->layers == NULL &&
         mls_planned_set_layers(planned, true, NULL, NULL, st) != MLS_OK) {
         return st->code;
@@ -554,6 +557,7 @@ static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t
     for (size_t i = 0; i < count; i++) {
         mls_planned *planned = &plan->planned[placings[i].shard];
         shards[i] = placings[i].shard;
+        /* of a shard with layers only the new one is in this file */
         if (planned->fresh != NULL) {
             planned->fresh->file = plan->index.file_count;
         } else {
@@ -574,6 +578,7 @@ mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
     placing *placings = NULL;
     size_t count = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
+        /* known for good now: the new ones' places are filled in as files come about */
         plan->index.shards[i].layers = plan->planned[i].layers;
     }
     if (code == MLS_OK &&
@@ -645,6 +650,8 @@ static mls_header_tensor header_of(const mls_shard_plan *plan, size_t number)
                                 .dtype = shard->dtype,
                                 .bytes = shard->bytes,
                                 .number = number};
+    /* what a layer's rows are a part of stands in "mlstate.shards": here, where any
+     * reader of safetensors looks, they are bytes and no tensor of some other shape */
     if (planned->fresh != NULL) {
         tensor.shape = &planned->fresh->bytes;
         tensor.rank = 1;

@@ -111,6 +111,7 @@ static void compare_elements(const comparing *c, compared *one, size_t first,
                              size_t count, const unsigned char *before, reading *r)
 {
     const mls_planned *planned = &c->plan->planned[one->shard];
+    /* neither side is copied where the memory lies packed */
     const unsigned char *now =
         mls_planned_elements(c->plan->job, planned->item, first, count, r->packed);
     if (one->bits != NULL) {
@@ -188,6 +189,7 @@ static void compare_stored(const comparing *c, compared *one, const mls_layer *p
 static void compare_zeros(const comparing *c, compared *one, const mls_layers *layers,
                           const piece *p, reading *r)
 {
+    /* the piece is of the shard's own bytes here: nothing is read, zeros are at hand */
     const size_t item = one->rows.item, from = p->from / item, to = p->to / item;
     memset(r->read, 0, c->buffer);
     for (size_t i = mls_extents_find(layers->zeros, layers->zero_count, from);
@@ -279,6 +281,7 @@ static size_t rows_most(const mls_shard_plan *plan, const mls_planned *planned,
             }
         }
     }
+    /* one more would make reading slower, or the files larger than two plain ones */
     if (places + 1 > LAYERS_MOST || stored / 2 >= before->bytes) {
         return 0;
     }
@@ -321,7 +324,7 @@ static size_t cut(const comparing *c, size_t number, piece *out)
     for (size_t i = 0; i < mls_index_place_count(before); i++) {
         const mls_layer place = mls_index_place(before, i);
         if (before->layers != NULL && place.visible_count == 0) {
-            continue;
+            continue; /* hidden: it goes, whatever is in it */
         }
         /* the caller knows his bytes, but not whether the file is still there */
         const size_t bytes = planned->same ? 0 : place.bytes;
@@ -353,7 +356,8 @@ static size_t cut(const comparing *c, size_t number, piece *out)
     return count;
 }
 
-/* Room for everything. */
+/* Room for everything.  A buffer takes a block where any shard is compared by row, since
+ * blocks are what has checksums; else less, which stays in the cache. */
 static mls_code allocate(comparing *c, mls_status *st)
 {
     const mls_shard_plan *plan = c->plan;
@@ -377,7 +381,8 @@ static mls_code allocate(comparing *c, mls_status *st)
                : MLS_OK;
 }
 
-/* All candidates and their pieces. */
+/* All candidates and their pieces, in the order of the index: so neighbours of a segment
+ * are read one after the other. */
 static void list_pieces(comparing *c)
 {
     unsigned char *bits = c->bits;
@@ -436,6 +441,7 @@ static mls_code settle(const comparing *c, mls_status *st)
         compared *one = &c->shards[i];
         mls_planned *planned = &c->plan->planned[one->shard];
         const size_t changed = atomic_load(&one->changed);
+        /* also of one whose version went up for nothing */
         planned->same = changed == 0;
         if (changed > 0 && changed <= one->most) {
             code = mls_planned_set_layers(planned, true, &one->rows, one->bits, st);

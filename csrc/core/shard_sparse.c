@@ -19,6 +19,7 @@ enum {
 
 /* ---- one shard ---- */
 
+/* What lies packed is looked at, and written, from where it lies. */
 const unsigned char *mls_planned_elements(const mls_shard_job *job,
                                           const mls_shard_item *item, size_t first,
                                           size_t count, unsigned char *room)
@@ -30,6 +31,7 @@ const unsigned char *mls_planned_elements(const mls_shard_job *job,
     return room;
 }
 
+/* The new layer and its runs are in the same block. */
 void mls_planned_drop_layers(mls_planned *planned)
 {
     mls_free(planned->layers);
@@ -147,6 +149,8 @@ static mls_code list_candidates(sifting *s, mls_status *st)
         return mls_fail(st, MLS_E_MEMORY, "no memory to look for zeros in %zu shards",
                         shards);
     }
+    /* a second time along, now that there is room: the bits of one lie behind those of
+     * the one before */
     unsigned char *at = s->bits;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
@@ -171,6 +175,7 @@ static size_t make_pieces(const sifting *s)
         const mls_row_cut *rows = &s->shards[i].rows;
         const size_t bytes = rows->elements * rows->item;
         const size_t step = PIECE / rows->item;
+        /* one that fits behind others is no piece of its own */
         if (bytes <= room) {
             s->pieces[count - 1].count++;
             room -= bytes;
@@ -194,6 +199,7 @@ static void sift(const sifting *s, sifted *one, size_t from, size_t to,
 {
     const mls_shard_item *item = s->plan->planned[one->shard].item;
     const mls_row_cut *rows = &one->rows;
+    /* other tasks count rows of the same shard: whoever sees that it is full stops all */
     while (from < to && atomic_load(&one->filled) <= one->most) {
         const size_t left = to - from, most = STEP / rows->item;
         const size_t step = left < most ? left : most;
@@ -233,7 +239,7 @@ static mls_code settle(const sifting *s, mls_status *st)
         mls_planned *planned = &s->plan->planned[one->shard];
         const mls_index_shard *shard = &s->plan->index.shards[one->shard];
         if (atomic_load(&one->filled) > one->most) {
-            continue;
+            continue; /* plain, and reported when it is written */
         }
         if (mls_planned_set_layers(planned, false, &one->rows, one->bits, st) != MLS_OK) {
             return st->code;
@@ -247,6 +253,8 @@ static mls_code settle(const sifting *s, mls_status *st)
     return MLS_OK;
 }
 
+/* Between what stays and where the rest goes: only what is to be written is looked at,
+ * and how much of it is decides which file it goes into. */
 mls_code mls_shard_plan_sift(mls_shard_plan *plan, mls_status *st)
 {
     if (!plan->job->sparse) {

@@ -214,6 +214,7 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
     const unsigned char *from =
         mls_planned_elements(s->w->job, item, first, bytes / size, to);
+    /* what was packed is in its place already */
     *crc = from == to ? s->w->job->crc->update(*crc, to, bytes)
                       : s->w->job->crc->copy(*crc, to, from, bytes);
     s->used += bytes;
@@ -270,6 +271,8 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
         const size_t block = MLS_SAFETENSORS_BLOCK - start % MLS_SAFETENSORS_BLOCK;
         size_t step = end - start < block ? end - start : block;
+        /* of a layer no further than its run: what follows lies elsewhere in memory, but
+         * goes into the same buffer, block and file */
         const size_t first = find_stored(planned, size, start, &run, &step);
         /* what lies packed need not be copied, unless the disk wants it aligned */
         if (!s->out->direct && item->data != NULL && step >= PLAIN_STEP) {

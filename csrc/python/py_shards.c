@@ -176,7 +176,8 @@ static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job
     return mlsp_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
 }
 
-/* How it is stored: (pack_below, sparse, incremental). */
+/* How it is stored: (pack_below, sparse, incremental).  The package has looked at the two
+ * flags, so whatever is not True is False here; the number is the user's. */
 static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
 {
     int64_t pack_below;
