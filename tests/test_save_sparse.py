@@ -6,6 +6,7 @@ from checkpoint_model import STEPS, part, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
+from word_model import WordModel
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, load, save_async, verify
@@ -308,6 +309,23 @@ def test_resharding_leaves_zeros_out_again(path, tmp_path):
     assert mlstate.checkpoint.reshard(plain.path, tmp_path / "four", **options).nbytes == (
         mlstate.checkpoint.inspect(tmp_path / "four").stored_nbytes
     )
+
+
+def test_a_model_of_words_is_smaller_sparse_and_quick_to_save_again(path):
+    words = WordModel("json")
+    words.train(20)
+    first = mlstate.save(path, words.model, words.states, sparse=True)
+    states = [t for t in first.tensors() if t.section == "optim_state"]
+    assert sum(t.nbytes for t in states) >= 3.5 * sum(t.stored_nbytes for t in states)
+    before = {name: a.copy() for name, a in (words.model | words.states).items()}
+    words.train(10)
+    changed = sum(
+        a[(a != before[name]).any(axis=1)].nbytes
+        for name, a in (words.model | words.states).items()
+    )
+    second = mlstate.save(path, words.model, words.states, incremental=True)
+    assert 0 < changed <= second.written["new_bytes"] <= 1.2 * changed
+    assert good(path, words.model, words.states)
 
 
 # ---- what was there is not good ----
