@@ -266,6 +266,7 @@ static void list_place(listing *l, const mls_layer *place, const mls_extent *vis
 {
     const mls_index_shard *shard = l->from->shard;
     mls_stored_shard *next = &l->stored[l->count];
+    /* field by field: most of a part is room that nobody looks at */
     next->file = NULL;
     next->file_bytes = next->offset = 0;
     next->crcs = NULL;
@@ -298,6 +299,7 @@ static void list_layers(listing *l)
         const size_t count = layer == NULL ? layers->zero_count : layer->visible_count;
         if (count > 0) {
             list_place(l, layer, visible, count);
+            /* asked of what was listed, which is taken back where nothing is wanted */
             if (!mls_stored_range(&l->stored[l->count - 1], l->to, &from, &end)) {
                 l->count--;
             }

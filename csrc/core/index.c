@@ -513,6 +513,8 @@ static mls_code read_rows(reader *r, const member *m, size_t elements, mls_layer
     mls_rows rows = {.row = row, .elements = elements};
     mls_json_node node = mls_json_first(r->json, m[ROWS].node);
     while (node != MLS_JSON_NONE) {
+        /* one that is alone, that is no number, or that makes no sense: it is all the
+         * same fault, and told of the first of the two */
         const mls_json_node second = mls_json_next(r->json, node);
         if (second == MLS_JSON_NONE || !mls_json_u64(r->json, node, &skip) ||
             !mls_json_u64(r->json, second, &count) ||
@@ -524,6 +526,7 @@ static mls_code read_rows(reader *r, const member *m, size_t elements, mls_layer
         layer->run_count++;
         node = mls_json_next(r->json, second);
     }
+    /* only what passed takes room: a refused index is freed as a whole */
     layer->row = row;
     layer->runs = runs;
     r->extents_used += layer->run_count;
@@ -553,6 +556,7 @@ static mls_code read_layer(reader *r, mls_json_node node, const mls_index_shard 
     if (m[ROW].node == MLS_JSON_NONE && !first) {
         return fail_member(r, node, "rows", "is missing: only the first layer is full");
     }
+    /* place first: what it says of bytes is checked against the rows below */
     code = read_place(r, m, layer);
     if (code == MLS_OK && m[ROW].node != MLS_JSON_NONE) {
         code = read_rows(r, m, elements, layer);
@@ -575,6 +579,7 @@ static mls_code read_layers(reader *r, const member *m, mls_index_shard *shard)
     const mls_json_node array = m[LAYERS].node;
     size_t elements;
     mls_code code = read_part(r, m, shard, &elements);
+    /* one that had both could be read in two ways */
     for (int i = PLACE; code == MLS_OK && i <= BLOCKS; i++) {
         if (m[i].node != MLS_JSON_NONE) {
             code = fail_member(r, m[i].node, m[i].key, "is beside \"layers\"");
@@ -588,6 +593,7 @@ static mls_code read_layers(reader *r, const member *m, mls_index_shard *shard)
         mls_status_expected(r->st, "at most %d", (int)MLS_LAYERS_MOST);
         return MLS_E_FORMAT;
     }
+    /* its layers lie together, behind those of the shards before it */
     layers->list = r->index.layers + r->layers_used;
     mls_json_node node = mls_json_first(r->json, array);
     for (; code == MLS_OK && node != MLS_JSON_NONE; node = mls_json_next(r->json, node)) {

@@ -80,6 +80,7 @@ static bool step(walk *w, size_t *which, mls_extent *out)
     if (w->at == end) {
         return false;
     }
+    /* zeros up to the end, unless some layer has something to say */
     *which = count;
     *out = (mls_extent){.begin = w->at, .at = w->at};
     while (*which == count && i-- > 0) {
@@ -95,6 +96,7 @@ static bool step(walk *w, size_t *which, mls_extent *out)
         if (w->next[i] == layer->run_count) {
             continue;
         }
+        /* it is here, and ends the search, or it begins later, and ends what is found */
         const mls_extent *run = &layer->runs[w->next[i]];
         if (run->begin <= w->at) {
             *which = i;
@@ -117,6 +119,7 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_extent *room)
     while (step(&w, &which, &extent)) {
         starts[which + 1]++;
     }
+    /* counts become places; the zeros come last */
     for (size_t i = 0; i <= layers->count; i++) {
         starts[i + 1] += starts[i];
     }

@@ -13,6 +13,7 @@
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
 {
     uint64_t end;
+    /* a layer has as many as its elements make, which is more than are visible */
     if (shard->visible != NULL) {
         *out = shard->bytes;
     } else if (!mls_size_mul(mls_part_count(&shard->part), shard->item_bytes, out)) {
@@ -64,12 +65,15 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     runs->end = end;
     runs->missed = false;
     if (shard->visible != NULL) {
+        /* the extents that have some of these elements: by halves, as there may be
+         * thousands of them in front */
         runs->extent = find_stored(shard, first);
         runs->last = behind == 0 ? 0 : find_stored(shard, behind - 1);
         if (runs->last < shard->visible_count && shard->visible[runs->last].at < behind) {
             runs->last++;
         }
         if (runs->extent >= runs->last) {
+            /* what lies there is hidden by later layers, all of it */
             runs->run.count = 0;
             runs->overlap.done = true;
             return;
@@ -97,6 +101,7 @@ static bool next_run(mls_stored_runs *r)
 static bool next_extent(mls_stored_runs *r)
 {
     const mls_extent *list = r->shard->visible;
+    /* mostly the very next one; where much is skipped the list is searched */
     size_t at = r->extent + 1;
     if (at < r->last && list[at].begin + list[at].count <= r->run.a) {
         at += mls_extents_find(list + at, r->last - at, r->run.a);
@@ -135,6 +140,7 @@ static bool next_common(mls_stored_runs *r, mls_run *out)
         } else if (run_end <= e->begin) {
             skip_run(r, e);
         } else {
+            /* what both have; the rest of the run waits for the next extent */
             const size_t from = r->run.a > e->begin ? r->run.a : e->begin;
             const size_t until = run_end < end ? run_end : end;
             *out = (mls_run){e->at + (from - e->begin), r->run.b + (from - r->run.a),
@@ -163,6 +169,7 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
         } else if (!next_common(runs, &next)) {
             return false;
         }
+        /* an element may lie across the end of a span: each reads its own bytes of it */
         const size_t at = next.a * item, end = at + next.count * item;
         const size_t from = at < runs->from ? runs->from : at;
         const size_t until = end < runs->end ? end : runs->end;
@@ -187,6 +194,7 @@ bool mls_stored_range(const mls_stored_shard *shard, const mls_part *to, size_t 
     if (!mls_stored_runs_next(&runs, &first)) {
         return false;
     }
+    /* no element behind this one is wanted, by what shard and part have in common */
     size_t last = runs.first + (runs.overlap.a_end - runs.overlap.a_begin);
     if (shard->visible != NULL) {
         /* the extent of the last element, or the one in front of it */
@@ -218,6 +226,7 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
     while (mls_stored_runs_next(&runs, &run)) {
         size_t begin = run.at, end = run.at + run.count;
         if (verify) {
+            /* as far as the ends of its blocks, of which the last may be short */
             const size_t rest = end % block == 0 ? 0 : block - end % block;
             begin -= begin % block;
             end += rest < all - end ? rest : all - end;

@@ -338,6 +338,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     char crc[MLS_CRC_DIGITS];
     const mls_part part = mls_index_part(shard);
     const int rank = mlsp_part_dims(&part, dims);
+    /* None rather than 0 of a sparse one: there is no such place */
     const bool plain = shard->layers == NULL;
     PyObject *offset =
         plain ? PyLong_FromUnsignedLongLong(shard->offset) : Py_NewRef(Py_None);
@@ -399,16 +400,16 @@ static PyObject *catalog_heads(PyObject *object, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
-        unsigned long long bytes = 0; /* no more than an integer of a manifest */
+        unsigned long long bytes = 0;  /* no more than an integer of a manifest */
         unsigned long long stored = 0; /* no more than the files have */
         for (size_t j = 0; j < index->shard_count; j++) {
             bytes += index->shards[j].bytes;
             stored += mls_index_stored_bytes(&index->shards[j]);
         }
-        PyObject *tuple = Py_BuildValue(
-            "(sKKnKK)", index->generation, (unsigned long long)index->rank,
-            (unsigned long long)index->world_size, (Py_ssize_t)index->shard_count, bytes,
-            stored);
+        PyObject *tuple =
+            Py_BuildValue("(sKKnKK)", index->generation, (unsigned long long)index->rank,
+                          (unsigned long long)index->world_size,
+                          (Py_ssize_t)index->shard_count, bytes, stored);
         if (tuple == NULL) {
             Py_CLEAR(list);
         } else {
