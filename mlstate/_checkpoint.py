@@ -292,10 +292,7 @@ class Checkpoint:
         (4096, 24, True)
         """
         return [
-            ShardRecord(
-                *record,
-                None if layers is None else tuple(LayerRecord(*layer) for layer in layers),
-            )
+            ShardRecord._make((*record, layers and tuple(map(LayerRecord._make, layers))))
             for *record, layers in self._catalog.shards()
         ]
 

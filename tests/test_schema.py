@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 import mlstate
 from mlstate import _core, _manifest
 from mlstate.checkpoint import Layout

@@ -298,11 +298,12 @@ def test_large_layers_are_read_block_by_block(tmp_path):
     (tmp_path / "params").mkdir()
     (tmp_path / "params/x.safetensors").write_bytes(stored)
     made = catalog([rows, row], 4, layers, len(stored))
+    cuts = [(Layout.whole(), 0), (Layout.axis(0, 3), 1), (Layout.axis(1, 5), 3)]
     for verified in (False, True):
-        for steps in ((None, 0, 0), (((0, 3),), 1, 0), (((1, 5),), 3, 0), (Layout.flat(7)._steps, 4, 0)):
+        for layout, part in [*cuts, (Layout.flat(7), 4)]:
+            steps = (layout._steps, part, 0)
             found = made.load(str(tmp_path), 0, ["w"], steps, verified, False, None)["w"]
-            layout = Layout._of(steps[0] or ())
-            assert found.tobytes() == layout.take(model, steps[1]).tobytes()
+            assert found.tobytes() == layout.take(model, part).tobytes()
     stored[layers[1]["offset"] + (1 << 20) + 5] ^= 1
     (tmp_path / "params/x.safetensors").write_bytes(stored)
     with pytest.raises(ChecksumError) as caught:

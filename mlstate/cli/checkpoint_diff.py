@@ -43,7 +43,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 class _CheckpointSide:
-    """A checkpoint, whose tensors are mapped; only those in several shards or layers take memory."""
+    """A checkpoint, whose tensors are mapped; others than whole plain ones take memory."""
 
     def __init__(self, where: Folder) -> None:
         self.path = where.path
