@@ -347,7 +347,8 @@ def load(
         saved. Nothing is loaded for one that is absent.
     mmap : bool, default False
         Return read-only arrays over the mapped files: nothing is read before it is touched.
-        Tensors whose part lies in several shards are put together in new memory.
+        Tensors whose part lies in several shards, or in a sparse one, are put together in new
+        memory.
     verify : bool or "first", default True
         Compare checksums while reading. Of a mapping, and with False, nothing is compared.
         ``"first"``: read and compare the whole checkpoint before anything else is done.

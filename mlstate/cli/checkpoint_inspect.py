@@ -71,7 +71,8 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
     ]
     if record.layers is None:
         return [[*row, str(record.path), str(record.offset)]]
-    rows = [[*row, count_text(len(record.layers), "layer"), ""]]
+    what = count_text(len(record.layers), "layer") if record.layers else "all zeros"
+    rows = [[*row, what, ""]]
     for layer in record.layers:
         hidden = layer.nbytes - layer.visible_nbytes
         size = bytes_text(layer.nbytes) + (f", {bytes_text(hidden)} hidden" if hidden else "")
