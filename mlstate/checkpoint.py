@@ -167,7 +167,7 @@ def save(
     Every file appears under a temporary name, and all of them are on the disk before
     ``manifest.json`` is replaced. A process that is killed leaves files behind that the next
     save deletes. Arrays must not be changed meanwhile. The GIL is released. Extra memory: about
-    300 bytes a shard, and 2 MiB for each thread.
+    400 bytes a shard, and 2 MiB for each thread.
 
     Whether a shard changed is decided by its version, where it has one (see `Shard`), else by
     comparing its bytes with those on the disk.
@@ -262,7 +262,7 @@ def save_async(
     Notes
     -----
     Extra memory: `max_staging_bytes` or the state's, and at most 16 MiB for the writer with
-    about 300 bytes a shard. References to arrays are dropped when they are staged, so that
+    about 400 bytes a shard. References to arrays are dropped when they are staged, so that
     the memory of arrays that training replaces is free. Copies are made by the threads of
     `mlstate.set_num_threads` without the GIL; the writer has up to four threads of its own.
 
