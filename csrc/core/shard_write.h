@@ -78,8 +78,8 @@ typedef struct mls_shards_written {
  * changed goes up by one, or is the caller's.  A shard whose file is gone or has become
  * another is written again.  Shards that did not change move, too, when they share a file
  * of which less than half is still in use.
- * `sparse`: a new or changed shard leaves out its rows (rows.h) of zeros, where those are a
- * quarter of them or more; one below `pack_below` is there or, all zero, not at all.
+ * `sparse`: a new or changed shard leaves out its rows (rows.h) of zeros, where those are
+ * a quarter of them or more; one below `pack_below` is there or, all zero, not at all.
  * `incremental`: a shard of which half of the rows changed, or fewer, gets one more layer
  * of these, up to 8 layers and twice its bytes; what is below was read and found good.
  * Memory: about 400 bytes a shard, a bit for each row that is looked at, and, for each
