@@ -3,7 +3,7 @@
  * out the same when it is written and read again.
  *
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core fuzz/fuzz_index.c \
- *       csrc/core/{index,seal,json,buffer,layout,text,dtype,safetensors_read}.c \
+ *       csrc/core/{index*,layers,seal,json,buffer,layout,text,dtype,safetensors_read}.c \
  *       csrc/core/{size,fsio,mem,status,pool,cpu}.c csrc/core/crc32c*.c
  */
 #include "index.h"
@@ -37,6 +37,48 @@ static void check_path(const char *path)
     require(strcmp(path + length - 12, ".safetensors") == 0);
 }
 
+/* A list of extents: ascending, apart, none empty, none behind the end. */
+static size_t check_extents(const mls_extent *list, size_t count, size_t elements)
+{
+    size_t end = 0, sum = 0;
+    for (size_t i = 0; i < count; i++) {
+        require(list[i].count > 0 && list[i].begin >= end && list[i].begin <= elements);
+        require(list[i].count <= elements - list[i].begin);
+        end = list[i].begin + list[i].count;
+        sum += list[i].count;
+    }
+    return sum;
+}
+
+/* Whatever a sparse shard says of its layers; together they show each element once. */
+static void check_layers(const mls_index *x, const mls_index_shard *s)
+{
+    const size_t size = mls_dtype_of(s->dtype)->item_bytes, all = s->bytes / size;
+    const mls_layers *layers = s->layers;
+    size_t shown = check_extents(layers->zeros, layers->zero_count, all);
+    require(layers->count <= MLS_LAYERS_MOST);
+    for (size_t i = 0; i < layers->count; i++) {
+        const mls_layer *layer = &layers->list[i];
+        const size_t held = layer->bytes / size;
+        require(layer->bytes > 0 && layer->file < x->file_count);
+        require(layer->offset <= x->files[layer->file].bytes);
+        require(layer->bytes <= x->files[layer->file].bytes - layer->offset);
+        require(layer->row > 0 ? check_extents(layer->runs, layer->run_count, all) == held
+                               : i == 0 && held == all);
+        shown += check_extents(layer->visible, layer->visible_count, all);
+        for (size_t j = 0; j < layer->visible_count; j++) {
+            require(layer->visible[j].at <= held);
+            require(layer->visible[j].count <= held - layer->visible[j].at);
+        }
+        uint32_t sum = 0;
+        for (size_t j = 0; j < mls_safetensors_blocks(layer->bytes); j++) {
+            sum ^= layer->crcs[j]; /* all of them are there */
+        }
+        require(mls_safetensors_blocks(layer->bytes) != 1 || sum == layer->crc);
+    }
+    require(shown == all);
+}
+
 /* Whatever one shard says of itself. */
 static void check_shard(const mls_index *x, const mls_index_shard *s)
 {
@@ -55,7 +97,12 @@ static void check_shard(const mls_index *x, const mls_index_shard *s)
     }
     require(
         mls_size_mul(mls_part_count(&part), mls_dtype_of(s->dtype)->item_bytes, &bytes));
-    require(bytes == s->bytes && s->version > 0 && s->file < x->file_count);
+    require(bytes == s->bytes && s->version > 0);
+    if (s->layers != NULL) {
+        check_layers(x, s);
+        return;
+    }
+    require(s->file < x->file_count);
     require(s->offset <= x->files[s->file].bytes);
     require(s->bytes <= x->files[s->file].bytes - s->offset);
     for (size_t i = 0; i < blocks; i++) {
@@ -77,7 +124,8 @@ static void check_index(const mls_index *x)
         require(i == 0 || mls_index_compare(&s[-1], s) < 0);
         for (size_t j = 0; j < i && j < 50; j++) {
             const mls_index_shard *other = &x->shards[j];
-            require(other->file != s->file || other->bytes == 0 || s->bytes == 0 ||
+            require(other->layers != NULL || s->layers != NULL ||
+                    other->file != s->file || other->bytes == 0 || s->bytes == 0 ||
                     other->offset + other->bytes <= s->offset ||
                     s->offset + s->bytes <= other->offset);
         }

@@ -15,6 +15,12 @@ _ROWS = 20
 _HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
 
 
+def stored_text(nbytes: int, stored: int) -> str:
+    """Say how many bytes something has, and where files hold another number, that too."""
+    text = bytes_text(nbytes)
+    return text if stored == nbytes else f"{text}, {bytes_text(stored)} stored"
+
+
 class TensorRecord(NamedTuple):
     """What a checkpoint says of one tensor.
 
@@ -45,6 +51,11 @@ class TensorRecord(NamedTuple):
         How often it changed, the most of its shards.
     tier : str or None
         ``"hot"``, ``"warm"`` or ``"cold"``, where that was stated.
+    stored_nbytes : int
+        Bytes that files hold of the shards: fewer than `nbytes` where zeros were left out, more
+        where rows were stored again since.
+    sparse_shards : int
+        How many of the shards have layers.
     """
 
     section: str
@@ -59,6 +70,30 @@ class TensorRecord(NamedTuple):
     nbytes: int
     version: int
     tier: str | None
+    stored_nbytes: int
+    sparse_shards: int
+
+
+class LayerRecord(NamedTuple):
+    """One of the places where a sparse shard is stored.
+
+    Attributes
+    ----------
+    path : str
+        Its file, in the checkpoint's folder.
+    offset, nbytes : int
+        Where its bytes lie in the file.
+    crc32c : str
+        Of its bytes.
+    visible_nbytes : int
+        How many of these count; the others were stored again by later layers.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    crc32c: str
+    visible_nbytes: int
 
 
 class ShardRecord(NamedTuple):
@@ -74,14 +109,18 @@ class ShardRecord(NamedTuple):
         Of the part.
     rank : int
         That stored it.
-    path : str
-        Its file, in the checkpoint's folder.
-    offset, nbytes : int
-        Where its bytes lie in the file.
-    crc32c : str
+    path : str or None
+        Its file, in the checkpoint's folder. A sparse shard has none, but layers.
+    offset : int or None
+        Where in that file its bytes lie.
+    nbytes : int
+        Of the shard.
+    crc32c : str or None
         Of its bytes.
     version : int
         How often it changed.
+    layers : tuple of LayerRecord, or None
+        Where a sparse shard is stored, oldest first; what is in none of them is zero.
     """
 
     section: str
@@ -89,11 +128,28 @@ class ShardRecord(NamedTuple):
     part: int
     shape: tuple[int, ...]
     rank: int
-    path: str
-    offset: int
+    path: str | None
+    offset: int | None
     nbytes: int
-    crc32c: str
+    crc32c: str | None
     version: int
+    layers: tuple[LayerRecord, ...] | None
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that files hold of it.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np, mlstate
+        >>> path = tempfile.mkdtemp() + "/ckpt"
+        >>> [shard] = mlstate.save(path, {"w": np.ones(3)}).shards()
+        >>> shard.stored_nbytes
+        24
+        """
+        if self.layers is None:
+            return self.nbytes
+        return sum(layer.nbytes for layer in self.layers)
 
 
 class Checkpoint:
@@ -194,6 +250,11 @@ class Checkpoint:
         """Bytes of all shards."""
         return sum(record.data_bytes for record in self._manifest.indexes)
 
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that files hold of them; others where some are sparse."""
+        return sum(stored for *_, stored in self._catalog.heads())
+
     def tensors(self) -> list[TensorRecord]:
         """List the tensors, parameters first, by name.
 
@@ -230,7 +291,10 @@ class Checkpoint:
         >>> shard.offset, shard.nbytes, shard.path.startswith("params/w.0-1.")
         (4096, 24, True)
         """
-        return [ShardRecord(*record) for record in self._catalog.shards()]
+        return [
+            ShardRecord._make((*record, layers and tuple(map(LayerRecord._make, layers))))
+            for *record, layers in self._catalog.shards()
+        ]
 
     def files(self) -> dict[str, int]:
         """Return the shard files, by their paths in the folder, with their sizes in bytes.
@@ -272,7 +336,7 @@ class Checkpoint:
         tensors = len(self._catalog.keys(0)) + len(self._catalog.keys(1))
         parts = [
             f"Checkpoint: {tensors:,} tensor{'' if tensors == 1 else 's'}",
-            bytes_text(self.nbytes),
+            stored_text(self.nbytes, self.stored_nbytes),
             f"{len(self.files()):,} file{'' if len(self.files()) == 1 else 's'}",
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
         ]
@@ -287,7 +351,7 @@ class Checkpoint:
                 t.dtype,
                 str(t.shape),
                 str(t.shards),
-                bytes_text(t.nbytes),
+                stored_text(t.nbytes, t.stored_nbytes),
                 str(t.version),
             ]
             for t in self.tensors()

@@ -183,6 +183,8 @@ class CheckpointManager:
         group: ProcessGroup | None = None,
         layout: Layout | str | None = None,
         pack_below_bytes: int = PACK_BELOW,
+        sparse: bool = False,
+        incremental: bool = False,
         progress: Callable[[int], object] | None = None,
     ) -> Checkpoint:
         """Save a step, and give up the oldest ones beyond `keep`.
@@ -193,6 +195,9 @@ class CheckpointManager:
             Which; saving a step again replaces it once the new one is committed.
         model, optimizer, metadata, group, layout, pack_below_bytes, progress
             As for `mlstate.save`.
+        sparse, incremental : bool, default False
+            As for `mlstate.save`. Steps share layers as they share files: giving up the oldest
+            ones never takes away what newer ones are made of.
 
         Returns
         -------
@@ -222,6 +227,8 @@ class CheckpointManager:
             group=group,
             layout=layout,
             pack_below=pack_below_bytes,
+            sparse=sparse,
+            incremental=incremental,
             progress=progress,
             keep_root=True,
             retain=self._retain,
@@ -238,6 +245,8 @@ class CheckpointManager:
         group: ProcessGroup | None = None,
         layout: Layout | str | None = None,
         pack_below_bytes: int = PACK_BELOW,
+        sparse: bool = False,
+        incremental: bool = False,
         progress: Callable[[int], object] | None = None,
     ) -> SaveHandle:
         """Begin to save a step, and return while it is written.
@@ -248,6 +257,8 @@ class CheckpointManager:
         Parameters
         ----------
         step, model, optimizer, metadata, group, layout, pack_below_bytes, progress
+            As for `save`.
+        sparse, incremental
             As for `save`.
         max_staging_bytes : int, optional
             As for `mlstate.checkpoint.save_async`.
@@ -292,6 +303,8 @@ class CheckpointManager:
             group=group,
             layout=layout,
             pack_below=pack_below_bytes,
+            sparse=sparse,
+            incremental=incremental,
             keep_root=True,
             retain=self._retain,
         )

@@ -166,7 +166,7 @@ def shards_write(
     generation: str,
     gathering: Any,
     before: Any,
-    pack_below: int,
+    how: tuple[int, bool, bool],
     progress: _Progress,
     freed: Callable[[], object] | None,
     /,
@@ -248,7 +248,7 @@ class Catalog:
     def tensors(self) -> list[tuple[Any, ...]]: ...
     def shards(self) -> list[tuple[Any, ...]]: ...
     def files(self) -> dict[str, int]: ...
-    def heads(self) -> list[tuple[str, int, int, int, int]]: ...
+    def heads(self) -> list[tuple[str, int, int, int, int, int]]: ...
     def load(
         self,
         folder: str,

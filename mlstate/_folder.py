@@ -297,7 +297,7 @@ def load_catalog(
     paths = tuple(os.path.join(folder, record.path) for record in records)
     catalog = _core.Catalog(data, paths)
     for record, head in zip(records, catalog.heads(), strict=True):
-        generation, rank, world_size, *held = head
+        generation, rank, world_size, *held, _ = head
         if (generation, world_size, held) != (
             manifest.generation,
             manifest.world_size,

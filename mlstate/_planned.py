@@ -225,7 +225,7 @@ def plan_save(
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
     catalog = _core.Catalog((text,), ("index",))
     [told] = _folder.patterns_of(catalog)
-    [(*_, shards, _)] = catalog.heads()
+    [(_, _, _, shards, *_)] = catalog.heads()
     record = IndexRecord(f"index/{_GENERATION}.{rank}.json", len(text), "0" * 8, shards, nbytes)
     if told is not None and world_size > 1:
         record = record._replace(pattern=0, parts=told.parts)

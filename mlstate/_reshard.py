@@ -24,7 +24,7 @@ class _Cut:
     def __init__(self, catalog: Any, steps: Any) -> None:
         self._facts = {
             (section, key): (shape, axes, version, tier)
-            for section, key, _, _, _, shape, _, axes, _, _, version, tier in catalog.tensors()
+            for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in catalog.tensors()
         }
         self._steps = steps
         self._stored: set[tuple[str, str, int]] = set()
@@ -95,7 +95,8 @@ def reshard(
     Notes
     -----
     Tensors are read through mappings of their files; those parts that lie in several places
-    are put together in memory, for one rank at a time.
+    are put together in memory, for one rank at a time. Where anything in the source is sparse,
+    zeros are left out of the target, too.
 
     Examples
     --------
@@ -136,4 +137,5 @@ def reshard(
             cut.shards("optim_state", loaded.optimizer, rank),
         )
 
-    return write_ranks(target, world_size, states, manifest, pack_below_bytes, progress)
+    sparse = any(record[-1] for record in catalog.tensors())
+    return write_ranks(target, world_size, states, manifest, pack_below_bytes, sparse, progress)

@@ -198,6 +198,8 @@ class Save:
         group: ProcessGroup | None,
         layout: Layout | str | None,
         pack_below: int,
+        sparse: bool = False,
+        incremental: bool = False,
         keep_root: bool = False,
         retain: Callable[[str, Manifest], None] | None = None,
     ) -> None:
@@ -209,12 +211,15 @@ class Save:
         folder = os.path.abspath(os.fspath(path))
         if not isinstance(folder, str):
             raise TypeError("the path of a checkpoint must be a str")
+        for name, value in (("sparse", sparse), ("incremental", incremental)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
         if group is not None:
             check_group(group)
         self.path = folder
         self.group: ProcessGroup = SingleGroup() if group is None else group
         self.layout = layout
-        self.pack_below = pack_below
+        self.how = (pack_below, sparse, incremental)
         self.keep_root = keep_root
         self.retain = retain
         self.dicts: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
@@ -440,7 +445,7 @@ class Save:
             raise self.error
         gathered, self.gathered = self.gathered, None
         written = _core.shards_write(
-            self.path, self.generation, gathered, self._catalog(), self.pack_below, progress, freed
+            self.path, self.generation, gathered, self._catalog(), self.how, progress, freed
         )
         if self.group.world_size > 1:
             self.pattern = pattern_of(_folder.load_index(self.path, _record(written)))
@@ -643,12 +648,13 @@ def write_ranks(
     states: Callable[[int], tuple[Any, Any]],
     like: Manifest,
     pack_below: int,
+    sparse: bool,
     progress: Callable[[int], object] | None,
 ) -> Checkpoint:
     """Save what all ranks of a world would, one after the other; `states` gives their dicts."""
     from ._checkpoint import Checkpoint
 
-    save = Save(folder, group=None, layout=None, pack_below=pack_below)
+    save = Save(folder, group=None, layout=None, pack_below=pack_below, sparse=sparse)
     clean = False
     try:
         save.begin()
@@ -657,7 +663,7 @@ def write_ranks(
             ranks = (rank, world_size)
             gathered, _ = _core.shards_gather(ranks, states(rank), Shard, None, ())
             written = _core.shards_write(
-                folder, save.generation, gathered, None, pack_below, progress, None
+                folder, save.generation, gathered, None, save.how, progress, None
             )
             told.append({**written, **pattern_of(_folder.load_index(folder, _record(written)))})
         manifest = like._replace(

@@ -160,9 +160,10 @@ def _with_tensors(problems: list[Problem], catalog: Any) -> list[Problem]:
     if not whole:
         return problems
     held: dict[str, list[tuple[str, int]]] = {}
-    for _, key, part, _, _, path, *_ in catalog.shards():
-        if path in whole:
-            held.setdefault(path, []).append((key, part))
+    for _, key, part, _, _, path, *_, layers in catalog.shards():
+        for place in [path] if layers is None else {layer[0] for layer in layers}:
+            if place in whole:
+                held.setdefault(place, []).append((key, part))
     named = []
     for problem in problems:
         inside = held.get(problem.path, []) if problem.name is None else []

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._checkpoint import Checkpoint, ShardRecord, TensorRecord
+from ._checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord
 from ._checkpoint_manager import CheckpointManager
 from ._layout import Layout, Shard, Tier
 from ._load import LoadedState, load_checkpoint
@@ -49,6 +49,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "FileRead",
+    "LayerRecord",
     "Layout",
     "LoadPlan",
     "LoadedState",
@@ -93,6 +94,8 @@ def save(
     group: ProcessGroup | None = None,
     layout: Layout | str | None = None,
     pack_below_bytes: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> Checkpoint:
     """
@@ -127,6 +130,13 @@ def save(
         How arrays that are no `Shard` are cut into shards. Default: not at all.
     pack_below_bytes : int, default 262144
         Shards of fewer bytes share files; 0: every shard has a file of its own.
+    sparse : bool, default False
+        Leave out rows that are zero in all their bytes, and tensors that are: those of an
+        optimizer's states whose parameter was not trained. Looking for them costs a pass over
+        the memory.
+    incremental : bool, default False
+        Where no more than half of the rows of a shard changed since the last save in this
+        folder, write these only. What was there is read, all of it, to find them.
     progress : callable, optional
         Called now and then with the number of bytes that were done since the last call. What
         it raises stops the save.
@@ -159,10 +169,17 @@ def save(
     Every file appears under a temporary name, and all of them are on the disk before
     ``manifest.json`` is replaced. A process that is killed leaves files behind that the next
     save deletes. Arrays must not be changed meanwhile. The GIL is released. Extra memory: about
-    300 bytes a shard, and 2 MiB for each thread.
+    400 bytes a shard, and 2 MiB for each thread.
 
     Whether a shard changed is decided by its version, where it has one (see `Shard`), else by
     comparing its bytes with those on the disk.
+
+    With `sparse` or `incremental` the checkpoint needs a reader of format version 2; every
+    function of mlstate gives the same arrays as without. A row is what lies behind one index of
+    the first axis, but at least 256 bytes and at most 64 KiB; shards of less than
+    `pack_below_bytes` are written whole or, where they are zero, not at all. A shard of which
+    more than 3/4 holds something is written whole. It is made of at most 8 layers, which hold
+    at most twice its bytes together; then it is written anew. Extra memory: a bit for each row.
 
     On a network file system one host writes at a time: the lock between hosts is not safe.
 
@@ -186,6 +203,8 @@ def save(
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,
+        sparse=sparse,
+        incremental=incremental,
         progress=progress,
     )
 
@@ -202,6 +221,8 @@ def save_async(
     group: ProcessGroup | None = None,
     layout: Layout | str | None = None,
     pack_below_bytes: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> SaveHandle:
     """
@@ -213,7 +234,7 @@ def save_async(
 
     Parameters
     ----------
-    path, model, optimizer, metadata, step, layout, pack_below_bytes
+    path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental
         As for `save`. Tensors on a device are always copied.
     max_staging_bytes : int, optional
         Bytes that copies may take; 0: none. Small shards are copied first. What does not fit
@@ -243,7 +264,7 @@ def save_async(
     Notes
     -----
     Extra memory: `max_staging_bytes` or the state's, and at most 16 MiB for the writer with
-    about 300 bytes a shard. References to arrays are dropped when they are staged, so that
+    about 400 bytes a shard. References to arrays are dropped when they are staged, so that
     the memory of arrays that training replaces is free. Copies are made by the threads of
     `mlstate.set_num_threads` without the GIL; the writer has up to four threads of its own.
 
@@ -279,6 +300,8 @@ def save_async(
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,
+        sparse=sparse,
+        incremental=incremental,
     )
 
 
@@ -326,7 +349,8 @@ def load(
         saved. Nothing is loaded for one that is absent.
     mmap : bool, default False
         Return read-only arrays over the mapped files: nothing is read before it is touched.
-        Tensors whose part lies in several shards are put together in new memory.
+        Tensors whose part lies in several shards, or in a sparse one, are put together in new
+        memory.
     verify : bool or "first", default True
         Compare checksums while reading. Of a mapping, and with False, nothing is compared.
         ``"first"``: read and compare the whole checkpoint before anything else is done.

@@ -110,7 +110,7 @@ def test_inspect_as_json_has_what_the_manifest_and_the_indexes_say(place, run_js
     assert data["generation"] == found.generation
     assert data["metadata"] == {"run": "a"}
     assert data["files"] == found.files()
-    assert data["bytes"] == 120
+    assert data["bytes"] == data["stored_bytes"] == 120
     assert [t["key"] for t in data["tensors"]] == ["layer.b", "layer.w", "layer.w.m"]
     assert data["tensors"][2] == {
         "section": "optim_state",
@@ -125,6 +125,8 @@ def test_inspect_as_json_has_what_the_manifest_and_the_indexes_say(place, run_js
         "bytes": 48,
         "version": 1,
         "tier": None,
+        "stored_bytes": 48,
+        "sparse_shards": 0,
     }
     assert {s["key"]: s["path"] for s in data["shards"]} == {s.key: s.path for s in found.shards()}
 
@@ -145,6 +147,46 @@ def test_inspect_lists_shards_where_asked(place, run):
     parts = [line[:2] for line in words(out) if line[0] == "layer.w" and line[1] in ("[0]", "[1]")]
     assert parts == [["layer.w", "[0]"], ["layer.w", "[1]"]]
     assert not any("[0]" in line for line in run("inspect", "cut")[1])
+
+
+@pytest.fixture
+def layered(place):
+    """Two saves of a table of few rows; the second changes 3 of 100."""
+    table = np.zeros((100, 64), np.float32)
+    table[10:30] = 1
+    state = {"t": table, "zero": np.zeros((50, 4))}
+    how = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
+    mlstate.save("sparse", state, **how)
+    shutil.copytree("sparse", "first")
+    table[12:15] += 1
+    mlstate.save("sparse", state, **how)
+    return mlstate.checkpoint.inspect("sparse").shards()[0]
+
+
+def test_inspect_tells_what_is_stored_of_sparse_tensors(layered, run, run_json):
+    _, out, _ = run("inspect", "sparse", "--shards")
+    assert out[0] == "sparse: checkpoint, 2 tensors, 26.56 KiB, 5.75 KiB stored in 2 files, 1 rank"
+    lines = ["  ".join(line) for line in words(out)]
+    assert any("25.00  KiB,  5.75  KiB  stored" in line for line in lines)
+    assert any("1.56  KiB,  0  B  stored" in line for line in lines)
+    assert any(line.startswith("t  [0]") and line.endswith("2  layers") for line in lines)
+    first, second = layered.layers
+    assert any("5.00  KiB,  768  B  hidden" in line and first.path in line for line in lines)
+    assert any(line.endswith(f"{second.path}  {second.offset}") for line in lines)
+    _, data = run_json("inspect", "sparse", "--shards")
+    assert (data["bytes"], data["stored_bytes"]) == (27200, 23 * 256)
+    shard, zero = data["shards"]
+    assert shard["path"] is None and zero["layers"] == []
+    assert [layer["visible_bytes"] for layer in shard["layers"]] == [17 * 256, 3 * 256]
+    assert [layer["bytes"] for layer in shard["layers"]] == [20 * 256, 3 * 256]
+
+
+def test_diff_of_sparse_tensors(layered, run):
+    status, out, _ = run("diff", "first", "sparse")
+    assert status == 1 and any("t" in line.split() for line in out)
+    assert run("diff", "sparse", "sparse")[0] == 0
+    status, out, _ = run("verify", "sparse")
+    assert status == 0
 
 
 def test_inspect_a_plain_file(place, run, run_json):

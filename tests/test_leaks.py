@@ -488,6 +488,7 @@ def loads(_):
     "Checkpoint.shards",
     "Checkpoint.tensors",
     "Checkpoint.verify",
+    "LayerRecord",
     "LoadedState",
     "ShardRecord",
     "TensorRecord",
@@ -502,6 +503,8 @@ def checkpoints(tmp_path):
     strided = {"a": np.ones((6, 4), np.float16).T, "s": checkpoint.Shard(model["layers.0.w"])}
     targets = {name: np.empty_like(array) for name, array in model.items()}
     checkpoint.save(path, model, moments)
+    table, sparse = np.zeros((200, 64), np.float32), tmp_path / "sparse"
+    table[::9] = 1
     damaged = tmp_path / "damaged"
     shard = checkpoint.save(damaged, model).shards()[0]
     with (damaged / shard.path).open("r+b") as file:
@@ -515,6 +518,12 @@ def checkpoints(tmp_path):
         made.load(names="layers.0"), made.load(mmap=True), made.load(into={"model": targets})
         made.load(rank=0, world_size=2, layout="rows", verify=False, missing="zeros")
         repr(made.verify()), made.verify()._repr_html_()
+        for change in (0, 1):
+            table[3:5] += change
+            options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
+            made = checkpoint.save(sparse, {"table": table}, **options)
+            made.shards(), made.load(), made.load(mmap=True), made.verify()
+        made.load(into={"model": {"table": np.empty_like(table)}}, verify=False)
 
     def look():
         repr(checkpoint.inspect(damaged))

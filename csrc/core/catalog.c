@@ -43,8 +43,11 @@ static mls_code add(mls_catalog *c, const mls_catalog_shard *next, mls_status *s
     }
     if (tensor->count == 0 ||
         c->shards[c->shard_count - 1].shard->part != next->shard->part) {
+        const mls_layers *layers = next->shard->layers;
         c->shards[c->shard_count++] = *next;
         tensor->count++;
+        tensor->places +=
+            layers == NULL ? 1 : layers->count + (layers->zero_count > 0 ? 1 : 0);
     }
     return MLS_OK;
 }
@@ -100,8 +103,12 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
             files[first + j].file = &index->files[j];
         }
         for (size_t j = 0; j < index->shard_count; j++) {
-            /* no more than the file has, since no byte is in two shards */
-            files[first + index->shards[j].file].used += index->shards[j].bytes;
+            const size_t places = mls_index_place_count(&index->shards[j]);
+            for (size_t k = 0; k < places; k++) {
+                const mls_layer place = mls_index_place(&index->shards[j], k);
+                /* no more than the file has, since no byte is in two places */
+                files[first + place.file].used += place.bytes;
+            }
         }
         first += index->file_count;
     }
@@ -241,7 +248,66 @@ static mls_code check_missing(const mls_catalog *catalog,
     return MLS_E_FORMAT;
 }
 
-/* Shards without an element in common are left out here, so that their files need not
+/* What is being listed: the places that have something of `to`. */
+typedef struct listing {
+    const mls_catalog_shard *from;
+    const mls_part *part; /* that the shard is */
+    const mls_part *to;
+    unsigned char *data;
+    mls_stored_shard *stored;
+    mls_piece *pieces;
+    size_t count;
+} listing;
+
+/* A place more, of a file or of none.  Visible are extents of it, or all where there are
+ * none to name. */
+static void list_place(listing *l, const mls_layer *place, const mls_extent *visible,
+                       size_t visible_count)
+{
+    const mls_index_shard *shard = l->from->shard;
+    mls_stored_shard *next = &l->stored[l->count];
+    /* field by field: most of a part is room that nobody looks at */
+    next->file = NULL;
+    next->file_bytes = next->offset = 0;
+    next->crcs = NULL;
+    next->bytes = shard->bytes;
+    if (place != NULL) {
+        const mls_index_file *file = &l->from->index->files[place->file];
+        next->file = file->path;
+        next->file_bytes = file->bytes;
+        next->offset = place->offset;
+        next->crcs = place->crcs;
+        next->bytes = place->bytes;
+    }
+    next->item_bytes = mls_dtype_of(shard->dtype)->item_bytes;
+    next->name = shard->id.name;
+    next->visible = visible;
+    next->visible_count = visible_count;
+    mls_part_copy(&next->part, l->part);
+    l->pieces[l->count] = (mls_piece){.shard = next, .to = l->to, .data = l->data};
+    l->count++;
+}
+
+/* Of a sparse shard each layer that shows something of what is wanted, and the zeros. */
+static void list_layers(listing *l)
+{
+    const mls_layers *layers = l->from->shard->layers;
+    size_t from, end;
+    for (size_t i = 0; i <= layers->count; i++) {
+        const mls_layer *layer = i < layers->count ? &layers->list[i] : NULL;
+        const mls_extent *visible = layer == NULL ? layers->zeros : layer->visible;
+        const size_t count = layer == NULL ? layers->zero_count : layer->visible_count;
+        if (count > 0) {
+            list_place(l, layer, visible, count);
+            /* asked of what was listed, which is taken back where nothing is wanted */
+            if (!mls_stored_range(&l->stored[l->count - 1], l->to, &from, &end)) {
+                l->count--;
+            }
+        }
+    }
+}
+
+/* Places without an element in common are left out here, so that their files need not
  * even be there: a rank of a large world looks at few of them. */
 mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor *tensor,
                             const mls_part *to, unsigned char *data,
@@ -249,28 +315,23 @@ mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor
                             mls_status *st)
 {
     const mls_code code = check_missing(catalog, tensor, to, st);
-    *count = 0;
+    listing l = {.to = to, .data = data, .stored = stored, .pieces = pieces};
     for (size_t i = 0; code == MLS_OK && i < tensor->count; i++) {
-        const mls_catalog_shard *from = &catalog->shards[tensor->from + i];
-        const mls_index_file *file = &from->index->files[from->shard->file];
-        const mls_index_shard *shard = from->shard;
+        const mls_index_shard *shard = catalog->shards[tensor->from + i].shard;
         mls_part part;
         mls_status ignored; /* a good index has good parts */
+        l.from = &catalog->shards[tensor->from + i];
+        l.part = &part;
         (void)mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part,
                               &part, &ignored);
-        if (meet(shard, &part, to)) {
-            mls_stored_shard *next = &stored[*count];
-            next->file = file->path;
-            next->file_bytes = file->bytes;
-            next->offset = shard->offset;
-            next->item_bytes = mls_dtype_of(shard->dtype)->item_bytes;
-            next->crcs = shard->crcs;
-            next->name = shard->id.name;
-            mls_part_copy(&next->part, &part);
-            pieces[*count] = (mls_piece){.shard = next, .to = to, .data = data};
-            (*count)++;
+        if (shard->layers != NULL) {
+            list_layers(&l);
+        } else if (meet(shard, &part, to)) {
+            const mls_layer place = mls_index_place(shard, 0);
+            list_place(&l, &place, NULL, 0);
         }
     }
+    *count = l.count;
     return code;
 }
 
@@ -290,7 +351,8 @@ const mls_catalog_shard *mls_catalog_run(const mls_catalog *catalog,
         if (mls_overlap_next(&overlap, &run)) {
             *offset = from->shard->offset +
                       run.a * mls_dtype_of(from->shard->dtype)->item_bytes;
-            return run.count == mls_part_count(to) ? from : NULL;
+            return run.count == mls_part_count(to) && from->shard->layers == NULL ? from
+                                                                                  : NULL;
         }
     }
     return NULL;

@@ -23,6 +23,8 @@ typedef struct mls_catalog_shard {
 typedef struct mls_catalog_tensor {
     const mls_index_shard *facts; /* one of them */
     size_t from, count;
+    size_t places; /* that reading all of it takes: files' and, where there are zeros that
+                      no file has, one more for each shard */
 } mls_catalog_tensor;
 
 typedef struct mls_catalog {
@@ -43,17 +45,17 @@ void mls_catalog_fini(mls_catalog *catalog); /* accepts a zeroed one; zeroes it 
 /* Where a tensor of that id is, or SIZE_MAX. */
 size_t mls_catalog_find(const mls_catalog *catalog, const mls_tensor_id *id);
 
-/* What must be read for `to`, a part of a tensor, at most `tensor->count` of each: the
- * shards that have something of it and, with `data` (where the part lies packed), the
- * pieces to read.  MLS_E_FORMAT: no rank has stored some of it; the status names the
- * tensor. */
+/* What must be read for `to`, a part of a tensor, at most `tensor->places` of each: the
+ * places that have something of it and, with `data` (where the part lies packed), the
+ * pieces to read.  Places without a file are those of zeros that were not stored.
+ * MLS_E_FORMAT: no rank has stored some of it; the status names the tensor. */
 mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor *tensor,
                             const mls_part *to, unsigned char *data,
                             mls_stored_shard *stored, mls_piece *pieces, size_t *count,
                             mls_status *st);
 
-/* The same for a part that one shard has in one run: where in its file that starts.
- * NULL: it is in several places. */
+/* The same for a part that one plain shard has in one run: where in its file that starts.
+ * NULL: it is in several places, or the shard is sparse. */
 const mls_catalog_shard *mls_catalog_run(const mls_catalog *catalog,
                                          const mls_catalog_tensor *tensor,
                                          const mls_part *to, uint64_t *offset);

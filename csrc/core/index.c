@@ -15,104 +15,12 @@
 #include <string.h>
 
 enum {
-    DEPTH = 8,           /* an index needs 5 */
+    DEPTH = 8,           /* an index needs 6 */
     NODES = 64 << 20,    /* values in a text of 512 MiB, and more than it can hold */
     SHOWN_NAME = 100,    /* bytes of a name in a message */
     HEADER_BYTES = 8,    /* a shard file has no payload before that */
     WORLD_MOST = 1 << 24 /* ranks */
 };
-
-/* Also the names of the folders that the files of a section are in. */
-const char *mls_section_name(mls_section section)
-{
-    static const char *const names[MLS_SECTION_COUNT] = {
-        [MLS_PARAMS] = "params", [MLS_OPTIM_STATE] = "optim_state"};
-    return names[section];
-}
-
-/* The first has no name: a shard that states no tier has no such member. */
-const char *mls_tier_name(mls_tier tier)
-{
-    static const char *const names[MLS_TIER_COUNT] = {[MLS_TIER_NONE] = "",
-                                                      [MLS_TIER_HOT] = "hot",
-                                                      [MLS_TIER_WARM] = "warm",
-                                                      [MLS_TIER_COLD] = "cold"};
-    return names[tier];
-}
-
-/* Names are compared as bytes, never by locale: the order is part of the format, and two
- * machines must agree on it. */
-int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
-{
-    if (a->section != b->section) {
-        return a->section < b->section ? -1 : 1;
-    }
-    const int names = mls_text_compare(a->name, b->name);
-    if (names != 0) {
-        return names;
-    }
-    if (a->has_state != b->has_state) {
-        return a->has_state ? 1 : -1;
-    }
-    return a->has_state ? mls_text_compare(a->state, b->state) : 0;
-}
-
-/* Parts of one tensor follow one another. */
-int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
-{
-    const int ids = mls_tensor_id_compare(&a->id, &b->id);
-    return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
-}
-
-/* Dimensions of 0 count as 1: NumPy and torch multiply the others all the same. */
-bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
-{
-    size_t bytes = mls_dtype_of(dtype)->item_bytes;
-    for (int axis = 0; axis < rank; axis++) {
-        if (!mls_size_mul(bytes, shape[axis] == 0 ? 1 : shape[axis], &bytes)) {
-            return false;
-        }
-    }
-    return bytes <= PTRDIFF_MAX;
-}
-
-/* Axes and tier may differ: they do not say what the bytes are. */
-bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
-{
-    bool same =
-        a->dtype == b->dtype && a->rank == b->rank && a->layout.count == b->layout.count;
-    for (int i = 0; same && i < a->rank; i++) {
-        same = a->shape[i] == b->shape[i];
-    }
-    for (int i = 0; same && i < a->layout.count; i++) {
-        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
-               a->layout.steps[i].parts == b->layout.steps[i].parts;
-    }
-    return same;
-}
-
-/* Made anew for each who asks: a part takes 300 bytes, and an index has many. */
-mls_part mls_index_part(const mls_index_shard *shard)
-{
-    mls_part part = {0};
-    mls_status ignored;
-    /* it was made once already, when the index was */
-    (void)mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part, &part,
-                          &ignored);
-    return part;
-}
-
-/* Names lie in the document, which goes last. */
-void mls_index_fini(mls_index *index)
-{
-    mls_free(index->files);
-    mls_free(index->shards);
-    mls_free(index->dims);
-    mls_free(index->axes);
-    mls_free(index->crcs);
-    mls_json_free(index->json);
-    *index = (mls_index){0};
-}
 
 /* ---- reading: what can be asked of any value ---- */
 
@@ -120,7 +28,9 @@ typedef struct reader {
     const mls_json *json;
     mls_index index;                        /* its counts are final, its arrays grow */
     size_t dims_used, axes_used, crcs_used; /* of what was counted beforehand */
-    mls_text name;                          /* of the present shard, for messages */
+    size_t sparse_used, layers_used, extents_used; /* the same */
+    uint64_t version;                              /* of the format */
+    mls_text name; /* of the present shard, for messages */
     mls_status *st;
 } reader;
 
@@ -277,13 +187,18 @@ enum {
     AXES,
     TIER,
     VERSION,
-    FILE_NUMBER,
+    PLACE, /* the first of the place's */
+    FILE_NUMBER = PLACE,
     OFFSET,
     BYTES,
     CRC,
     BLOCKS,
+    LAYERS, /* last: version 1 does not know it */
     MEMBERS
 };
+
+/* Of a layer: the place's, then its own. */
+enum { ROW = LAYERS - PLACE, ROWS, LAYER_MEMBERS };
 
 static const member shard_members[MEMBERS] = {
     [SECTION] = MEMBER("section", MLS_JSON_STRING, true),
@@ -301,6 +216,17 @@ static const member shard_members[MEMBERS] = {
     [BYTES] = MEMBER("bytes", MLS_JSON_NUMBER, true),
     [CRC] = MEMBER("crc32c", MLS_JSON_STRING, true),
     [BLOCKS] = MEMBER("blocks", MLS_JSON_STRING, false),
+    [LAYERS] = MEMBER("layers", MLS_JSON_ARRAY, false),
+};
+
+static const member layer_members[LAYER_MEMBERS] = {
+    [FILE_NUMBER - PLACE] = MEMBER("file", MLS_JSON_NUMBER, true),
+    [OFFSET - PLACE] = MEMBER("offset", MLS_JSON_NUMBER, true),
+    [BYTES - PLACE] = MEMBER("bytes", MLS_JSON_NUMBER, true),
+    [CRC - PLACE] = MEMBER("crc32c", MLS_JSON_STRING, true),
+    [BLOCKS - PLACE] = MEMBER("blocks", MLS_JSON_STRING, false),
+    [ROW] = MEMBER("row", MLS_JSON_NUMBER, false),
+    [ROWS] = MEMBER("rows", MLS_JSON_ARRAY, false),
 };
 
 /* The name of a text among `count` names, or `count`. */
@@ -460,14 +386,11 @@ static mls_code read_tier(reader *r, const member *m, mls_tier *tier)
     return MLS_OK;
 }
 
-/* What the shard is, by layout and shape, and that its bytes are those of that.  Nothing
- * but this ties the three to each other; the reader of files relies on it for every
- * address that it computes. */
-static mls_code check_part(reader *r, const member *m, const mls_index_shard *shard)
+/* What the shard is, by layout and shape; `*out` is the number of its elements. */
+static mls_code read_part(reader *r, const member *m, mls_index_shard *shard, size_t *out)
 {
     mls_part part;
     mls_status why;
-    size_t bytes;
     if (!mls_index_fits(shard->dtype, shard->rank, shard->shape)) {
         return fail_member(r, m[SHAPE].node, "shape", "is larger than any memory");
     }
@@ -478,76 +401,228 @@ static mls_code check_part(reader *r, const member *m, const mls_index_shard *sh
                                ? "does not have this part, or no sense"
                                : "does not fit the shape");
     }
-    if (!mls_size_mul(mls_part_count(&part), mls_dtype_of(shard->dtype)->item_bytes,
-                      &bytes) ||
-        bytes != shard->bytes) {
-        return fail_member(r, m[BYTES].node, "bytes",
-                           "are not as many as shape, layout and dtype make");
-    }
+    *out = mls_part_count(&part);
+    shard->bytes = *out * mls_dtype_of(shard->dtype)->item_bytes; /* no more than fit */
     return MLS_OK;
 }
 
-/* One checksum a block; a shard of one block has but the one.  That of the whole shard is
- * not compared with those of its blocks: whoever verifies reads the blocks. */
-static mls_code read_blocks(reader *r, const member *m, mls_index_shard *shard)
+/* One checksum a block; a place of one block has but the one.  That of the whole place is
+ * not compared with those of its blocks: whoever verifies reads the blocks.  `m` are the
+ * members of a place. */
+static mls_code read_blocks(reader *r, const member *m, mls_layer *place)
 {
-    const size_t count = mls_safetensors_blocks(shard->bytes);
+    const member *whole = &m[CRC - PLACE], *blocks = &m[BLOCKS - PLACE];
+    const size_t count = mls_safetensors_blocks(place->bytes);
     uint32_t *crcs = r->index.crcs + r->crcs_used;
-    mls_code code = read_crc(r, &m[CRC], &shard->crc);
+    mls_code code = read_crc(r, whole, &place->crc);
     if (code != MLS_OK) {
         return code;
     }
-    if ((m[BLOCKS].node == MLS_JSON_NONE) != (count <= 1)) {
-        return fail_member(r, m[count <= 1 ? BLOCKS : CRC].node, "blocks",
+    if ((blocks->node == MLS_JSON_NONE) != (count <= 1)) {
+        return fail_member(r, (count <= 1 ? blocks : whole)->node, "blocks",
                            count <= 1 ? "of a shard that is no longer than one"
                                       : "is missing");
     }
-    shard->crcs = crcs;
+    place->crcs = crcs;
     r->crcs_used += count;
     if (count <= 1) {
-        crcs[0] = shard->crc; /* room for it was counted, by "crc32c" */
+        crcs[0] = place->crc; /* room for it was counted, by "crc32c" */
         r->crcs_used = (size_t)(crcs - r->index.crcs) + 1;
-        return shard->bytes > 0 || shard->crc == 0
+        return place->bytes > 0 || place->crc == 0
                    ? MLS_OK
-                   : fail_member(r, m[CRC].node, "crc32c", "is not that of no bytes");
+                   : fail_member(r, whole->node, "crc32c", "is not that of no bytes");
     }
-    const mls_text digits = mls_json_text(r->json, m[BLOCKS].node);
+    const mls_text digits = mls_json_text(r->json, blocks->node);
     if (digits.length % MLS_CRC_DIGITS != 0 || digits.length / MLS_CRC_DIGITS != count) {
-        return fail_member(r, m[BLOCKS].node, "blocks",
+        return fail_member(r, blocks->node, "blocks",
                            "are not 8 digits for each MiB of the shard");
     }
     for (size_t i = 0; i < count; i++) {
         if (!mls_crc_from_digits(digits.data + i * MLS_CRC_DIGITS, &crcs[i])) {
-            return fail_member(r, m[BLOCKS].node, "blocks", "are not hexadecimal");
+            return fail_member(r, blocks->node, "blocks", "are not hexadecimal");
         }
     }
     return MLS_OK;
 }
 
 /* Where it lies: inside its file, as far as the file's recorded length tells.  Whether
- * the file has that length is seen when it is opened. */
-static mls_code read_place(reader *r, const member *m, mls_index_shard *shard)
+ * the file has that length is seen when it is opened.  `m` are the members of a place. */
+static mls_code read_place(reader *r, const member *m, mls_layer *place)
 {
     uint64_t end;
-    mls_code code = read_size(r, &m[BYTES], SIZE_MAX, &shard->bytes);
+    mls_code code = read_size(r, &m[BYTES - PLACE], SIZE_MAX, &place->bytes);
     if (code == MLS_OK) {
-        code = read_number(r, &m[OFFSET], HEADER_BYTES, INT64_MAX, &shard->offset);
+        code =
+            read_number(r, &m[OFFSET - PLACE], HEADER_BYTES, INT64_MAX, &place->offset);
     }
     if (code == MLS_OK) {
-        code = read_size(r, &m[FILE_NUMBER], SIZE_MAX, &shard->file);
+        code = read_size(r, &m[0], SIZE_MAX, &place->file);
     }
     if (code != MLS_OK) {
         return code;
     }
-    if (shard->file >= r->index.file_count) {
-        return fail_member(r, m[FILE_NUMBER].node, "file", "is not one of the files");
+    if (place->file >= r->index.file_count) {
+        return fail_member(r, m[0].node, "file", "is not one of the files");
     }
-    if (!mls_u64_add(shard->offset, shard->bytes, &end) ||
-        end > r->index.files[shard->file].bytes) {
-        return fail_member(r, m[OFFSET].node, "offset",
+    if (!mls_u64_add(place->offset, place->bytes, &end) ||
+        end > r->index.files[place->file].bytes) {
+        return fail_member(r, m[OFFSET - PLACE].node, "offset",
                            "and bytes lead behind the end of the file");
     }
     return MLS_OK;
+}
+
+/* A shard that has all its bytes in one place, and is of as many as there are there. */
+static mls_code read_plain(reader *r, const member *m, mls_index_shard *shard)
+{
+    mls_layer place = {0};
+    size_t elements;
+    mls_code code = read_place(r, m + PLACE, &place);
+    if (code == MLS_OK) {
+        code = read_part(r, m, shard, &elements);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (place.bytes != shard->bytes) {
+        return fail_member(r, m[BYTES].node, "bytes",
+                           "are not as many as shape, layout and dtype make");
+    }
+    code = read_blocks(r, m + PLACE, &place);
+    shard->file = place.file;
+    shard->offset = place.offset;
+    shard->crc = place.crc;
+    shard->crcs = place.crcs;
+    return code;
+}
+
+/* ---- reading: sparse shards ---- */
+
+/* Which elements a layer holds: "row" and "rows".  Numbers come in pairs, and each pair
+ * is a run, for which room was counted. */
+static mls_code read_rows(reader *r, const member *m, size_t elements, mls_layer *layer)
+{
+    mls_extent *runs = r->index.extents + r->extents_used;
+    uint64_t skip, count;
+    size_t row = 0;
+    mls_code code = read_number(r, &m[ROW], 1, SIZE_MAX, &skip);
+    if (code != MLS_OK) {
+        return code;
+    }
+    row = (size_t)skip;
+    mls_rows rows = {.row = row, .elements = elements};
+    mls_json_node node = mls_json_first(r->json, m[ROWS].node);
+    while (node != MLS_JSON_NONE) {
+        /* one that is alone, that is no number, or that makes no sense: it is all the
+         * same fault, and told of the first of the two */
+        const mls_json_node second = mls_json_next(r->json, node);
+        if (second == MLS_JSON_NONE || !mls_json_u64(r->json, node, &skip) ||
+            !mls_json_u64(r->json, second, &count) ||
+            !mls_rows_next(&rows, skip, count, &runs[layer->run_count])) {
+            return fail_member(r, node, "rows",
+                               "are not rows passed over and rows held in turn, as many "
+                               "as the shard has");
+        }
+        layer->run_count++;
+        node = mls_json_next(r->json, second);
+    }
+    /* only what passed takes room: a refused index is freed as a whole */
+    layer->row = row;
+    layer->runs = runs;
+    r->extents_used += layer->run_count;
+    return MLS_OK;
+}
+
+/* One layer.  What it holds comes before its bytes, which must be as many as that makes,
+ * and some: a layer that holds nothing says nothing. */
+static mls_code read_layer(reader *r, mls_json_node node, const mls_index_shard *shard,
+                           bool first, mls_layer *layer)
+{
+    member m[LAYER_MEMBERS];
+    const size_t size = mls_dtype_of(shard->dtype)->item_bytes;
+    const size_t elements = shard->bytes / size;
+    memcpy(m, layer_members, sizeof m);
+    if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
+        return fail_member(r, node, "layers", "hold what is no object");
+    }
+    mls_code code = find_members(r, node, m, LAYER_MEMBERS);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if ((m[ROW].node == MLS_JSON_NONE) != (m[ROWS].node == MLS_JSON_NONE)) {
+        return fail_member(r, node, m[ROW].node == MLS_JSON_NONE ? "row" : "rows",
+                           "is missing");
+    }
+    if (m[ROW].node == MLS_JSON_NONE && !first) {
+        return fail_member(r, node, "rows", "is missing: only the first layer is full");
+    }
+    /* place first: what it says of bytes is checked against the rows below */
+    code = read_place(r, m, layer);
+    if (code == MLS_OK && m[ROW].node != MLS_JSON_NONE) {
+        code = read_rows(r, m, elements, layer);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (layer->bytes == 0 || layer->bytes != mls_layer_held(layer, elements) * size) {
+        return fail_member(r, m[BYTES - PLACE].node, "bytes",
+                           "are not as many as the layer's elements make, and some");
+    }
+    return read_blocks(r, m, layer);
+}
+
+/* A shard with layers.  Which of their elements are visible is worked out at once, into
+ * room that was counted, so that nobody has to later. */
+static mls_code read_layers(reader *r, const member *m, mls_index_shard *shard)
+{
+    mls_layers *layers = &r->index.sparse[r->sparse_used++];
+    const mls_json_node array = m[LAYERS].node;
+    size_t elements;
+    mls_code code = read_part(r, m, shard, &elements);
+    /* one that had both could be read in two ways */
+    for (int i = PLACE; code == MLS_OK && i <= BLOCKS; i++) {
+        if (m[i].node != MLS_JSON_NONE) {
+            code = fail_member(r, m[i].node, m[i].key, "is beside \"layers\"");
+        }
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (mls_json_size(r->json, array) > MLS_LAYERS_MOST) {
+        fail_member(r, array, "layers", "are too many");
+        mls_status_expected(r->st, "at most %d", (int)MLS_LAYERS_MOST);
+        return MLS_E_FORMAT;
+    }
+    /* its layers lie together, behind those of the shards before it */
+    layers->list = r->index.layers + r->layers_used;
+    mls_json_node node = mls_json_first(r->json, array);
+    for (; code == MLS_OK && node != MLS_JSON_NONE; node = mls_json_next(r->json, node)) {
+        code =
+            read_layer(r, node, shard, layers->count == 0, &layers->list[layers->count]);
+        layers->count++;
+    }
+    if (code == MLS_OK) {
+        r->layers_used += layers->count;
+        r->extents_used +=
+            mls_layers_resolve(layers, elements, r->index.extents + r->extents_used);
+        shard->layers = layers;
+    }
+    return code;
+}
+
+/* In its one place, all members of which must be there, or in layers. */
+static mls_code read_places(reader *r, mls_json_node node, const member *m,
+                            mls_index_shard *shard)
+{
+    if (m[LAYERS].node != MLS_JSON_NONE) {
+        return read_layers(r, m, shard);
+    }
+    for (int i = PLACE; i < BLOCKS; i++) {
+        if (m[i].node == MLS_JSON_NONE) {
+            return refuse_member(r, node, &m[i]);
+        }
+    }
+    return read_plain(r, m, shard);
 }
 
 /* Everything that a shard says of itself.
@@ -559,11 +634,13 @@ static mls_code read_shard(reader *r, mls_json_node node, member *m,
                            mls_index_shard *shard)
 {
     mls_code code = MLS_OK;
-    const size_t bad = mls_json_members(r->json, node, m, MEMBERS);
+    /* to version 1 "layers" is one of the members that are passed over */
+    const size_t count = r->version == MLS_INDEX_VERSION ? LAYERS : MEMBERS;
+    const size_t bad = mls_json_members(r->json, node, m, count);
     /* known first, so that whatever is wrong can be said with it */
     r->name = m[NAME].node == MLS_JSON_NONE ? (mls_text){0}
                                             : mls_json_text(r->json, m[NAME].node);
-    if (bad < MEMBERS) {
+    if (bad < count) {
         return refuse_member(r, node, &m[bad]);
     }
     const mls_text dtype = mls_json_text(r->json, m[DTYPE].node);
@@ -576,36 +653,73 @@ static mls_code read_shard(reader *r, mls_json_node node, member *m,
         (code = read_axes(r, &m[AXES], shard)) != MLS_OK ||
         (code = read_tier(r, &m[TIER], &shard->tier)) != MLS_OK ||
         (code = read_number(r, &m[VERSION], 1, INT64_MAX, &shard->version)) != MLS_OK ||
-        (code = read_size(r, &m[PART], PTRDIFF_MAX, &shard->part)) != MLS_OK ||
-        (code = read_place(r, m, shard)) != MLS_OK ||
-        (code = check_part(r, m, shard)) != MLS_OK) {
+        (code = read_size(r, &m[PART], PTRDIFF_MAX, &shard->part)) != MLS_OK) {
         return code;
     }
-    return read_blocks(r, m, shard);
+    return read_places(r, node, m, shard);
 }
 
 /* ---- reading: the whole ---- */
 
+/* How many there will be of what, at most. */
+typedef struct needs {
+    size_t dims, axes, crcs, sparse, layers, extents;
+} needs;
+
+/* Checksums of a shard or a layer, by the digits that there are. */
+static size_t count_crcs(const reader *r, mls_json_node blocks)
+{
+    return 1 + (blocks == MLS_JSON_NONE
+                    ? 0
+                    : mls_json_text(r->json, blocks).length / MLS_CRC_DIGITS);
+}
+
+/* What the layers of one shard will need: for each run one extent, and what resolving
+ * takes, which is that of mls_layers_room. */
+static void count_layers(const reader *r, mls_json_node array, needs *n)
+{
+    enum { COUNTED_BLOCKS, COUNTED_ROWS, COUNT };
+    member m[COUNT] = {[COUNTED_BLOCKS] = MEMBER("blocks", MLS_JSON_STRING, false),
+                       [COUNTED_ROWS] = MEMBER("rows", MLS_JSON_ARRAY, false)};
+    n->sparse++;
+    n->extents++;
+    for (mls_json_node node = mls_json_first(r->json, array); node != MLS_JSON_NONE;
+         node = mls_json_next(r->json, node)) {
+        if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
+            continue; /* refused when it is read */
+        }
+        (void)mls_json_members(r->json, node, m, COUNT);
+        const mls_json_node rows = m[COUNTED_ROWS].node;
+        n->layers++;
+        n->crcs += count_crcs(r, m[COUNTED_BLOCKS].node);
+        n->extents += rows == MLS_JSON_NONE ? 2 : 3 * (mls_json_size(r->json, rows) / 2);
+    }
+}
+
 /* How much the shards will need of each array: counted generously, from values and
  * digits that really are in the text. */
-static mls_code count_needs(reader *r, mls_json_node shards, size_t *dims, size_t *axes,
-                            size_t *crcs)
+static mls_code count_needs(reader *r, mls_json_node shards, needs *n)
 {
-    enum { DIMS, AXIS, CRCS, COUNT };
+    enum { DIMS, AXIS, CRCS, COUNTED_LAYERS, COUNT };
     member m[COUNT] = {[DIMS] = MEMBER("shape", MLS_JSON_ARRAY, false),
                        [AXIS] = MEMBER("axes", MLS_JSON_ARRAY, false),
-                       [CRCS] = MEMBER("blocks", MLS_JSON_STRING, false)};
+                       [CRCS] = MEMBER("blocks", MLS_JSON_STRING, false),
+                       [COUNTED_LAYERS] = MEMBER("layers", MLS_JSON_ARRAY, false)};
+    const size_t count = r->version == MLS_INDEX_VERSION ? COUNTED_LAYERS : COUNT;
     for (mls_json_node node = mls_json_first(r->json, shards); node != MLS_JSON_NONE;
          node = mls_json_next(r->json, node)) {
         if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
             return fail_member(r, node, "shards", "hold what is no object");
         }
-        (void)mls_json_members(r->json, node, m, COUNT); /* types are asked later */
-        *dims += m[DIMS].node == MLS_JSON_NONE ? 0 : mls_json_size(r->json, m[DIMS].node);
-        *axes += m[AXIS].node == MLS_JSON_NONE ? 0 : mls_json_size(r->json, m[AXIS].node);
-        *crcs += 1;
-        if (m[CRCS].node != MLS_JSON_NONE) {
-            *crcs += mls_json_text(r->json, m[CRCS].node).length / MLS_CRC_DIGITS;
+        m[COUNTED_LAYERS].node = MLS_JSON_NONE;
+        (void)mls_json_members(r->json, node, m, count); /* types are asked later */
+        n->dims +=
+            m[DIMS].node == MLS_JSON_NONE ? 0 : mls_json_size(r->json, m[DIMS].node);
+        n->axes +=
+            m[AXIS].node == MLS_JSON_NONE ? 0 : mls_json_size(r->json, m[AXIS].node);
+        n->crcs += count_crcs(r, m[CRCS].node);
+        if (m[COUNTED_LAYERS].node != MLS_JSON_NONE) {
+            count_layers(r, m[COUNTED_LAYERS].node, n);
         }
     }
     return MLS_OK;
@@ -616,8 +730,8 @@ static mls_code count_needs(reader *r, mls_json_node shards, size_t *dims, size_
 static mls_code allocate(reader *r, mls_json_node files, mls_json_node shards)
 {
     mls_index *x = &r->index;
-    size_t dims = 0, axes = 0, crcs = 0;
-    const mls_code code = count_needs(r, shards, &dims, &axes, &crcs);
+    needs n = {0};
+    const mls_code code = count_needs(r, shards, &n);
     if (code != MLS_OK) {
         return code;
     }
@@ -625,131 +739,16 @@ static mls_code allocate(reader *r, mls_json_node files, mls_json_node shards)
     x->shard_count = mls_json_size(r->json, shards);
     if ((x->files = mls_alloc(x->file_count, sizeof *x->files)) == NULL ||
         (x->shards = mls_alloc(x->shard_count, sizeof *x->shards)) == NULL ||
-        (x->dims = mls_alloc(dims, sizeof *x->dims)) == NULL ||
-        (x->axes = mls_alloc(axes, sizeof *x->axes)) == NULL ||
-        (x->crcs = mls_alloc(crcs, sizeof *x->crcs)) == NULL) {
+        (x->dims = mls_alloc(n.dims, sizeof *x->dims)) == NULL ||
+        (x->axes = mls_alloc(n.axes, sizeof *x->axes)) == NULL ||
+        (x->crcs = mls_alloc(n.crcs, sizeof *x->crcs)) == NULL ||
+        (x->sparse = mls_alloc(n.sparse, sizeof *x->sparse)) == NULL ||
+        (x->layers = mls_alloc(n.layers, sizeof *x->layers)) == NULL ||
+        (x->extents = mls_alloc(n.extents, sizeof *x->extents)) == NULL) {
         return mls_fail(r->st, MLS_E_MEMORY, "no memory for an index of %zu shards",
                         x->shard_count);
     }
     return MLS_OK;
-}
-
-/* qsort, for what mostly is in order: then nothing is moved, and no memory is taken.
- * False: no two are equal.  True: some may be. */
-static bool sort(void *base, size_t count, size_t size,
-                 int (*compare)(const void *, const void *))
-{
-    const char *at = base;
-    bool twins = false;
-    for (size_t i = 1; i < count; i++, at += size) {
-        const int order = compare(at, at + size);
-        if (order > 0) {
-            qsort(base, count, size, compare);
-            return true;
-        }
-        twins = twins || order == 0;
-    }
-    return twins;
-}
-
-/* For sort. */
-static int compare_shards(const void *a, const void *b)
-{
-    return mls_index_compare(a, b);
-}
-
-/* Ours are sorted already; others' may not be.  Then equal ones are neighbours. */
-static mls_code sort_shards(reader *r)
-{
-    const mls_index *x = &r->index;
-    const bool twins = sort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
-    for (size_t i = 1; twins && i < x->shard_count; i++) {
-        if (mls_index_compare(&x->shards[i - 1], &x->shards[i]) == 0) {
-            r->name = x->shards[i].id.name;
-            return fail_member(r, MLS_JSON_NONE, "part", "appears twice");
-        }
-    }
-    return MLS_OK;
-}
-
-/* For sort, over pointers to files. */
-static int compare_paths(const void *a, const void *b)
-{
-    const mls_index_file *x = *(const mls_index_file *const *)a;
-    const mls_index_file *y = *(const mls_index_file *const *)b;
-    return strcmp(x->path, y->path);
-}
-
-/* For sort, over pointers to shards: as they lie in their files. */
-static int compare_places(const void *a, const void *b)
-{
-    const mls_index_shard *x = *(const mls_index_shard *const *)a;
-    const mls_index_shard *y = *(const mls_index_shard *const *)b;
-    return x->file != y->file       ? (x->file < y->file ? -1 : 1)
-           : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
-                                    : 0;
-}
-
-/* No file is listed twice. */
-static mls_code check_files(reader *r, const void **sorted)
-{
-    const mls_index *x = &r->index;
-    for (size_t i = 0; i < x->file_count; i++) {
-        sorted[i] = &x->files[i];
-    }
-    const bool twins = sort(sorted, x->file_count, sizeof *sorted, compare_paths);
-    for (size_t i = 1; twins && i < x->file_count; i++) {
-        const mls_index_file *file = sorted[i];
-        if (compare_paths(&sorted[i - 1], &sorted[i]) == 0) {
-            r->name = (mls_text){0};
-            fail_member(r, MLS_JSON_NONE, "path", "appears twice among the files");
-            mls_status_got(r->st, "%.*s", SHOWN_NAME, file->path);
-            return MLS_E_FORMAT;
-        }
-    }
-    return MLS_OK;
-}
-
-/* No byte belongs to two shards: so all that is loaded from an index is no larger than
- * its files. */
-static mls_code check_overlaps(reader *r, const void **sorted)
-{
-    const mls_index *x = &r->index;
-    size_t count = 0;
-    for (size_t i = 0; i < x->shard_count; i++) {
-        if (x->shards[i].bytes > 0) {
-            sorted[count++] = &x->shards[i];
-        }
-    }
-    (void)sort(sorted, count, sizeof *sorted, compare_places);
-    for (size_t i = 1; i < count; i++) {
-        const mls_index_shard *before = sorted[i - 1], *shard = sorted[i];
-        if (before->file == shard->file &&
-            shard->offset - before->offset < before->bytes) {
-            r->name = shard->id.name;
-            return fail_member(r, MLS_JSON_NONE, "offset",
-                               "is inside another shard of the file");
-        }
-    }
-    return MLS_OK;
-}
-
-/* What only shows when all of them are known. */
-static mls_code check_places(reader *r)
-{
-    const mls_index *x = &r->index;
-    const size_t most = x->file_count > x->shard_count ? x->file_count : x->shard_count;
-    const void **sorted = mls_alloc(most, sizeof *sorted);
-    if (sorted == NULL) {
-        return mls_fail(r->st, MLS_E_MEMORY, "no memory for an index of %zu shards",
-                        x->shard_count);
-    }
-    mls_code code = check_files(r, sorted);
-    if (code == MLS_OK) {
-        code = check_overlaps(r, sorted);
-    }
-    mls_free(sorted);
-    return code;
 }
 
 /* Whether it is an index, and of a version that is understood: asked before anything
@@ -759,7 +758,6 @@ static mls_code read_format(reader *r)
     enum { FORMAT, FORMAT_NUMBER, COUNT };
     member m[COUNT] = {[FORMAT] = MEMBER("format", MLS_JSON_STRING, true),
                        [FORMAT_NUMBER] = MEMBER("format_version", MLS_JSON_NUMBER, true)};
-    uint64_t number;
     const mls_code code = find_members(r, 0, m, COUNT);
     if (code != MLS_OK) {
         return code;
@@ -767,11 +765,12 @@ static mls_code read_format(reader *r)
     if (!mls_text_is(mls_json_text(r->json, m[FORMAT].node), "mlstate.index")) {
         return fail_member(r, m[FORMAT].node, "format", "is not \"mlstate.index\"");
     }
-    if (!mls_json_u64(r->json, m[FORMAT_NUMBER].node, &number) ||
-        number != MLS_INDEX_VERSION) {
+    if (!mls_json_u64(r->json, m[FORMAT_NUMBER].node, &r->version) ||
+        (r->version != MLS_INDEX_VERSION && r->version != MLS_INDEX_SPARSE)) {
         fail_member(r, m[FORMAT_NUMBER].node, "format_version",
                     "is one that this mlstate does not read: use a newer one");
-        mls_status_expected(r->st, "%d", (int)MLS_INDEX_VERSION);
+        mls_status_expected(r->st, "%d or %d", (int)MLS_INDEX_VERSION,
+                            (int)MLS_INDEX_SPARSE);
         return MLS_E_FORMAT;
     }
     return MLS_OK;
@@ -800,6 +799,11 @@ static mls_code read_lists(reader *r, mls_json_node files, mls_json_node shards)
 {
     member m[MEMBERS];
     memcpy(m, shard_members, sizeof m);
+    m[LAYERS].node = MLS_JSON_NONE; /* should nobody look for it */
+    /* where a shard may have layers instead, that is said when its place is read */
+    for (int i = PLACE; r->version != MLS_INDEX_VERSION && i < BLOCKS; i++) {
+        m[i].needed = false;
+    }
     mls_code code = allocate(r, files, shards);
     mls_json_node node = mls_json_first(r->json, files);
     for (size_t i = 0; code == MLS_OK && i < r->index.file_count; i++) {
@@ -828,11 +832,10 @@ static mls_code read_index(reader *r)
     mls_code code = read_format(r);
     if (code != MLS_OK || (code = find_members(r, 0, m, COUNT)) != MLS_OK ||
         (code = read_head(r, &m[GENERATION], &m[RANK], &m[WORLD])) != MLS_OK ||
-        (code = read_lists(r, m[FILES].node, m[SHARDS].node)) != MLS_OK ||
-        (code = sort_shards(r)) != MLS_OK) {
+        (code = read_lists(r, m[FILES].node, m[SHARDS].node)) != MLS_OK) {
         return code;
     }
-    return check_places(r);
+    return mls_index_arrange(&r->index, r->st);
 }
 
 /* The seal comes first: of a text that was damaged nothing is parsed, and whatever is

@@ -13,6 +13,7 @@
 #include "crc32c.h"
 #include "dtype.h"
 #include "json.h"
+#include "layers.h"
 #include "layout.h"
 #include "status.h"
 #include "text.h"
@@ -40,7 +41,8 @@ typedef enum mls_tier {
 const char *mls_tier_name(mls_tier tier);
 
 enum {
-    MLS_INDEX_VERSION = 1,      /* of the format: the only one so far */
+    MLS_INDEX_VERSION = 1,      /* of the format, where no shard is sparse */
+    MLS_INDEX_SPARSE = 2,       /* of the format, where one is */
     MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal */
     MLS_PATH_BYTES = 240        /* of a file's path in the pool, without NUL */
 };
@@ -63,7 +65,9 @@ typedef struct mls_index_file {
     uint32_t header_crc; /* "mlstate.header.crc32c" of its header: tells it from others */
 } mls_index_file;
 
-/* One shard. */
+/* One shard.  A plain one has its place in the shard itself, since there may be a million
+ * of them; a sparse one has layers, and then `file`, `offset`, `crc` and `crcs` say
+ * nothing and are zero.  `bytes` are those of the part either way. */
 typedef struct mls_index_shard {
     mls_tensor_id id;
     mls_dtype dtype;
@@ -78,8 +82,9 @@ typedef struct mls_index_shard {
     uint64_t offset;         /* of its first byte in that file */
     size_t bytes;            /* fit part and dtype */
     mls_tier tier;
-    uint32_t crc;         /* of all of it */
-    const uint32_t *crcs; /* of its blocks */
+    uint32_t crc;             /* of all of it */
+    const uint32_t *crcs;     /* of its blocks */
+    const mls_layers *layers; /* NULL: plain */
 } mls_index_shard;
 
 typedef struct mls_index {
@@ -87,13 +92,17 @@ typedef struct mls_index {
     uint64_t rank, world_size;
     mls_index_file *files; /* no path twice */
     size_t file_count;
-    mls_index_shard *shards; /* by id, then by part; no part twice, no byte in two */
+    mls_index_shard *shards; /* by id, then by part; no part twice, no byte in two
+                                places */
     size_t shard_count;
     /* what the shards point to; NULL where somebody else owns that */
     mls_json *json;
     size_t *dims;
     signed char *axes;
     uint32_t *crcs;
+    mls_layers *sparse; /* of all sparse shards; below, of all of these */
+    mls_layer *layers;
+    mls_extent *extents;
 } mls_index;
 
 /* Understand an index.  `text` need not outlive the call.  Gives: release with
@@ -104,15 +113,19 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
                          mls_index *out, mls_status *st);
 
 /* Append the text of an index to an empty buffer; returns its CRC32C as a whole by
- * `*crc_out`.  What is written is what mls_index_parse would accept: the caller's names
- * are UTF-8, its shards in order and of a size that fits.  MLS_E_MEMORY, MLS_E_SIZE (over
- * 512 MiB). */
+ * `*crc_out`.  Of layers only what is stored matters, not what is visible.  What is
+ * written is what mls_index_parse would accept: the caller's names are UTF-8, its shards
+ * in order and of a size that fits.  MLS_E_MEMORY, MLS_E_SIZE (over 512 MiB). */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_buffer *out, uint32_t *crc_out, mls_status *st);
 
 /* Append the start of a shard's JSON object, what it is and its version, without a
  * closing brace: shard files say the same of what they hold. */
 void mls_index_put_shard(mls_buffer *b, const mls_index_shard *shard);
+
+/* Append the members "row" and "rows" of a layer, each with its comma in front; nothing
+ * of a full one.  Shard files say the same of what they hold. */
+void mls_index_put_rows(mls_buffer *b, const mls_layer *layer);
 
 /* Whether a tensor of that shape could lie in memory: its bytes, with dimensions of 0
  * taken for 1, so that any library can hold it. */
@@ -126,6 +139,22 @@ bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b);
 
 /* Shards are sorted by this: id, then part. */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b);
+
+/* Places where a shard's bytes lie: one of a plain shard, else as many as it has layers.
+ */
+size_t mls_index_place_count(const mls_index_shard *shard);
+
+/* One of them; that of a plain shard is a full layer of which nothing is said to be
+ * visible. */
+mls_layer mls_index_place(const mls_index_shard *shard, size_t number);
+
+/* Bytes of all places. */
+uint64_t mls_index_stored_bytes(const mls_index_shard *shard);
+
+/* Sort the shards of an index that is good otherwise, and see that no shard and no path
+ * is in it twice, and no byte in two places.  Part of parsing.  MLS_E_FORMAT with the
+ * tensor's name; MLS_E_MEMORY. */
+mls_code mls_index_arrange(mls_index *index, mls_status *st);
 
 void mls_index_fini(mls_index *index); /* accepts a zeroed one; zeroes it */
 

@@ -100,19 +100,73 @@ void mls_index_put_shard(mls_buffer *b, const mls_index_shard *s)
     put_number(b, ",\"version\":", s->version);
 }
 
-/* What follows in an index: where it is, and its checksums.  A shard of one block says
- * its checksum once. */
-static void put_place(mls_buffer *b, const mls_index_shard *s)
+/* Rows are numbers of rows, so that lists are short: how many are passed over, how many
+ * follow that are held, and so on.  Rows behind the last run are not said. */
+void mls_index_put_rows(mls_buffer *b, const mls_layer *layer)
 {
-    const size_t blocks = mls_safetensors_blocks(s->bytes);
-    put_number(b, ",\"file\":", s->file);
-    put_number(b, ",\"offset\":", s->offset);
-    put_number(b, ",\"bytes\":", s->bytes);
-    put_crcs(b, ",\"crc32c\":", &s->crc, 1);
-    if (blocks > 1) {
-        put_crcs(b, ",\"blocks\":", s->crcs, blocks);
+    size_t end = 0; /* of the run before */
+    if (layer->row == 0) {
+        return;
     }
-    mls_buffer_text(b, "}");
+    put_number(b, ",\"row\":", layer->row);
+    for (size_t i = 0; i < layer->run_count; i++) {
+        const mls_extent *run = &layer->runs[i];
+        /* the shard's last row may be short, and only a last run has it */
+        const size_t rows =
+            run->count / layer->row + (run->count % layer->row != 0 ? 1 : 0);
+        put_number(b, i == 0 ? ",\"rows\":[" : ",", (run->begin - end) / layer->row);
+        put_number(b, ",", rows);
+        end = run->begin + run->count;
+    }
+    mls_buffer_text(b, "]");
+}
+
+/* A run of stored bytes: where it is, and its checksums.  One of a single block says its
+ * checksum once. */
+static void put_place(mls_buffer *b, const char *first_key, const mls_layer *place)
+{
+    const size_t blocks = mls_safetensors_blocks(place->bytes);
+    put_number(b, first_key, place->file);
+    put_number(b, ",\"offset\":", place->offset);
+    put_number(b, ",\"bytes\":", place->bytes);
+    put_crcs(b, ",\"crc32c\":", &place->crc, 1);
+    if (blocks > 1) {
+        put_crcs(b, ",\"blocks\":", place->crcs, blocks);
+    }
+}
+
+/* What follows in an index: its place, or its layers. */
+static void put_places(mls_buffer *b, const mls_index_shard *s)
+{
+    if (s->layers == NULL) {
+        const mls_layer whole = {.file = s->file,
+                                 .offset = s->offset,
+                                 .bytes = s->bytes,
+                                 .crc = s->crc,
+                                 .crcs = s->crcs};
+        put_place(b, ",\"file\":", &whole);
+        mls_buffer_text(b, "}");
+        return;
+    }
+    mls_buffer_text(b, ",\"layers\":[");
+    for (size_t i = 0; i < s->layers->count; i++) {
+        put_place(b, i == 0 ? "{\"file\":" : ",{\"file\":", &s->layers->list[i]);
+        mls_index_put_rows(b, &s->layers->list[i]);
+        mls_buffer_text(b, "}");
+    }
+    mls_buffer_text(b, "]}");
+}
+
+/* The lowest version that can say it: an index without sparse shards is for every reader
+ * what it always was. */
+static uint64_t version_of(const mls_index *index)
+{
+    for (size_t i = 0; i < index->shard_count; i++) {
+        if (index->shards[i].layers != NULL) {
+            return MLS_INDEX_SPARSE;
+        }
+    }
+    return MLS_INDEX_VERSION;
 }
 
 /* One line for each file and each shard: people look at these, and so do tools that
@@ -125,7 +179,7 @@ mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
     mls_buffer *b = out;
     b->most = TEXT_MOST;
     put_number(b, MLS_SEAL_START ",\n\"format\":\"mlstate.index\",\"format_version\":",
-               MLS_INDEX_VERSION);
+               version_of(index));
     put_plain(b, ",\n\"generation\":", index->generation);
     put_number(b, ",\"rank\":", index->rank);
     put_number(b, ",\"world_size\":", index->world_size);
@@ -141,7 +195,7 @@ mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
     for (size_t i = 0; i < index->shard_count; i++) {
         mls_buffer_text(b, i == 0 ? "\n" : ",\n");
         mls_index_put_shard(b, &index->shards[i]);
-        put_place(b, &index->shards[i]);
+        put_places(b, &index->shards[i]);
     }
     mls_buffer_text(b, "]}\n");
     if (b->code != MLS_OK) {

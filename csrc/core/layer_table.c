@@ -48,7 +48,7 @@ static bool same_bytes(const char *a, const char *b, size_t length)
 }
 
 /* The layer's own name against a key's; the whole hash first. */
-static bool is_layer(const mls_layer_table *table, const mls_layer *layer,
+static bool is_layer(const mls_layer_table *table, const mls_table_layer *layer,
                      const mls_layer_key *key)
 {
     return layer->hash == key->hash && layer->name_length == key->name.length &&
@@ -73,7 +73,7 @@ static mls_layer_slot *slot_of(const mls_layer_table *table, const mls_layer_key
 }
 
 /* An empty table has no slots to look at. */
-mls_layer *mls_layer_find(const mls_layer_table *table, const mls_layer_key *key)
+mls_table_layer *mls_layer_find(const mls_layer_table *table, const mls_layer_key *key)
 {
     if (table->slot_count == 0) {
         return NULL;
@@ -110,7 +110,7 @@ static bool reserve_layer(mls_layer_table *table)
 {
     if (table->count == table->room) {
         const size_t room = table->room == 0 ? FIRST_ROOM : 2 * table->room;
-        mls_layer *layers = mls_realloc(table->layers, room, sizeof *layers);
+        mls_table_layer *layers = mls_realloc(table->layers, room, sizeof *layers);
         if (layers == NULL) {
             return false;
         }
@@ -147,10 +147,10 @@ static bool reserve_text(mls_layer_table *table, size_t length)
 
 /* All memory is asked for before anything is written: on failure no layer is half there.
  */
-mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key, mls_layer **out,
-                       mls_status *st)
+mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key,
+                       mls_table_layer **out, mls_status *st)
 {
-    mls_layer *known = mls_layer_find(table, key);
+    mls_table_layer *known = mls_layer_find(table, key);
     if (known != NULL) {
         *out = known;
         return MLS_OK;
@@ -164,8 +164,8 @@ mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key, mls_lay
     /* nothing fails from here on; the slot is looked for anew, as slots may have moved */
     *slot_of(table, key) = (mls_layer_slot){.hash = mixed(key->hash),
                                             .number = (uint32_t)(table->count + 1)};
-    mls_layer *layer = &table->layers[table->count++];
-    *layer = (mls_layer){
+    mls_table_layer *layer = &table->layers[table->count++];
+    *layer = (mls_table_layer){
         .hash = key->hash, .name_at = table->text_bytes, .name_length = key->name.length};
     if (key->name.length > 0) {
         memcpy(table->text + table->text_bytes, key->name.data, key->name.length);
@@ -179,7 +179,7 @@ mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key, mls_lay
 mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
                             mls_layer_mark mark, mls_status *st)
 {
-    mls_layer *layer = NULL;
+    mls_table_layer *layer = NULL;
     const mls_code code = mls_layer_add(table, key, &layer, st);
     if (code != MLS_OK) {
         return code;
@@ -197,12 +197,12 @@ mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
 /* Most layers are in no list. */
 mls_layer_mark mls_layer_mark_of(const mls_layer_table *table, const mls_layer_key *key)
 {
-    const mls_layer *layer = mls_layer_find(table, key);
+    const mls_table_layer *layer = mls_layer_find(table, key);
     return layer == NULL ? MLS_LAYER_PLAIN : layer->mark;
 }
 
 /* An empty name may lie in a table without text. */
-mls_text mls_layer_name(const mls_layer_table *table, const mls_layer *layer)
+mls_text mls_layer_name(const mls_layer_table *table, const mls_table_layer *layer)
 {
     return (mls_text){.data = table->text == NULL ? "" : table->text + layer->name_at,
                       .length = layer->name_length};

@@ -31,13 +31,13 @@ typedef struct mls_layer_key {
 } mls_layer_key;
 
 /* What is known of one layer. */
-typedef struct mls_layer {
+typedef struct mls_table_layer {
     uint64_t hash;
     size_t name_at, name_length; /* in the table's text */
     mls_layer_mark mark;
     size_t bytes;   /* of its activation, when it was seen first */
     uint64_t calls; /* decisions about it */
-} mls_layer;
+} mls_table_layer;
 
 /* One place of the hash table; `number` counts from 1, and 0 means empty. */
 typedef struct mls_layer_slot {
@@ -46,7 +46,7 @@ typedef struct mls_layer_slot {
 
 /* All layers in the order in which they were added. */
 typedef struct mls_layer_table {
-    mls_layer *layers;
+    mls_table_layer *layers;
     size_t count, room;
     mls_layer_slot *slots;
     size_t slot_count; /* a power of two, or 0 */
@@ -55,13 +55,13 @@ typedef struct mls_layer_table {
 } mls_layer_table;
 
 /* The layer of that name, or NULL.  Shares: valid until a layer is added. */
-mls_layer *mls_layer_find(const mls_layer_table *table, const mls_layer_key *key);
+mls_table_layer *mls_layer_find(const mls_layer_table *table, const mls_layer_key *key);
 
 /* The layer of that name, added as a plain one with zeros if need be.  Shares: valid
  * until another is added.  MLS_E_MEMORY, MLS_E_CAPACITY (2**31 layers): the table has the
  * layers that it had. */
-mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key, mls_layer **out,
-                       mls_status *st);
+mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key,
+                       mls_table_layer **out, mls_status *st);
 
 /* Add the layer if need be, and mark it.  MLS_E_VALUE: it has another mark already; its
  * name is the status's name.  MLS_E_MEMORY, MLS_E_CAPACITY. */
@@ -72,7 +72,7 @@ mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
 mls_layer_mark mls_layer_mark_of(const mls_layer_table *table, const mls_layer_key *key);
 
 /* The name of one of the table's layers.  Shares: valid until a layer is added. */
-mls_text mls_layer_name(const mls_layer_table *table, const mls_layer *layer);
+mls_text mls_layer_name(const mls_layer_table *table, const mls_table_layer *layer);
 
 void mls_layer_table_fini(mls_layer_table *table); /* accepts a zeroed one; zeroes it */
 

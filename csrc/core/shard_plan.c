@@ -273,6 +273,9 @@ void mls_shard_plan_fini(mls_shard_plan *plan)
     }
     mls_free(plan->files);
     mls_free(plan->written);
+    for (size_t i = 0; plan->planned != NULL && i < plan->index.shard_count; i++) {
+        mls_free(plan->planned[i].layers);
+    }
     mls_free(plan->planned);
     mls_free(plan->dims);
     mls_free(plan->axes);
@@ -283,13 +286,25 @@ void mls_shard_plan_fini(mls_shard_plan *plan)
 
 /* ---- what stays where it is ---- */
 
-/* Of each file of before: the bytes of all its shards, and of those that did not change.
+/* Of each file of before: the bytes of everything in it, and of what stays if it does.
  */
 typedef struct use {
     uint64_t all, live;
-    bool decided, kept;
-    size_t moved; /* where a kept file is in the new index */
+    size_t moved; /* where it is in the new index; SIZE_MAX: nothing of it stays so far */
 } use;
+
+/* Whether nothing, or not much, of a shard changed: what is stored of it may stay. */
+static bool may_stay(const mls_planned *planned)
+{
+    return planned->same || planned->layers != NULL;
+}
+
+/* Whether a place of before is of use to a shard that stays: a layer that is hidden is
+ * not. */
+static bool is_seen(const mls_index_shard *before, const mls_layer *place)
+{
+    return before->layers == NULL || place->visible_count > 0;
+}
 
 /* By file of before, in one walk over each of the two indexes.  Shards that are gone
  * since count as dead, like those that changed. */
@@ -300,56 +315,121 @@ static mls_code count_use(const mls_shard_plan *plan, use **out, mls_status *st)
     if (uses == NULL) {
         return no_memory(plan, st);
     }
+    for (size_t i = 0; i < before->file_count; i++) {
+        uses[i].moved = SIZE_MAX;
+    }
+    /* all that lies there, what is hidden too: it takes room like anything else */
     for (size_t i = 0; i < before->shard_count; i++) {
-        uses[before->shards[i].file].all += before->shards[i].bytes;
+        for (size_t j = 0; j < mls_index_place_count(&before->shards[i]); j++) {
+            const mls_layer place = mls_index_place(&before->shards[i], j);
+            uses[place.file].all += place.bytes;
+        }
     }
     for (size_t i = 0; i < plan->index.shard_count; i++) {
-        if (plan->planned[i].same) {
-            uses[plan->planned[i].before->file].live += plan->planned[i].before->bytes;
+        const mls_index_shard *shard = plan->planned[i].before;
+        for (size_t j = 0;
+             may_stay(&plan->planned[i]) && j < mls_index_place_count(shard); j++) {
+            const mls_layer place = mls_index_place(shard, j);
+            uses[place.file].live += is_seen(shard, &place) ? place.bytes : 0;
         }
     }
     *out = uses;
     return MLS_OK;
 }
 
-/* A segment that is mostly dead is given up: what lives in it is in memory now, and is
- * written with the rest. */
-static void decide(mls_shard_plan *plan, use *u, size_t file)
+/* A file that is mostly dead is given up, be it a segment or one of layers: what lives in
+ * it is in memory now, and is written with the rest.  So of a shard all places stay, or
+ * none. */
+static bool can_stay(const mls_planned *planned, const use *uses)
 {
-    u->decided = true;
-    u->kept = u->live >= u->all - u->live;
-    if (u->kept) {
+    const mls_index_shard *before = planned->before;
+    for (size_t i = 0; may_stay(planned) && i < mls_index_place_count(before); i++) {
+        const mls_layer place = mls_index_place(before, i);
+        const use *u = &uses[place.file];
+        if (is_seen(before, &place) && u->live < u->all - u->live) {
+            return false;
+        }
+    }
+    return may_stay(planned);
+}
+
+/* Where a file of before is in the new index, which lists only those that something lives
+ * in. */
+static size_t move_file(mls_shard_plan *plan, use *uses, size_t file)
+{
+    use *u = &uses[file];
+    if (u->moved == SIZE_MAX) {
         u->moved = plan->index.file_count;
         plan->index.files[plan->index.file_count++] = plan->job->before->files[file];
     }
+    return u->moved;
 }
 
-/* Give what stays where it is its record in the new index.  Files are decided on as they
- * turn up, so that the new index lists only those that something lives in. */
-static mls_code keep_same(mls_shard_plan *plan, mls_status *st)
+/* Give a shard its record in the new index. */
+static mls_code keep(mls_shard_plan *plan, size_t number, use *uses, mls_status *st)
+{
+    mls_planned *planned = &plan->planned[number];
+    mls_index_shard *shard = &plan->index.shards[number];
+    const mls_index_shard *before = planned->before;
+    planned->kept = true;
+    /* what did not change has its layers on, what changed a little got them when it was
+     * compared: with the new one behind */
+    if (before->layers != NULL && planned->layers == NULL &&
+        mls_planned_set_layers(planned, true, NULL, NULL, st) != MLS_OK) {
+        return st->code;
+    }
+    if (planned->layers == NULL) {
+        shard->file = move_file(plan, uses, before->file);
+        shard->offset = before->offset;
+        shard->crc = before->crc;
+        shard->crcs = before->crcs;
+        return MLS_OK;
+    }
+    for (size_t i = 0; i < planned->layers->count; i++) {
+        mls_layer *layer = &planned->layers->list[i];
+        if (layer != planned->fresh) {
+            layer->file = move_file(plan, uses, layer->file);
+        }
+    }
+    return MLS_OK;
+}
+
+/* What cannot stay where it is is written as a whole, whatever was meant to be added to
+ * it. */
+static mls_code keep_all(mls_shard_plan *plan, mls_status *st)
 {
     use *uses = NULL;
-    const mls_code code = count_use(plan, &uses, st);
+    mls_code code = count_use(plan, &uses, st);
     for (size_t i = 0; code == MLS_OK && i < plan->index.shard_count; i++) {
-        mls_planned *planned = &plan->planned[i];
-        mls_index_shard *shard = &plan->index.shards[i];
-        if (!planned->same) {
-            continue;
-        }
-        use *u = &uses[planned->before->file];
-        if (!u->decided) {
-            decide(plan, u, planned->before->file);
-        }
-        planned->kept = u->kept;
-        if (planned->kept) {
-            shard->file = u->moved;
-            shard->offset = planned->before->offset;
-            shard->crc = planned->before->crc;
-            shard->crcs = planned->before->crcs;
+        if (can_stay(&plan->planned[i], uses)) {
+            code = keep(plan, i, uses, st);
+        } else {
+            mls_planned_drop_layers(&plan->planned[i]);
         }
     }
     mls_free(uses);
     return code;
+}
+
+/* At most one file for each shard that is written, and those of before.  Pages of the
+ * table that stay unused are never touched, and cost nothing. */
+static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
+{
+    const mls_index *before = plan->job->before;
+    size_t most;
+    if (!mls_size_add(plan->index.shard_count, before == NULL ? 0 : before->file_count,
+                      &most) ||
+        (plan->index.files = mls_alloc(most, sizeof *plan->index.files)) == NULL) {
+        return no_memory(plan, st);
+    }
+    return MLS_OK;
+}
+
+/* What is kept decides what is left to write, and its files come first in the list. */
+mls_code mls_shard_plan_keep(mls_shard_plan *plan, mls_status *st)
+{
+    const mls_code code = allocate_files(plan, st);
+    return code == MLS_OK && plan->job->before != NULL ? keep_all(plan, st) : code;
 }
 
 /* Versions go up with changes only; the caller's own, where there is one, was checked.
@@ -403,10 +483,11 @@ static size_t list_placings(const mls_shard_plan *plan, placing *out)
         const mls_index_shard *shard = &plan->index.shards[i];
         const bool again = i > 0 && mls_tensor_id_compare(&shard[-1].id, &shard->id) == 0;
         nth = again ? nth + 1 : 0;
-        if (!plan->planned[i].kept) {
+        if (mls_planned_is_written(&plan->planned[i])) {
             /* counted over all shards of the tensor, kept ones too: what matters is only
              * that no two have the same number */
-            const bool small = shard->bytes < plan->job->pack_below;
+            const bool small =
+                mls_planned_bytes(&plan->planned[i], shard) < plan->job->pack_below;
             out[count++] = (placing){.shard = i, .nth = small ? nth : SIZE_MAX};
         }
     }
@@ -414,18 +495,23 @@ static size_t list_placings(const mls_shard_plan *plan, placing *out)
     return count;
 }
 
+/* Bytes that one of the placings takes. */
+static size_t placed_bytes(const mls_shard_plan *plan, const placing *p)
+{
+    return mls_planned_bytes(&plan->planned[p->shard], &plan->index.shards[p->shard]);
+}
+
 /* How many of `left` placings share the next file.  At least one, however large it is. */
 static size_t next_file(const mls_shard_plan *plan, const placing *placings, size_t left)
 {
     const mls_index_shard *shards = plan->index.shards;
-    const mls_index_shard *first = &shards[placings[0].shard];
-    size_t count = 1, bytes = first->bytes;
+    const mls_section section = shards[placings[0].shard].id.section;
+    size_t count = 1, bytes = placed_bytes(plan, &placings[0]);
     while (placings[0].nth != SIZE_MAX && count < left &&
            placings[count].nth == placings[0].nth &&
-           shards[placings[count].shard].id.section == first->id.section &&
-           bytes < SEGMENT_BYTES &&
-           shards[placings[count].shard].bytes <= SEGMENT_BYTES - bytes) {
-        bytes += shards[placings[count].shard].bytes;
+           shards[placings[count].shard].id.section == section && bytes < SEGMENT_BYTES &&
+           placed_bytes(plan, &placings[count]) <= SEGMENT_BYTES - bytes) {
+        bytes += placed_bytes(plan, &placings[count]);
         count++;
     }
     return count;
@@ -469,8 +555,14 @@ static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t
         return code;
     }
     for (size_t i = 0; i < count; i++) {
+        mls_planned *planned = &plan->planned[placings[i].shard];
         shards[i] = placings[i].shard;
-        plan->index.shards[shards[i]].file = plan->index.file_count;
+        /* of a shard with layers only the new one is in this file */
+        if (planned->fresh != NULL) {
+            planned->fresh->file = plan->index.file_count;
+        } else {
+            plan->index.shards[shards[i]].file = plan->index.file_count;
+        }
     }
     *file = (mls_planned_file){
         .shards = shards, .count = count, .file = plan->index.file_count};
@@ -479,33 +571,15 @@ static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t
     return MLS_OK;
 }
 
-/* At most one file for each shard that is written, and those of before.  Pages of the
- * table that stay unused are never touched, and cost nothing. */
-static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
-{
-    const mls_index *before = plan->job->before;
-    size_t most;
-    if (!mls_size_add(plan->index.shard_count, before == NULL ? 0 : before->file_count,
-                      &most) ||
-        (plan->index.files = mls_alloc(most, sizeof *plan->index.files)) == NULL) {
-        return no_memory(plan, st);
-    }
-    return MLS_OK;
-}
-
-/* First what stays, since the new index starts with the files that it goes on to use;
- * then versions, which the files' headers repeat; then the files. */
+/* First versions, which the files' headers repeat; then the files. */
 mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
 {
-    mls_code code = allocate_files(plan, st);
+    mls_code code = set_versions(plan, st);
     placing *placings = NULL;
     size_t count = 0;
-    /* what is kept decides what is left to write, and its files come first in the list */
-    if (code == MLS_OK && plan->job->before != NULL) {
-        code = keep_same(plan, st);
-    }
-    if (code == MLS_OK) {
-        code = set_versions(plan, st);
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        /* known for good now: the new ones' places are filled in as files come about */
+        plan->index.shards[i].layers = plan->planned[i].layers;
     }
     if (code == MLS_OK &&
         (placings = mls_alloc(plan->index.shard_count, sizeof *placings)) == NULL) {
@@ -540,6 +614,9 @@ static void describe_file(const mls_shard_plan *plan, const mls_planned_file *fi
         mls_buffer_json(text, plan->planned[file->shards[i]].key);
         mls_buffer_text(text, ":");
         mls_index_put_shard(text, &plan->index.shards[file->shards[i]]);
+        if (plan->planned[file->shards[i]].fresh != NULL) {
+            mls_index_put_rows(text, plan->planned[file->shards[i]].fresh);
+        }
         mls_buffer_text(text, "}");
     }
     mls_buffer_text(text, "}");
@@ -562,6 +639,28 @@ static mls_code make_header(mls_shard_plan *plan, mls_planned_file *file, mls_st
     return code;
 }
 
+/* What a file's header says of a shard: its part, as it is, or a layer's bytes. */
+static mls_header_tensor header_of(const mls_shard_plan *plan, size_t number)
+{
+    const mls_planned *planned = &plan->planned[number];
+    const mls_index_shard *shard = &plan->index.shards[number];
+    mls_header_tensor tensor = {.name = planned->key,
+                                .shape = planned->shape,
+                                .rank = planned->rank,
+                                .dtype = shard->dtype,
+                                .bytes = shard->bytes,
+                                .number = number};
+    /* what a layer's rows are a part of stands in "mlstate.shards": here, where any
+     * reader of safetensors looks, they are bytes and no tensor of some other shape */
+    if (planned->fresh != NULL) {
+        tensor.shape = &planned->fresh->bytes;
+        tensor.rank = 1;
+        tensor.dtype = MLS_U8;
+        tensor.bytes = planned->fresh->bytes;
+    }
+    return tensor;
+}
+
 /* The header sorts the tensors, so who is where is read off it. */
 mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
                                 mls_status *st)
@@ -571,14 +670,7 @@ mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
         return no_memory(plan, st);
     }
     for (size_t i = 0; i < file->count; i++) {
-        const mls_planned *planned = &plan->planned[file->shards[i]];
-        const mls_index_shard *shard = &plan->index.shards[file->shards[i]];
-        file->tensors[i] = (mls_header_tensor){.name = planned->key,
-                                               .shape = planned->shape,
-                                               .rank = planned->rank,
-                                               .dtype = shard->dtype,
-                                               .bytes = shard->bytes,
-                                               .number = file->shards[i]};
+        file->tensors[i] = header_of(plan, file->shards[i]);
     }
     const mls_code code = make_header(plan, file, st);
     if (code != MLS_OK) {
@@ -588,8 +680,14 @@ mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
     for (size_t i = 0; i < file->count; i++) {
         const mls_header_tensor *tensor = &file->tensors[i];
         mls_index_shard *shard = &plan->index.shards[tensor->number];
-        shard->offset = tensor->offset;
-        shard->crcs = tensor->crcs;
+        mls_layer *fresh = plan->planned[tensor->number].fresh;
+        if (fresh != NULL) {
+            fresh->offset = tensor->offset;
+            fresh->crcs = tensor->crcs;
+        } else {
+            shard->offset = tensor->offset;
+            shard->crcs = tensor->crcs;
+        }
     }
     plan->index.files[file->file].bytes = file->header.file_bytes;
     return MLS_OK;
@@ -612,7 +710,10 @@ mls_code mls_shard_plan_index(const mls_shard_job *job, mls_buffer *out, mls_sta
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_shard_plan_place(&plan, st);
+    code = mls_shard_plan_keep(&plan, st);
+    if (code == MLS_OK) {
+        code = mls_shard_plan_place(&plan, st);
+    }
     for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
         code = mls_shard_plan_lay_out(&plan, &plan.files[i], st);
         if (code == MLS_OK) {

@@ -9,6 +9,7 @@
 
 #include "buffer.h"
 #include "index.h"
+#include "rows.h"
 #include "safetensors_header.h"
 #include "shard_write.h"
 #include "status.h"
@@ -21,10 +22,12 @@ typedef struct mls_planned {
     const mls_shard_item *item;
     const mls_index_shard *before; /* the same shard as committed; NULL: there is none */
     bool same;                     /* its bytes did not change */
-    bool kept;                     /* ... and it stays where it is */
+    bool kept;                     /* what is stored of it stays where it is */
     const size_t *shape;           /* of the part */
     int rank;
-    mls_text key; /* its name in a file */
+    mls_text key;       /* its name in a file */
+    mls_layers *layers; /* what it will be stored as; NULL: plain.  One block */
+    mls_layer *fresh;   /* of these the one that is written now, the last, or NULL */
 } mls_planned;
 
 /* A file to write. */
@@ -54,13 +57,22 @@ typedef struct mls_shard_plan {
 mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
                              mls_status *st);
 
-/* Find out what did not change (planned.same), by versions, else by reading the files.
+/* Find out what did not change (planned.same), by versions, else by reading the files;
+ * where the job is incremental also which rows did, where these are to become one more
+ * layer (planned.fresh).
  * MLS_E_VALUE: a version that goes back.  MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st);
 
-/* Give everything that must be written its file, and all shards their versions.  What is
- * left open in the new index are lengths and checksums of new files, and the places of
- * shards in them.  MLS_E_VALUE, MLS_E_SIZE, MLS_E_MEMORY. */
+/* Decide what stays where it is (planned.kept), and list its files.  MLS_E_MEMORY. */
+mls_code mls_shard_plan_keep(mls_shard_plan *plan, mls_status *st);
+
+/* Where the job asks for it: look which rows of the shards that are written hold anything
+ * at all, and leave out the others where that pays.  MLS_E_MEMORY, MLS_E_STOPPED. */
+mls_code mls_shard_plan_sift(mls_shard_plan *plan, mls_status *st);
+
+/* Give everything that must be written its file, and all shards their versions, once it
+ * is decided what stays.  What is left open in the new index are lengths and checksums of
+ * new files, and the places of shards in them.  MLS_E_VALUE, MLS_E_SIZE, MLS_E_MEMORY. */
 mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st);
 
 /* Lay out a file: its header, its length, the places of its shards.  Files are laid out
@@ -79,5 +91,36 @@ void mls_shard_plan_finish(mls_planned_file *file);
 mls_code mls_shard_plan_index(const mls_shard_job *job, mls_buffer *out, mls_status *st);
 
 void mls_shard_plan_fini(mls_shard_plan *plan); /* accepts a zeroed one; zeroes it */
+
+/* ---- one shard ---- */
+
+/* Whether anything of a shard goes into a new file, be it nothing but a name. */
+static inline bool mls_planned_is_written(const mls_planned *planned)
+{
+    return planned->layers == NULL ? !planned->kept : planned->fresh != NULL;
+}
+
+/* Bytes of the shard that do. */
+static inline size_t mls_planned_bytes(const mls_planned *planned,
+                                       const mls_index_shard *shard)
+{
+    return planned->fresh != NULL            ? planned->fresh->bytes
+           : mls_planned_is_written(planned) ? shard->bytes
+                                             : 0;
+}
+
+/* Give a shard layers: with `keep` those of before of which anything is visible, and then
+ * one of the rows whose bit is set, if there are any; `bits` NULL: none is.
+ * MLS_E_MEMORY. */
+mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_cut *rows,
+                                const unsigned char *bits, mls_status *st);
+
+/* Take them away again: it is plain. */
+void mls_planned_drop_layers(mls_planned *planned);
+
+/* The item's elements `first` .. `first + count`: where they lie, or packed to `room`. */
+const unsigned char *mls_planned_elements(const mls_shard_job *job,
+                                          const mls_shard_item *item, size_t first,
+                                          size_t count, unsigned char *room);
 
 #endif

@@ -96,43 +96,27 @@ typedef struct run {
 typedef struct run_reader {
     run now;
     const span *span;
-    mls_overlap overlap;
-    size_t first; /* element of the shard at which the overlap starts to count */
+    mls_stored_runs runs;
 } run_reader;
 
-/* Runs are of whole elements, spans need not be: what the neighbouring span brings is cut
- * off. */
+/* The next run becomes the present one.  Zeros that are there already go nowhere. */
 static void next_run(run_reader *r)
 {
-    const span *s = r->span;
-    const size_t item = s->piece->shard->item_bytes;
-    mls_run next;
+    unsigned char *data = r->span->piece->data;
+    mls_stored_run next;
     r->now.left = 0;
-    while (r->now.left == 0 && mls_overlap_next(&r->overlap, &next)) {
-        const size_t at = (r->first + next.a) * item, end = at + next.count * item;
-        const size_t from = at < s->from ? s->from : at;
-        const size_t until = end < s->end ? end : s->end;
-        if (from < until) {
-            r->now.at = from;
-            r->now.left = until - from;
-            r->now.to = s->piece->data + next.b * item + (from - at);
-        }
+    if (mls_stored_runs_next(&r->runs, &next)) {
+        r->now.at = next.at;
+        r->now.left = next.count;
+        r->now.to = data == NULL ? NULL : data + next.to;
     }
 }
 
-/* The overlap with only those elements of the shard that the span touches: what lies in
- * front of them is not walked. */
+/* Only what the span touches is walked. */
 static void start_runs(run_reader *r, const span *s)
 {
-    const mls_stored_shard *shard = s->piece->shard;
-    const size_t item = shard->item_bytes;
-    mls_part part;
-    mls_part_copy(&part, &shard->part);
     r->span = s;
-    r->first = s->from / item;
-    part.begin += r->first;
-    part.end = shard->part.begin + s->end / item + (s->end % item != 0 ? 1 : 0);
-    mls_overlap_init(&r->overlap, &part, s->piece->to);
+    mls_stored_runs_init(&r->runs, s->piece->shard, s->piece->to, s->from, s->end);
     next_run(r);
 }
 
@@ -140,7 +124,7 @@ static void start_runs(run_reader *r, const span *s)
 static void advance(run_reader *r, size_t bytes)
 {
     r->now.at += bytes;
-    r->now.to += bytes;
+    r->now.to = r->now.to == NULL ? NULL : r->now.to + bytes;
     r->now.left -= bytes;
     if (r->now.left == 0) {
         next_run(r);
@@ -156,7 +140,7 @@ static mls_code blame(const mls_stored_shard *shard, mls_status *st)
     const int shown =
         (int)(shard->name.length < SHOWN_NAME ? shard->name.length : SHOWN_NAME);
     mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", shown, shard->name.data,
-             (int)SHOWN_FILE, shard->file, why.text);
+             (int)SHOWN_FILE, shard->file == NULL ? "" : shard->file, why.text);
     st->os_error = why.os_error;
     st->has_offset = why.has_offset;
     st->offset = why.offset;
@@ -366,7 +350,8 @@ static mls_code read_step(worker *w, run_reader *r, size_t at, size_t bytes,
 static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
-    const size_t bytes = mls_part_count(&shard->part) * shard->item_bytes;
+    size_t bytes = 0;
+    (void)mls_stored_bytes(shard, &bytes); /* they were counted when this was planned */
     while (r->now.left > 0) {
         const size_t block = r->now.at / MLS_SAFETENSORS_BLOCK;
         const size_t start = block * MLS_SAFETENSORS_BLOCK;
@@ -385,6 +370,20 @@ static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
         }
     }
     return MLS_OK;
+}
+
+/* ---- what was never stored ---- */
+
+/* All runs of a span of zeros. */
+static void fill_zeros(worker *w, run_reader *r)
+{
+    while (r->now.left > 0) {
+        if (r->now.to != NULL) {
+            memset(r->now.to, 0, r->now.left);
+        }
+        w->done += r->now.left;
+        advance(r, r->now.left);
+    }
 }
 
 /* ---- tasks ----
@@ -426,6 +425,10 @@ static void read_span(worker *w, const span *s)
     start_runs(&r, s);
     if (r.now.left == 0) {
         return; /* what the shard has between its first and its last run may be a gap */
+    }
+    if (s->piece->shard->file == NULL) {
+        fill_zeros(w, &r);
+        return;
     }
     mls_code code = open_shard(w, s->piece->shard, &st);
     if (code == MLS_OK) {
@@ -477,46 +480,32 @@ static mls_code add_span(reading *shared, span s, mls_status *st)
         shared->room = room;
     }
     shared->spans[shared->count++] = s;
-    shared->cost += SPAN_COST + (s.end - s.from);
+    shared->cost += SPAN_COST + (s.piece->data == NULL ? 0 : s.end - s.from);
     return MLS_OK;
 }
 
-/* Bytes of a shard; false where they cannot be counted or lie beyond its file. */
-static bool shard_bytes(const mls_stored_shard *shard, size_t *out)
-{
-    uint64_t end;
-    return mls_size_mul(mls_part_count(&shard->part), shard->item_bytes, out) &&
-           mls_u64_add(shard->offset, *out, &end) && end <= shard->file_bytes &&
-           end <= INT64_MAX; /* what the system takes as an offset */
-}
-
-/* Cut what a piece needs into spans, at multiples of SPAN from the shard's first byte, so
- * that no block is in two of them. */
+/* Cut what a piece needs into spans, at multiples of SPAN from the place's first byte, so
+ * that no block is in two of them.  Zeros that are there already need no cutting. */
 static mls_code plan_piece(reading *shared, const mls_piece *piece, mls_status *st)
 {
     const mls_stored_shard *shard = piece->shard;
-    mls_overlap overlap;
-    mls_run first;
-    size_t bytes;
-    if (!shard_bytes(shard, &bytes)) {
+    size_t bytes, from, end;
+    if (!mls_stored_bytes(shard, &bytes)) {
         mls_fail_at(st, shard->offset, "its records place bytes of it beyond the file");
         mls_status_expected(st, "at most %llu bytes",
                             (unsigned long long)shard->file_bytes);
         return blame(shard, st);
     }
-    mls_overlap_init(&overlap, &shard->part, piece->to);
-    if (bytes == 0 || !mls_overlap_next(&overlap, &first)) {
+    if (!mls_stored_range(shard, piece->to, &from, &end)) {
         return MLS_OK;
     }
-    const size_t end = (overlap.a_end - overlap.a_begin) * shard->item_bytes;
-    size_t from = first.a * shard->item_bytes;
     while (from < end) {
         const size_t left = end - from, room = SPAN - from % SPAN;
-        const size_t length = left < room ? left : room;
+        const size_t length = left < room || piece->data == NULL ? left : room;
         const span next = {.piece = piece,
                            .from = from,
                            .end = from + length,
-                           .file = shard->file,
+                           .file = shard->file == NULL ? "" : shard->file,
                            .at = shard->offset + from}; /* inside, so it does not wrap */
         const mls_code code = add_span(shared, next, st);
         if (code != MLS_OK) {

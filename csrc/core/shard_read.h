@@ -12,27 +12,16 @@
 #include "layout.h"
 #include "pool.h"
 #include "status.h"
-#include "text.h"
+#include "stored.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-/* One stored shard; everything is borrowed. */
-typedef struct mls_stored_shard {
-    const char *file;    /* its path under the folder, NUL-terminated */
-    uint64_t file_bytes; /* length that the file must have */
-    uint64_t offset;     /* of the shard's first byte in it */
-    size_t item_bytes;   /* of one element */
-    const uint32_t
-        *crcs;     /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
-    mls_text name; /* of the tensor, for messages */
-    mls_part part; /* what it is of its tensor; its elements lie packed */
-} mls_stored_shard;
-
 /* What goes where: the elements that `shard` and `to` have in common, to `data`, where
- * the part `to` lies packed.  Pieces may share a shard, and may share `data` where their
- * shards are different parts of the tensor. */
+ * the part `to` lies packed.  NULL, of zeros only: they are there already.  Pieces may
+ * share a shard, and may share `data` where their shards are different parts of the
+ * tensor. */
 typedef struct mls_piece {
     const mls_stored_shard *shard;
     const mls_part *to;

@@ -4,6 +4,10 @@
  * in four thousand million times.  Reading stops at the first difference, which in a
  * state that was trained on is the first block.  A file that cannot be read as recorded
  * is as good as different: its shard is in memory, and is written again.
+ *
+ * Where rows that changed are to become one more layer, reading goes on up to the end, or
+ * until too many of them did.  What is below a new layer must be good, or the state would
+ * be lost with it: then checksums are looked at, too.
  */
 #if !defined(_WIN32)
 
@@ -11,7 +15,8 @@
 
 #    include "fsio.h"
 #    include "mem.h"
-#    include "pack.h"
+#    include "safetensors.h"
+#    include "size.h"
 
 #    include <stdatomic.h>
 #    include <string.h>
@@ -20,17 +25,46 @@
 enum {
     FIRST_STEP = 16 << 10, /* what changed, mostly changed here */
     STEP = 256 << 10,      /* stays in the cache between reading and comparing */
-    BATCH = 4 << 20        /* bytes of shards that one task compares, at least */
+    PIECE = 8 << 20, /* bytes of a large shard that one task compares: whole blocks */
+    BATCH = 4 << 20, /* bytes of small shards that one task compares, at least */
+    LAYERS_MOST = 8  /* of a shard, after which it is written as a whole */
 };
 
-/* Some shards that are compared one after the other. */
+/* A shard that is compared. */
+typedef struct compared {
+    size_t shard;
+    mls_row_cut rows;
+    size_t most; /* rows that may have changed, for these to become a layer */
+    unsigned char
+        *bits; /* of those that did; NULL: that any did is all there is to know */
+    atomic_size_t changed; /* how many these are; LOST: what was stored is not good */
+    atomic_size_t left;    /* pieces that are still to be compared */
+} compared;
+
+#    define LOST (SIZE_MAX / 2)
+
+/* A part of one: bytes `from` .. `to` of a place, or of what is in none. */
+typedef struct piece {
+    size_t shard; /* the number of the compared one */
+    size_t place; /* of before; ZEROS: elements that are not stored */
+    size_t from, to;
+} piece;
+
+#    define ZEROS SIZE_MAX
+
+/* Some pieces that are compared one after the other. */
 typedef struct batch {
     size_t from, to;
 } batch;
 
 typedef struct comparing {
     mls_shard_plan *plan;
-    const batch *batches;
+    compared *shards;
+    piece *pieces;
+    batch *batches;
+    unsigned char *bits; /* of all of them */
+    size_t count, piece_count, batch_count;
+    size_t buffer; /* bytes that a task reads at a time, at most */
     atomic_bool no_memory, stopped;
 } comparing;
 
@@ -39,17 +73,19 @@ typedef struct comparing {
 typedef struct reading {
     int fd;
     size_t file;                  /* of the index of before */
-    unsigned char *read, *packed; /* STEP bytes each */
+    unsigned char *read, *packed; /* as long as a buffer, each */
 } reading;
 
-/* Open the file of `shard`, or go on with it; false where it is not what was recorded. */
-static bool open_file(const mls_shard_plan *plan, reading *r,
-                      const mls_index_shard *shard)
+/* ---- bytes ---- */
+
+/* Open one of the files of before, or go on with it; false where it is not what was
+ * recorded. */
+static bool open_file(const mls_shard_plan *plan, reading *r, size_t number)
 {
     uint64_t length;
     mls_status ignored;
-    const mls_index_file *file = &plan->job->before->files[shard->file];
-    if (r->fd >= 0 && r->file == shard->file) {
+    const mls_index_file *file = &plan->job->before->files[number];
+    if (r->fd >= 0 && r->file == number) {
         return true;
     }
     if (r->fd >= 0) {
@@ -60,7 +96,7 @@ static bool open_file(const mls_shard_plan *plan, reading *r,
         MLS_OK) {
         return false;
     }
-    r->file = shard->file;
+    r->file = number;
     /* cut off, or another file: nothing in it is worth reading */
     if (length != file->bytes) {
         (void)close(r->fd);
@@ -70,48 +106,128 @@ static bool open_file(const mls_shard_plan *plan, reading *r,
     return true;
 }
 
-/* The item's bytes `start` .. `start + length`, where they lie or packed.  Both are
- * multiples of any item's size: steps are powers of two, and so are the sizes. */
-static const unsigned char *bytes_of(const mls_shard_plan *plan,
-                                     const mls_shard_item *item, size_t start,
-                                     size_t length, unsigned char *packed)
+/* Compare elements `first` .. `first + count` with what was stored of them. */
+static void compare_elements(const comparing *c, compared *one, size_t first,
+                             size_t count, const unsigned char *before, reading *r)
 {
-    const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    if (item->data != NULL) {
-        return item->data + item->first * size + start;
+    const mls_planned *planned = &c->plan->planned[one->shard];
+    /* neither side is copied where the memory lies packed */
+    const unsigned char *now =
+        mls_planned_elements(c->plan->job, planned->item, first, count, r->packed);
+    if (one->bits != NULL) {
+        atomic_fetch_add(&one->changed, mls_rows_mark_changed(&one->rows, one->bits,
+                                                              first, count, now, before));
+    } else if (memcmp(now, before, count * one->rows.item) != 0) {
+        atomic_fetch_add(&one->changed, 1);
     }
-    mls_pack(plan->job->kernels, item->strided, item->first + start / size, length / size,
-             packed);
-    return packed;
 }
 
-/* Whether the shard's bytes of before are those of its item, read up to the first that is
- * not. */
-static bool same_bytes(const mls_shard_plan *plan, const mls_planned *planned, reading *r)
+/* Compare what is visible of `bytes` bytes of a place, which were read from `start` on.
+ */
+static void compare_read(const comparing *c, compared *one, const mls_layer *place,
+                         size_t start, size_t bytes, reading *r)
 {
-    const mls_index_shard *before = planned->before;
-    mls_status ignored;
-    if (!open_file(plan, r, before)) {
-        return false;
-    }
-    for (size_t done = 0; done < before->bytes;) {
-        /* a small step first: the block that differs is mostly the first */
-        const size_t most = done == 0 ? FIRST_STEP : STEP;
-        const size_t left = before->bytes - done;
-        const size_t step = left < most ? left : most;
-        if (mls_file_read_at(r->fd, r->read, step, before->offset + done, &ignored) !=
-                MLS_OK ||
-            memcmp(r->read, bytes_of(plan, planned->item, done, step, r->packed), step) !=
-                0) {
-            return false;
+    const size_t item = one->rows.item, from = start / item, to = from + bytes / item;
+    size_t low = 0, high = place->visible_count;
+    while (low < high) { /* the first extent that ends behind `from` */
+        const size_t middle = low + (high - low) / 2;
+        const mls_extent *extent = &place->visible[middle];
+        if (extent->at + extent->count > from) {
+            high = middle;
+        } else {
+            low = middle + 1;
         }
+    }
+    for (; low < place->visible_count && place->visible[low].at < to; low++) {
+        const mls_extent *extent = &place->visible[low];
+        const size_t end = extent->at + extent->count;
+        const size_t a = extent->at > from ? extent->at : from, b = end < to ? end : to;
+        compare_elements(c, one, extent->begin + (a - extent->at), b - a,
+                         r->read + (a - from) * item, r);
+    }
+}
+
+/* Whether a block, which was read, is what was written. */
+static bool is_good(const comparing *c, const mls_layer *place, size_t start,
+                    size_t bytes, const unsigned char *data)
+{
+    const uint32_t expected = place->bytes <= MLS_SAFETENSORS_BLOCK
+                                  ? place->crc
+                                  : place->crcs[start / MLS_SAFETENSORS_BLOCK];
+    return c->plan->job->crc->update(0, data, bytes) == expected;
+}
+
+/* A piece of a place, read up to where there is nothing more to know. */
+static void compare_stored(const comparing *c, compared *one, const mls_layer *place,
+                           const piece *p, reading *r)
+{
+    mls_status ignored;
+    if (!open_file(c->plan, r, place->file)) {
+        atomic_store(&one->changed, LOST);
+        return;
+    }
+    for (size_t done = p->from;
+         done < p->to && atomic_load(&one->changed) <= one->most;) {
+        /* a small step first: the block that differs is mostly the first */
+        const size_t most = one->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
+                            : done == p->from ? (size_t)FIRST_STEP
+                                              : (size_t)STEP;
+        const size_t left = p->to - done;
+        const size_t step = left < most ? left : most;
+        if (mls_file_read_at(r->fd, r->read, step, place->offset + done, &ignored) !=
+                MLS_OK ||
+            (one->bits != NULL && !is_good(c, place, done, step, r->read))) {
+            atomic_store(&one->changed, LOST);
+            return;
+        }
+        compare_read(c, one, place, done, step, r);
         done += step;
     }
-    return true;
 }
 
-/* One batch.  What is the same is done with, and reported; what is not is reported when
- * it is written.  Tasks write to different shards of the plan, so they need no lock. */
+/* A piece of what was in no layer: whether it is zero still. */
+static void compare_zeros(const comparing *c, compared *one, const mls_layers *layers,
+                          const piece *p, reading *r)
+{
+    /* the piece is of the shard's own bytes here: nothing is read, zeros are at hand */
+    const size_t item = one->rows.item, from = p->from / item, to = p->to / item;
+    memset(r->read, 0, c->buffer);
+    for (size_t i = mls_extents_find(layers->zeros, layers->zero_count, from);
+         i < layers->zero_count && layers->zeros[i].begin < to; i++) {
+        const mls_extent *extent = &layers->zeros[i];
+        const size_t last = extent->begin + extent->count;
+        const size_t end = last < to ? last : to, most = c->buffer / item;
+        for (size_t at = extent->begin > from ? extent->begin : from; at < end;) {
+            const size_t step = end - at < most ? end - at : most;
+            if (atomic_load(&one->changed) > one->most) {
+                return;
+            }
+            compare_elements(c, one, at, step, r->read, r);
+            at += step;
+        }
+    }
+}
+
+/* One piece.  What is visible of a plain shard's place is all of it. */
+static void compare_piece(const comparing *c, const piece *p, reading *r)
+{
+    compared *one = &c->shards[p->shard];
+    const mls_index_shard *before = c->plan->planned[one->shard].before;
+    const mls_extent all = {.count = one->rows.elements};
+    if (p->place == ZEROS) {
+        compare_zeros(c, one, before->layers, p, r);
+        return;
+    }
+    mls_layer place = mls_index_place(before, p->place);
+    if (before->layers == NULL) {
+        place.visible = &all;
+        place.visible_count = 1;
+    }
+    compare_stored(c, one, &place, p, r);
+}
+
+/* One batch.  What is the same is done with, and reported by who compares the last piece
+ * of it; what is not is reported when it is written. */
 static void compare_task(void *context, size_t index)
 {
     comparing *c = context;
@@ -121,22 +237,19 @@ static void compare_task(void *context, size_t index)
         return;
     }
     /* one block for both, so that there is one failure to think of */
-    r.read = mls_alloc(2, STEP);
+    r.read = mls_alloc(2, c->buffer);
     if (r.read == NULL) {
         atomic_store(&c->no_memory, true);
         return;
     }
-    r.packed = r.read + STEP;
+    r.packed = r.read + c->buffer;
     for (size_t i = c->batches[index].from; i < c->batches[index].to; i++) {
-        mls_planned *planned = &c->plan->planned[i];
-        if (planned->before != NULL && planned->item->version == 0) {
-            planned->same = same_bytes(c->plan, planned, &r);
-        } else if (planned->same) {
-            /* the caller knows his bytes, but not whether the file is still there */
-            planned->same = open_file(c->plan, &r, planned->before);
-        }
-        if (planned->same && progress != NULL &&
-            !progress->report(progress->context, planned->before->bytes)) {
+        compared *one = &c->shards[c->pieces[i].shard];
+        compare_piece(c, &c->pieces[i], &r);
+        if (atomic_fetch_sub(&one->left, 1) == 1 && atomic_load(&one->changed) == 0 &&
+            progress != NULL &&
+            !progress->report(progress->context,
+                              c->plan->planned[one->shard].before->bytes)) {
             atomic_store(&c->stopped, true);
             break;
         }
@@ -147,20 +260,195 @@ static void compare_task(void *context, size_t index)
     mls_free(r.read);
 }
 
-/* Cut the shards into batches; returns how many.  One of a few bytes is not worth a task,
- * and one without a record of before costs nothing. */
-static size_t make_batches(const mls_shard_plan *plan, batch *out)
+/* ---- what is compared ---- */
+
+/* How many rows of a shard may have changed for these to become a layer: half of it, and
+ * no more than what keeps all layers together below two times the shard. */
+static size_t rows_most(const mls_shard_plan *plan, const mls_planned *planned,
+                        const mls_row_cut *rows)
 {
-    size_t count = 0, bytes = 0;
-    for (size_t i = 0; i < plan->index.shard_count; i++) {
-        if (count == 0 || bytes >= BATCH) {
-            out[count++] = (batch){.from = i};
-            bytes = 0;
+    const mls_index_shard *before = planned->before;
+    size_t places = 0, stored = 0;
+    if (!plan->job->incremental || before->bytes < plan->job->pack_below) {
+        return 0;
+    }
+    for (size_t i = 0; i < mls_index_place_count(before); i++) {
+        const mls_layer place = mls_index_place(before, i);
+        if (before->layers == NULL || place.visible_count > 0) {
+            places++;
+            if (!mls_size_add(stored, place.bytes, &stored)) {
+                return 0;
+            }
         }
-        bytes += plan->planned[i].before == NULL ? 0 : plan->index.shards[i].bytes;
-        out[count - 1].to = i + 1;
+    }
+    /* one more would make reading slower, or the files larger than two plain ones */
+    if (places + 1 > LAYERS_MOST || stored / 2 >= before->bytes) {
+        return 0;
+    }
+    const size_t room = 2 * before->bytes - stored, half = before->bytes / 2;
+    return (room < half ? room : half) / (rows->row * rows->item);
+}
+
+/* How a shard is cut into rows, and how many of them may have changed. */
+static size_t look_at(const mls_shard_plan *plan, size_t number, mls_row_cut *rows)
+{
+    const mls_index_shard *shard = &plan->index.shards[number];
+    const mls_planned *planned = &plan->planned[number];
+    *rows = (mls_row_cut){.row = 1, .item = mls_dtype_of(shard->dtype)->item_bytes};
+    if (shard->bytes == 0) {
+        return 0; /* no rows at all */
+    }
+    const mls_part part = mls_index_part(shard);
+    *rows = mls_rows_of(&part, rows->item);
+    return planned->same ? 0 : rows_most(plan, planned, rows);
+}
+
+/* Whether it is compared at all: of one whose version says that it changed only rows are
+ * of interest. */
+static bool is_candidate(const mls_shard_plan *plan, size_t number)
+{
+    const mls_planned *planned = &plan->planned[number];
+    mls_row_cut ignored;
+    return planned->before != NULL &&
+           (planned->item->version == 0 || planned->same ||
+            (plan->job->incremental && look_at(plan, number, &ignored) > 0));
+}
+
+/* Pieces of a shard, counted where `out` is NULL.  One that has nothing to be read has
+ * one for each place all the same: somebody must look whether its file is there. */
+static size_t cut(const comparing *c, size_t number, piece *out)
+{
+    const mls_planned *planned = &c->plan->planned[number];
+    const mls_index_shard *before = planned->before;
+    size_t count = 0;
+    for (size_t i = 0; i < mls_index_place_count(before); i++) {
+        const mls_layer place = mls_index_place(before, i);
+        if (before->layers != NULL && place.visible_count == 0) {
+            continue; /* hidden: it goes, whatever is in it */
+        }
+        /* the caller knows his bytes, but not whether the file is still there */
+        const size_t bytes = planned->same ? 0 : place.bytes;
+        size_t from = 0;
+        do {
+            const size_t to = bytes - from < PIECE ? bytes : from + PIECE;
+            if (out != NULL) {
+                out[count] = (piece){c->count, i, from, to};
+            }
+            count++;
+            from = to;
+        } while (from < bytes);
+    }
+    const bool zeros =
+        before->layers != NULL && before->layers->zero_count > 0 && !planned->same;
+    for (size_t from = 0; zeros && from < before->bytes; count++) {
+        const size_t to = before->bytes - from < PIECE ? before->bytes : from + PIECE;
+        if (out != NULL) {
+            out[count] = (piece){c->count, ZEROS, from, to};
+        }
+        from = to;
+    }
+    if (count == 0) { /* nothing is stored of it, and that is to be reported */
+        if (out != NULL) {
+            out[0] = (piece){.shard = c->count, .place = ZEROS};
+        }
+        count = 1;
     }
     return count;
+}
+
+/* Room for everything.  A buffer takes a block where any shard is compared by row, since
+ * blocks are what has checksums; else less, which stays in the cache. */
+static mls_code allocate(comparing *c, mls_status *st)
+{
+    const mls_shard_plan *plan = c->plan;
+    size_t shards = 0, pieces = 0, bits = 0;
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        if (is_candidate(plan, i)) {
+            mls_row_cut rows;
+            const bool by_row = look_at(plan, i, &rows) > 0;
+            shards++;
+            pieces += cut(c, i, NULL);
+            bits += by_row ? mls_rows_bits(&rows) : 0;
+        }
+    }
+    c->shards = mls_alloc(shards, sizeof *c->shards);
+    c->pieces = mls_alloc(pieces, sizeof *c->pieces);
+    c->batches = mls_alloc(pieces, sizeof *c->batches);
+    c->bits = mls_alloc(bits, 1);
+    c->buffer = bits > 0 ? MLS_SAFETENSORS_BLOCK : STEP;
+    return c->shards == NULL || c->pieces == NULL || c->batches == NULL || c->bits == NULL
+               ? mls_fail(st, MLS_E_MEMORY, "no memory to compare %zu shards", shards)
+               : MLS_OK;
+}
+
+/* All candidates and their pieces, in the order of the index: so neighbours of a segment
+ * are read one after the other. */
+static void list_pieces(comparing *c)
+{
+    unsigned char *bits = c->bits;
+    for (size_t i = 0; i < c->plan->index.shard_count; i++) {
+        if (!is_candidate(c->plan, i)) {
+            continue;
+        }
+        compared *one = &c->shards[c->count];
+        const size_t pieces = cut(c, i, c->pieces + c->piece_count);
+        one->shard = i;
+        one->most = look_at(c->plan, i, &one->rows);
+        if (one->most > 0) {
+            one->bits = bits;
+            bits += mls_rows_bits(&one->rows);
+        }
+        atomic_init(&one->changed, 0);
+        atomic_init(&one->left, pieces);
+        c->piece_count += pieces;
+        c->count++;
+    }
+}
+
+/* Put pieces into batches: one of a few bytes is not worth a task. */
+static void make_batches(comparing *c)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < c->piece_count; i++) {
+        if (c->batch_count == 0 || bytes >= BATCH) {
+            c->batches[c->batch_count++] = (batch){.from = i};
+            bytes = 0;
+        }
+        bytes += c->pieces[i].to - c->pieces[i].from;
+        c->batches[c->batch_count - 1].to = i + 1;
+    }
+}
+
+/* ---- what came of it ---- */
+
+/* What stays of a shard that gets a layer counts as done. */
+static mls_code report_kept(const comparing *c, const compared *one, mls_status *st)
+{
+    const mls_progress *progress = c->plan->job->progress;
+    const mls_planned *planned = &c->plan->planned[one->shard];
+    return progress == NULL ||
+                   progress->report(progress->context,
+                                    planned->before->bytes - planned->fresh->bytes)
+               ? MLS_OK
+               : mls_fail(st, MLS_E_STOPPED, "stopped");
+}
+
+/* The same, changed in a few rows, or to be written as a whole. */
+static mls_code settle(const comparing *c, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    for (size_t i = 0; code == MLS_OK && i < c->count; i++) {
+        compared *one = &c->shards[i];
+        mls_planned *planned = &c->plan->planned[one->shard];
+        const size_t changed = atomic_load(&one->changed);
+        /* also of one whose version went up for nothing */
+        planned->same = changed == 0;
+        if (changed > 0 && changed <= one->most) {
+            code = mls_planned_set_layers(planned, true, &one->rows, one->bits, st);
+            code = code == MLS_OK ? report_kept(c, one, st) : code;
+        }
+    }
+    return code;
 }
 
 /* Whoever counts versions himself is believed, as long as he does not count back. */
@@ -191,25 +479,30 @@ static mls_code check_versions(mls_shard_plan *plan, mls_status *st)
  * is nothing to compare with, and everything is new. */
 mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st)
 {
-    const mls_code code = check_versions(plan, st);
+    mls_code code = check_versions(plan, st);
     if (code != MLS_OK || plan->job->before == NULL) {
         return code;
     }
-    batch *batches = mls_alloc(plan->index.shard_count, sizeof *batches);
-    if (batches == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory to compare %zu shards",
-                        plan->index.shard_count);
-    }
-    comparing c = {.plan = plan, .batches = batches};
+    comparing c = {.plan = plan};
     /* each task looks at both, and begins nothing once either is set */
     atomic_init(&c.no_memory, false);
     atomic_init(&c.stopped, false);
-    mls_pool_run(plan->job->pool, compare_task, &c, make_batches(plan, batches));
-    mls_free(batches);
-    return atomic_load(&c.no_memory)
-               ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of 512 KiB")
-           : atomic_load(&c.stopped) ? mls_fail(st, MLS_E_STOPPED, "stopped")
-                                     : MLS_OK;
+    code = allocate(&c, st);
+    if (code == MLS_OK) {
+        list_pieces(&c);
+        make_batches(&c);
+        mls_pool_run(plan->job->pool, compare_task, &c, c.batch_count);
+        code = atomic_load(&c.no_memory)
+                   ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %zu KiB",
+                              2 * c.buffer >> 10)
+               : atomic_load(&c.stopped) ? mls_fail(st, MLS_E_STOPPED, "stopped")
+                                         : settle(&c, st);
+    }
+    mls_free(c.shards);
+    mls_free(c.pieces);
+    mls_free(c.batches);
+    mls_free(c.bits);
+    return code;
 }
 
 #endif

@@ -15,7 +15,6 @@
 
 #    include "fsio.h"
 #    include "mem.h"
-#    include "pack.h"
 #    include "shard_plan.h"
 
 #    include <errno.h>
@@ -205,23 +204,57 @@ static mls_code put_plain(sink *s, const unsigned char *from, size_t bytes, uint
     return code;
 }
 
-/* Put a piece of one block, which fits the buffer, into it.  Copy and checksum are one
- * pass over the memory where it lies packed; else the packed bytes are still in the
- * cache. */
-static void put_buffered(sink *s, const mls_shard_item *item, size_t start, size_t bytes,
+/* Put a piece of one block, which fits the buffer, into it: elements `first` on.  Copy
+ * and checksum are one pass over the memory where it lies packed; else the packed bytes
+ * are still in the cache. */
+static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size_t bytes,
                          uint32_t *crc)
 {
     unsigned char *to = s->buffer + s->used;
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    if (item->data != NULL) {
-        *crc = s->w->job->crc->copy(*crc, to, item->data + item->first * size + start,
-                                    bytes);
-    } else {
-        mls_pack(s->w->job->kernels, item->strided, item->first + start / size,
-                 bytes / size, to);
-        *crc = s->w->job->crc->update(*crc, to, bytes);
-    }
+    const unsigned char *from =
+        mls_planned_elements(s->w->job, item, first, bytes / size, to);
+    /* what was packed is in its place already */
+    *crc = from == to ? s->w->job->crc->update(*crc, to, bytes)
+                      : s->w->job->crc->copy(*crc, to, from, bytes);
     s->used += bytes;
+}
+
+/* Where byte `start` of what is stored is among the elements of the shard, and how many
+ * bytes follow it there without a gap.  `run` is the number of a run, at or before that
+ * where it is; it goes on to that one. */
+static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
+                          size_t *run, size_t *bytes)
+{
+    const mls_layer *fresh = planned->fresh;
+    const size_t at = start / size;
+    if (fresh == NULL) {
+        return at; /* all of it, and as it is */
+    }
+    while (fresh->runs[*run].at + fresh->runs[*run].count <= at) {
+        ++*run;
+    }
+    const mls_extent *here = &fresh->runs[*run];
+    const size_t left = (here->at + here->count - at) * size;
+    *bytes = left < *bytes ? left : *bytes;
+    return here->begin + (at - here->at);
+}
+
+/* The last run that starts at or before byte `start` of a layer: by halves, since each
+ * task begins somewhere. */
+static size_t first_run(const mls_planned *planned, size_t size, size_t start)
+{
+    const mls_layer *fresh = planned->fresh;
+    size_t low = 0, high = fresh == NULL ? 1 : fresh->run_count;
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        if (fresh->runs[middle].at <= start / size) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
 }
 
 /* Bytes `start` .. `end` of one tensor, `start` being that of a block: so no block
@@ -229,16 +262,21 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t start, size
 static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
                            size_t end)
 {
-    const mls_shard_item *item = s->w->plan.planned[tensor->number].item;
+    const mls_planned *planned = &s->w->plan.planned[tensor->number];
+    const mls_shard_item *item = planned->item;
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
+    size_t run = first_run(planned, size, start);
     mls_code code = MLS_OK;
     while (code == MLS_OK && start < end) {
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
         const size_t block = MLS_SAFETENSORS_BLOCK - start % MLS_SAFETENSORS_BLOCK;
         size_t step = end - start < block ? end - start : block;
+        /* of a layer no further than its run: what follows lies elsewhere in memory, but
+         * goes into the same buffer, block and file */
+        const size_t first = find_stored(planned, size, start, &run, &step);
         /* what lies packed need not be copied, unless the disk wants it aligned */
         if (!s->out->direct && item->data != NULL && step >= PLAIN_STEP) {
-            code = put_plain(s, item->data + item->first * size + start, step, crc);
+            code = put_plain(s, item->data + (item->first + first) * size, step, crc);
             start += step;
             continue;
         }
@@ -248,7 +286,7 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         const size_t room = BUFFER_BYTES - s->used;
         step = step < room ? step : room;
         if (code == MLS_OK) {
-            put_buffered(s, item, start, step, crc);
+            put_buffered(s, item, first, step, crc);
             start += step;
         }
     }
@@ -448,7 +486,8 @@ static void write_task(void *context, size_t index)
 /* Bytes of a file's first shard. */
 static size_t first_bytes(const mls_shard_plan *plan, size_t number)
 {
-    return plan->index.shards[plan->files[number].shards[0]].bytes;
+    const size_t shard = plan->files[number].shards[0];
+    return mls_planned_bytes(&plan->planned[shard], &plan->index.shards[shard]);
 }
 
 /* Tasks of one file: a single large shard is cut at blocks, all else is one task. */
@@ -591,15 +630,14 @@ static mls_code make_durable(const writer *w, mls_status *st)
 
 /* ---- the index ---- */
 
-/* The checksum of a whole shard from those of its blocks. */
-static uint32_t combined(const mls_index_shard *shard)
+/* The checksum of `bytes` bytes from those of their blocks. */
+static uint32_t combined(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
-    for (size_t start = 0, i = 0; start < shard->bytes; start += MLS_SAFETENSORS_BLOCK) {
-        const size_t left = shard->bytes - start;
-        crc =
-            mls_crc_combine(crc, shard->crcs[i++],
-                            left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK);
+    for (size_t start = 0, i = 0; start < bytes; start += MLS_SAFETENSORS_BLOCK) {
+        const size_t left = bytes - start;
+        crc = mls_crc_combine(
+            crc, crcs[i++], left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK);
     }
     return crc;
 }
@@ -646,12 +684,16 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
      */
     for (size_t i = 0; i < index->shard_count; i++) {
         mls_index_shard *shard = &index->shards[i];
+        const mls_planned *planned = &w->plan.planned[i];
+        const size_t bytes = mls_planned_bytes(planned, shard);
         out->data_bytes += shard->bytes;
-        if (!w->plan.planned[i].kept) {
-            shard->crc = combined(shard);
-            out->new_shards++;
-            out->new_bytes += shard->bytes;
+        if (planned->fresh != NULL) {
+            planned->fresh->crc = combined(planned->fresh->crcs, bytes);
+        } else if (mls_planned_is_written(planned)) {
+            shard->crc = combined(shard->crcs, bytes);
         }
+        out->new_shards += mls_planned_is_written(planned);
+        out->new_bytes += bytes;
     }
     out->shard_count = index->shard_count;
     out->new_files = w->plan.file_count;
@@ -737,6 +779,8 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
     }
     pthread_mutex_init(&w.lock, NULL);
     if ((code = mls_shard_plan_compare(&w.plan, st)) == MLS_OK &&
+        (code = mls_shard_plan_keep(&w.plan, st)) == MLS_OK &&
+        (code = mls_shard_plan_sift(&w.plan, st)) == MLS_OK &&
         (code = mls_shard_plan_place(&w.plan, st)) == MLS_OK &&
         (code = write_files(&w, st)) == MLS_OK &&
         (code = write_index(&w, &written, st)) == MLS_OK) {

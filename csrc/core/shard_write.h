@@ -47,6 +47,8 @@ typedef struct mls_shard_job {
     size_t count;
     const mls_index *before; /* what this rank committed last, or NULL */
     uint64_t pack_below;     /* shards of fewer bytes share files */
+    bool sparse;             /* rows that are zero are not stored, where that pays */
+    bool incremental;        /* of what changed a little only the rows that did are */
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
     mls_pool *pool;
@@ -65,7 +67,7 @@ typedef struct mls_shards_written {
     uint64_t bytes;                            /* of the index */
     uint32_t crc;                              /* of the index, all of it */
     uint64_t shard_count, data_bytes;          /* that the index lists */
-    uint64_t new_shards, new_bytes, new_files; /* that were written now */
+    uint64_t new_shards, new_bytes, new_files; /* that were written now, or in part */
 } mls_shards_written;
 
 #if !defined(_WIN32)
@@ -76,12 +78,17 @@ typedef struct mls_shards_written {
  * changed goes up by one, or is the caller's.  A shard whose file is gone or has become
  * another is written again.  Shards that did not change move, too, when they share a file
  * of which less than half is still in use.
- * Memory: about 300 bytes a shard and, for each thread, the header of a file and 2 MiB
- * for what is on its way; then the text of the index. MLS_E_VALUE: a part twice, a name
- * that is no UTF-8, a version that goes back, a layout or part that cannot be;
- * MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the generation was written before);
- * MLS_E_MEMORY; MLS_E_STOPPED.  On failure all files that this call made are deleted, and
- * no others. */
+ * `sparse`: a new or changed shard leaves out its rows (rows.h) of zeros, where those are
+ * a quarter of them or more; one below `pack_below` is there or, all zero, not at all.
+ * `incremental`: a shard of which half of the rows changed, or fewer, gets one more layer
+ * of these, up to 8 layers and twice its bytes; what is below was read and found good.
+ * Memory: about 400 bytes a shard, a bit for each row that is looked at, and, for each
+ * thread, the header of a file and 2 MiB for what is on its way; then the text of the
+ * index.
+ * MLS_E_VALUE: a part twice, a name that is no UTF-8, a version that goes back, a layout
+ * or part that cannot be; MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the generation was
+ * written before); MLS_E_MEMORY; MLS_E_STOPPED.  On failure all files that this call made
+ * are deleted, and no others. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st);
 

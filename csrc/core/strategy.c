@@ -192,7 +192,7 @@ mls_code mls_ticks_from_seconds(double seconds, int64_t *out, mls_status *st)
 /* A layer that is seen for the first time, or was before.  The sum is checked first, so
  * that a layer without its bytes in the sum never exists. */
 static mls_code meet(mls_smart *s, const mls_layer_key *key, size_t bytes,
-                     mls_layer **out, mls_status *st)
+                     mls_table_layer **out, mls_status *st)
 {
     size_t total;
     *out = mls_layer_find(&s->layers, key);
@@ -214,7 +214,8 @@ static mls_code meet(mls_smart *s, const mls_layer_key *key, size_t bytes,
 }
 
 /* The three heuristics, in the source's types: a long is compared with a double. */
-static bool is_worth_it(const mls_smart *s, const mls_layer *layer, int64_t layer_index)
+static bool is_worth_it(const mls_smart *s, const mls_table_layer *layer,
+                        int64_t layer_index)
 {
     const double count = (double)s->layers.count;
     const double average = (double)s->total_bytes / count;
@@ -227,7 +228,7 @@ static bool is_worth_it(const mls_smart *s, const mls_layer *layer, int64_t laye
 mls_code mls_smart_decide(mls_smart *s, const mls_layer_key *layer, size_t bytes,
                           int64_t layer_index, bool *out, mls_status *st)
 {
-    mls_layer *known = NULL;
+    mls_table_layer *known = NULL;
     const mls_code code = meet(s, layer, bytes, &known, st);
     if (code != MLS_OK) {
         return code;
@@ -253,7 +254,7 @@ mls_code mls_smart_restore(mls_smart *s, const mls_layer_key *layer, size_t byte
         mls_status_name(st, layer->name.data, layer->name.length);
         return MLS_E_VALUE;
     }
-    mls_layer *known = NULL;
+    mls_table_layer *known = NULL;
     const mls_code code = meet(s, layer, bytes, &known, st);
     if (code == MLS_OK) {
         known->calls = calls;

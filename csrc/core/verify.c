@@ -46,8 +46,13 @@ enum {
     FIRST_ROOM = 16   /* of the list */
 };
 
-/* Shards `first` .. `first + count` in the order of files; of a single one the bytes from
- * `start` on, at most PART.  No shards: the file of shard `first`. */
+/* A place that a shard's bytes lie in: a plain shard's only one, or one of its layers. */
+typedef struct spot {
+    size_t shard, layer;
+} spot;
+
+/* Places `first` .. `first + count` in the order of files; of a single one the bytes from
+ * `start` on, at most PART.  No places: the file of place `first`. */
 typedef struct task {
     size_t first, count, start;
 } task;
@@ -57,13 +62,21 @@ typedef struct verifier {
     const mls_index *index;
     const mls_crc_kernels *crc;
     const mls_progress *progress;
-    const size_t *order; /* shards by file and offset */
+    const spot *order; /* places by file and offset */
+    size_t spots;
     const task *tasks;
     pthread_mutex_t lock; /* round everything below */
     mls_problems found;
     size_t room;
     mls_code code; /* the first failure of our own */
 } verifier;
+
+/* A place by its number in the order. */
+static mls_layer place_of(const verifier *v, size_t number)
+{
+    const spot *s = &v->order[number];
+    return mls_index_place(&v->index->shards[s->shard], s->layer);
+}
 
 /* ---- the list ---- */
 
@@ -168,32 +181,35 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
     return false;
 }
 
-/* Shards of `file`, of which `first` is one in `order`, that its header does not have as
- * recorded. */
+/* Whether the header has all places of its file, of which `first` is one in `order`, as
+ * recorded.  To a file a layer of rows is a row of bytes; a full one was a plain shard
+ * when it was written, and its file does not change. */
 static bool header_agrees(const verifier *v, const mls_safetensors *header, size_t first)
 {
-    const size_t file = v->index->shards[v->order[first]].file;
-    for (size_t i = first; i < v->index->shard_count; i++) {
-        const mls_index_shard *shard = &v->index->shards[v->order[i]];
-        if (shard->file != file) {
+    const size_t file = place_of(v, first).file;
+    for (size_t i = first; i < v->spots; i++) {
+        const mls_index_shard *shard = &v->index->shards[v->order[i].shard];
+        const mls_layer place = place_of(v, i);
+        const mls_dtype dtype = place.row == 0 ? shard->dtype : MLS_U8;
+        if (place.file != file) {
             break;
         }
         size_t low = 0, high = header->count; /* tensors lie by offset */
         while (low < high) {
             const size_t middle = low + (high - low) / 2;
-            if (header->tensors[middle].offset < shard->offset) {
+            if (header->tensors[middle].offset < place.offset) {
                 low = middle + 1;
             } else {
                 high = middle;
             }
         }
         /* empty tensors lie where the next one begins, so several may have the offset */
-        while (low < header->count && header->tensors[low].offset == shard->offset &&
-               header->tensors[low].bytes != shard->bytes) {
+        while (low < header->count && header->tensors[low].offset == place.offset &&
+               (header->tensors[low].bytes != place.bytes ||
+                header->tensors[low].dtype != dtype)) {
             low++;
         }
-        if (low == header->count || header->tensors[low].offset != shard->offset ||
-            header->tensors[low].dtype != shard->dtype) {
+        if (low == header->count || header->tensors[low].offset != place.offset) {
             return false;
         }
     }
@@ -233,12 +249,12 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
  * wrong, but no disk did. */
 static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 {
-    const mls_index_shard *shard = &v->index->shards[v->order[first]];
-    const mls_index_file *record = &v->index->files[shard->file];
+    const mls_layer place = place_of(v, first);
+    const mls_index_file *record = &v->index->files[place.file];
     unsigned char *head = NULL;
     mls_safetensors header = {0};
     size_t length = 0;
-    mls_code code = read_head(fd, shard->offset, &head, &length, st);
+    mls_code code = read_head(fd, place.offset, &head, &length, st);
     if (code == MLS_OK) {
         code =
             mls_safetensors_parse(head, length, record->bytes, v->crc, true, &header, st);
@@ -256,10 +272,10 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
  * needs any more may lie in front of the first that counts; they are passed over. */
 static void verify_file(verifier *v, size_t first)
 {
-    const mls_index_shard *shard = &v->index->shards[v->order[first]];
+    const mls_layer place = place_of(v, first);
     mls_status st;
     int fd;
-    if (!open_file(v, shard->file, true, &fd)) {
+    if (!open_file(v, place.file, true, &fd)) {
         return;
     }
     const mls_code code = check_header(v, fd, first, &st);
@@ -271,60 +287,74 @@ static void verify_file(verifier *v, size_t first)
             code == MLS_E_VALUE ? MLS_PROBLEM_FOREIGN
             : code == MLS_E_IO  ? MLS_PROBLEM_UNREADABLE
                                 : MLS_PROBLEM_HEADER,
-            shard->file, SIZE_MAX, 0, shard->offset, st.text);
+            place.file, SIZE_MAX, 0, place.offset, st.text);
     }
-    report(v, shard->offset);
+    report(v, place.offset);
 }
 
 /* ---- bytes ---- */
 
-/* One block of a shard: the smallest range that damage is narrowed down to, since a
+/* What altered bytes are of.  Of a shard with layers the file says which one it is; how
+ * old the layer is, this. */
+static void add_altered(verifier *v, const spot *s, size_t file, uint64_t at,
+                        uint64_t length)
+{
+    static const char what[] = "these bytes are not those that were written";
+    const mls_layers *layers = v->index->shards[s->shard].layers;
+    char text[120];
+    if (layers == NULL) {
+        add(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, what);
+        return;
+    }
+    snprintf(text, sizeof text, "%s, in layer %zu of %zu", what, s->layer + 1,
+             layers->count);
+    add(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, text);
+}
+
+/* One block of a place: the smallest range that damage is narrowed down to, since a
  * checksum says only that some byte of it changed. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
-    const mls_index_shard *shard = &v->index->shards[number];
-    const size_t left = shard->bytes - start;
+    const mls_layer place = place_of(v, number);
+    const size_t left = place.bytes - start;
     const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
-    const uint64_t at = shard->offset + start;
+    const uint64_t at = place.offset + start;
     uint32_t crc = 0;
     mls_status st;
     for (size_t done = 0; done < length;) {
         const size_t step = length - done < STEP ? length - done : STEP;
         if (mls_file_read_at(fd, buffer, step, at + done, &st) != MLS_OK) {
             add(v, st.code == MLS_E_IO ? MLS_PROBLEM_UNREADABLE : MLS_PROBLEM_LENGTH,
-                shard->file, number, at + done, length - done, st.text);
+                place.file, v->order[number].shard, at + done, length - done, st.text);
             return;
         }
         crc = v->crc->update(crc, buffer, step);
         done += step;
     }
     /* the index has the checksum too: the file's own copy of it may be what changed */
-    if (crc != shard->crcs[start / MLS_SAFETENSORS_BLOCK]) {
-        add(v, MLS_PROBLEM_ALTERED, shard->file, number, at, length,
-            "these bytes are not those that were written");
+    if (crc != place.crcs[start / MLS_SAFETENSORS_BLOCK]) {
+        add_altered(v, &v->order[number], place.file, at, length);
     }
     report(v, length);
 }
 
-/* The task of some shards of one file, in the order in which they lie there. */
-static void verify_shards(verifier *v, const task *t)
+/* The task of some places in one file, in the order in which they lie there. */
+static void verify_places(verifier *v, const task *t)
 {
-    const mls_index_shard *first = &v->index->shards[v->order[t->first]];
     int fd;
     unsigned char *buffer = mls_alloc(STEP, 1);
     if (buffer == NULL) {
         give_up(v, MLS_E_MEMORY);
         return;
     }
-    if (open_file(v, first->file, false, &fd)) {
+    if (open_file(v, place_of(v, t->first).file, false, &fd)) {
         for (size_t i = 0; i < t->count && !gave_up(v); i++) {
-            const size_t number = v->order[t->first + i];
-            const size_t bytes = v->index->shards[number].bytes;
+            const size_t bytes = place_of(v, t->first + i).bytes;
             const size_t end = bytes - t->start > PART ? t->start + PART : bytes;
             for (size_t at = t->start; at < end && !gave_up(v);
                  at += MLS_SAFETENSORS_BLOCK) {
-                verify_block(v, fd, number, at, buffer);
+                verify_block(v, fd, t->first + i, at, buffer);
             }
         }
         (void)close(fd);
@@ -343,89 +373,103 @@ static void verify_task(void *context, size_t index)
     if (t->count == 0) {
         verify_file(v, t->first);
     } else {
-        verify_shards(v, t);
+        verify_places(v, t);
     }
 }
 
 /* ---- the whole ---- */
 
-/* A shard and where it lies, for sorting. */
-typedef struct place {
-    size_t file, shard;
+/* A place and where it is, for sorting. */
+typedef struct located {
+    size_t file;
     uint64_t offset;
-} place;
+    spot spot;
+} located;
 
 /* For qsort. */
 static int compare_places(const void *a, const void *b)
 {
-    const place *x = a, *y = b;
-    return x->file != y->file       ? (x->file < y->file ? -1 : 1)
-           : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
-                                    : (x->shard < y->shard ? -1 : x->shard > y->shard);
+    const located *x = a, *y = b;
+    return x->file != y->file              ? (x->file < y->file ? -1 : 1)
+           : x->offset != y->offset        ? (x->offset < y->offset ? -1 : 1)
+           : x->spot.shard < y->spot.shard ? -1
+                                           : x->spot.shard > y->spot.shard;
 }
 
-/* Numbers of all shards by file and offset: the order in which disks like to be read, and
- * in which the shards of one file are neighbours.  Gives. */
-static mls_code sort_shards(const mls_index *index, size_t **out, mls_status *st)
+/* All places by file and offset: the order in which disks like to be read, and in which
+ * the places in one file are neighbours.  Gives. */
+static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
+                            mls_status *st)
 {
-    place *places = mls_alloc(index->shard_count, sizeof *places);
-    size_t *order = mls_alloc(index->shard_count, sizeof *order);
+    size_t all = 0;
+    for (size_t i = 0; i < index->shard_count; i++) {
+        all += mls_index_place_count(&index->shards[i]);
+    }
+    located *places = mls_alloc(all, sizeof *places);
+    spot *order = mls_alloc(all, sizeof *order);
     if (places == NULL || order == NULL) {
         mls_free(places);
         mls_free(order);
         return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
                         index->shard_count);
     }
+    all = 0;
     for (size_t i = 0; i < index->shard_count; i++) {
-        places[i] = (place){index->shards[i].file, i, index->shards[i].offset};
+        const size_t layers = mls_index_place_count(&index->shards[i]);
+        for (size_t j = 0; j < layers; j++) {
+            const mls_layer place = mls_index_place(&index->shards[i], j);
+            places[all++] = (located){place.file, place.offset, {i, j}};
+        }
     }
-    qsort(places, index->shard_count, sizeof *places, compare_places);
-    for (size_t i = 0; i < index->shard_count; i++) {
-        order[i] = places[i].shard;
+    qsort(places, all, sizeof *places, compare_places);
+    for (size_t i = 0; i < all; i++) {
+        order[i] = places[i].spot;
     }
     mls_free(places);
     *out = order;
+    *count = all;
     return MLS_OK;
 }
 
 /* One task for each file, which comes first, and for every PART or so of its bytes. */
-static size_t make_tasks(const mls_index *index, const size_t *order, task *tasks)
+static size_t make_tasks(const verifier *v, task *tasks)
 {
-    size_t count = 0, bytes = 0;
-    bool open = false; /* whether the last task takes more shards */
-    for (size_t i = 0; i < index->shard_count; i++) {
-        const mls_index_shard *shard = &index->shards[order[i]];
-        if (i == 0 || index->shards[order[i - 1]].file != shard->file) {
+    size_t count = 0, bytes = 0, file = SIZE_MAX;
+    bool open = false; /* whether the last task takes more places */
+    for (size_t i = 0; i < v->spots; i++) {
+        const mls_layer place = place_of(v, i);
+        if (i == 0 || file != place.file) {
             tasks[count++] = (task){.first = i};
+            file = place.file;
             open = false;
         }
-        /* a large shard is shared by several tasks, several small ones share one */
-        if (shard->bytes > PART) {
-            for (size_t start = 0; start < shard->bytes; start += PART) {
+        /* a large place is shared by several tasks, several small ones share one */
+        if (place.bytes > PART) {
+            for (size_t start = 0; start < place.bytes; start += PART) {
                 tasks[count++] = (task){.first = i, .count = 1, .start = start};
             }
             open = false;
             continue;
         }
-        if (!open || bytes + shard->bytes > PART) {
+        if (!open || bytes + place.bytes > PART) {
             tasks[count++] = (task){.first = i};
             bytes = 0;
             open = true;
         }
         tasks[count - 1].count++;
-        bytes += shard->bytes;
+        bytes += place.bytes;
     }
     return count;
 }
 
 /* At most so many tasks; the files are only claimed, so they are not trusted to be small,
  * but bounded by what can be counted. */
-static bool count_tasks(const mls_index *index, size_t *out)
+static bool count_tasks(const verifier *v, size_t *out)
 {
     /* one for its file, one that it shares or opens, and one for each PART begun */
     uint64_t most = 0;
-    for (size_t i = 0; i < index->shard_count; i++) {
-        most += 3 + index->shards[i].bytes / PART;
+    for (size_t i = 0; i < v->spots; i++) {
+        most += 3 + place_of(v, i).bytes / PART;
     }
     *out = (size_t)most;
     return most < SIZE_MAX / sizeof(task);
@@ -438,22 +482,23 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
                           mls_status *st)
 {
     verifier v = {.folder = folder, .index = index, .crc = crc, .progress = progress};
-    size_t *order = NULL, most;
+    spot *order = NULL;
+    size_t most;
     task *tasks = NULL;
-    mls_code code = sort_shards(index, &order, st);
+    mls_code code = sort_places(index, &order, &v.spots, st);
     if (code != MLS_OK) {
         return code;
     }
-    if (!count_tasks(index, &most) || (tasks = mls_alloc(most, sizeof *tasks)) == NULL) {
+    v.order = order;
+    if (!count_tasks(&v, &most) || (tasks = mls_alloc(most, sizeof *tasks)) == NULL) {
         mls_free(order);
         return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
                         index->shard_count);
     }
     /* the lock is only for what tasks find; what they look for does not change */
-    v.order = order;
     v.tasks = tasks;
     pthread_mutex_init(&v.lock, NULL);
-    mls_pool_run(pool, verify_task, &v, make_tasks(index, order, tasks));
+    mls_pool_run(pool, verify_task, &v, make_tasks(&v, tasks));
     pthread_mutex_destroy(&v.lock);
     mls_free(order);
     mls_free(tasks);

@@ -248,27 +248,32 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
  * that of the file is nobody's business.
  *
  * A tensor as a tuple: section, key, parameter, state or None, dtype, shape, layout, axes
- * or None, shards that are there, their bytes, the highest version, tier or None.
+ * or None, shards that are there, their bytes, the highest version, tier or None, bytes
+ * that are stored of them, how many of them are sparse.
  *
  * Each N takes its reference, or passes a NULL on as the exception that is set. */
 static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tensor *t)
 {
     const mls_index_shard *facts = t->facts;
-    uint64_t bytes = 0, version = 0;
+    uint64_t bytes = 0, version = 0, stored = 0;
+    Py_ssize_t sparse = 0;
     for (size_t i = 0; i < t->count; i++) {
         const mls_index_shard *shard = self->catalog.shards[t->from + i].shard;
         bytes += shard->bytes;
+        stored += mls_index_stored_bytes(shard);
+        sparse += shard->layers != NULL;
         version = shard->version > version ? shard->version : version;
     }
     const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
     PyObject *state =
         facts->id.has_state ? mlsp_str_of(facts->id.state) : Py_NewRef(Py_None);
     return Py_BuildValue(
-        "(sNNNsNNNnKKz)", mls_section_name(facts->id.section),
+        "(sNNNsNNNnKKzKn)", mls_section_name(facts->id.section),
         mlsp_catalog_key(&facts->id), mlsp_str_of(facts->id.name), state,
         mls_dtype_of(facts->dtype)->name, sizes_tuple(facts->shape, facts->rank),
         mlsp_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
-        (unsigned long long)bytes, (unsigned long long)version, tier);
+        (unsigned long long)bytes, (unsigned long long)version, tier,
+        (unsigned long long)stored, sparse);
 }
 
 /* tensors() -> [tuple, ...] */
@@ -288,21 +293,62 @@ static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
     return list;
 }
 
+/* Bytes of a layer that no later one hides. */
+static unsigned long long visible_bytes(const mls_index_shard *shard,
+                                        const mls_layer *layer)
+{
+    unsigned long long elements = 0;
+    for (size_t i = 0; i < layer->visible_count; i++) {
+        elements += layer->visible[i].count;
+    }
+    return elements * mls_dtype_of(shard->dtype)->item_bytes;
+}
+
+/* New reference to None, or to a tuple of the layers of a sparse shard, each as a tuple:
+ * file, offset, bytes, CRC32C, bytes that count. */
+static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *shard)
+{
+    if (shard->layers == NULL) {
+        return Py_NewRef(Py_None);
+    }
+    PyObject *tuple = PyTuple_New((Py_ssize_t)shard->layers->count);
+    for (size_t i = 0; tuple != NULL && i < shard->layers->count; i++) {
+        const mls_layer *layer = &shard->layers->list[i];
+        char crc[MLS_CRC_DIGITS];
+        mls_crc_to_digits(layer->crc, crc);
+        PyObject *one = Py_BuildValue(
+            "(sKKs#K)", index->files[layer->file].path, (unsigned long long)layer->offset,
+            (unsigned long long)layer->bytes, crc, (Py_ssize_t)MLS_CRC_DIGITS,
+            visible_bytes(shard, layer));
+        if (one == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, one);
+        }
+    }
+    return tuple;
+}
+
 /* A shard as a tuple: section, key, part, shape of the part, rank, file, offset, bytes,
- * CRC32C, version. */
+ * CRC32C, version, layers or None.  One with layers has None for file, offset and CRC32C.
+ */
 static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     size_t dims[MLS_LAYOUT_RANK];
     char crc[MLS_CRC_DIGITS];
     const mls_part part = mls_index_part(shard);
     const int rank = mlsp_part_dims(&part, dims);
+    /* None rather than 0 of a sparse one: there is no such place */
+    const bool plain = shard->layers == NULL;
+    PyObject *offset =
+        plain ? PyLong_FromUnsignedLongLong(shard->offset) : Py_NewRef(Py_None);
     mls_crc_to_digits(shard->crc, crc);
-    return Py_BuildValue("(sNnNKsKns#K)", mls_section_name(shard->id.section),
-                         mlsp_catalog_key(&shard->id), (Py_ssize_t)shard->part,
-                         sizes_tuple(dims, rank), (unsigned long long)index->rank,
-                         index->files[shard->file].path,
-                         (unsigned long long)shard->offset, (Py_ssize_t)shard->bytes, crc,
-                         (Py_ssize_t)MLS_CRC_DIGITS, (unsigned long long)shard->version);
+    return Py_BuildValue(
+        "(sNnNKzNnz#KN)", mls_section_name(shard->id.section),
+        mlsp_catalog_key(&shard->id), (Py_ssize_t)shard->part, sizes_tuple(dims, rank),
+        (unsigned long long)index->rank, plain ? index->files[shard->file].path : NULL,
+        offset, (Py_ssize_t)shard->bytes, plain ? crc : NULL, (Py_ssize_t)MLS_CRC_DIGITS,
+        (unsigned long long)shard->version, layers_tuple(index, shard));
 }
 
 /* shards() -> [tuple, ...], of all ranks */
@@ -346,7 +392,7 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
     return dict;
 }
 
-/* heads() -> [(generation, rank, world_size, shards, their bytes), ...] */
+/* heads() -> [(generation, rank, world_size, shards, their bytes, stored bytes), ...] */
 static PyObject *catalog_heads(PyObject *object, PyObject *unused)
 {
     const catalog_object *self = (catalog_object *)object;
@@ -354,13 +400,16 @@ static PyObject *catalog_heads(PyObject *object, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
-        unsigned long long bytes = 0; /* no more than the files have */
+        unsigned long long bytes = 0;  /* no more than an integer of a manifest */
+        unsigned long long stored = 0; /* no more than the files have */
         for (size_t j = 0; j < index->shard_count; j++) {
             bytes += index->shards[j].bytes;
+            stored += mls_index_stored_bytes(&index->shards[j]);
         }
-        PyObject *tuple = Py_BuildValue(
-            "(sKKnK)", index->generation, (unsigned long long)index->rank,
-            (unsigned long long)index->world_size, (Py_ssize_t)index->shard_count, bytes);
+        PyObject *tuple =
+            Py_BuildValue("(sKKnKK)", index->generation, (unsigned long long)index->rank,
+                          (unsigned long long)index->world_size,
+                          (Py_ssize_t)index->shard_count, bytes, stored);
         if (tuple == NULL) {
             Py_CLEAR(list);
         } else {

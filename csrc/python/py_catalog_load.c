@@ -232,7 +232,7 @@ static int choose(load_job *job, mls_section section, PyObject *keys, const cutt
         w->strided = NULL;
         w->first = w->count = 0;
         job->count++;
-        job->piece_count += w->tensor->count;
+        job->piece_count += w->tensor->places;
     }
     return 0;
 }
@@ -258,7 +258,7 @@ static mls_code find_pieces(load_job *job, const char **file, mls_status *st)
         used += w->count;
         for (size_t j = w->first; j < used; j++) {
             const mls_stored_shard *stored = &job->stored[j];
-            if (stored->file != seen) {
+            if (stored->file != NULL && stored->file != seen) {
                 seen = *file = stored->file;
                 if (mls_file_expect(job->folder, seen, stored->file_bytes, st) !=
                     MLS_OK) {
@@ -329,8 +329,10 @@ static int read_all(load_job *job, bool verify, PyObject *callback)
 
 /* ---- loading: new arrays ---- */
 
-/* A new array for a part: over `data`, which `base` keeps alive, or of its own memory. */
-static PyObject *new_array(const wanted *w, const unsigned char *data, PyObject *base)
+/* A new array for a part: over `data`, which `base` keeps alive, or of its own memory,
+ * which is zero where `zeros`, and then not even touched. */
+static PyObject *new_array(const wanted *w, const unsigned char *data, PyObject *base,
+                           bool zeros)
 {
     size_t dims[MLS_LAYOUT_RANK];
     npy_intp shape[MLS_LAYOUT_RANK];
@@ -341,6 +343,9 @@ static PyObject *new_array(const wanted *w, const unsigned char *data, PyObject 
     PyArray_Descr *descr = mlsp_descr_of_dtype(w->tensor->facts->dtype);
     if (descr == NULL) {
         return NULL;
+    }
+    if (zeros) {
+        return PyArray_Zeros(rank, shape, descr, 0);
     }
     void *address = base == NULL ? NULL : (void *)(uintptr_t)data;
     PyObject *array =
@@ -401,7 +406,29 @@ static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules
     if (capsule == NULL) {
         return NULL;
     }
-    return new_array(w, mlsp_mapping_data(capsule) + offset, capsule);
+    return new_array(w, mlsp_mapping_data(capsule) + offset, capsule, false);
+}
+
+/* Whether some of what is wanted was never stored. */
+static bool has_zeros(const load_job *job, const wanted *w)
+{
+    for (size_t j = w->first; j < w->first + w->count; j++) {
+        if (job->stored[j].file == NULL) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Say where the bytes of a new array go.  One with zeros in it has them already. */
+static void place_new(load_job *job, const wanted *w, bool zeros)
+{
+    place(job, w, PyArray_DATA((PyArrayObject *)w->array));
+    for (size_t j = w->first; zeros && j < w->first + w->count; j++) {
+        if (job->stored[j].file == NULL) {
+            job->pieces[j].data = NULL;
+        }
+    }
 }
 
 /* Arrays for all that is wanted; what is mapped needs no reading, so its pieces are left
@@ -414,15 +441,15 @@ static int make_arrays(load_job *job, bool maps)
     for (size_t i = 0; good && i < job->count; i++) {
         wanted *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, w, capsules) : Py_NewRef(Py_None);
-        const bool read = array == Py_None;
+        const bool read = array == Py_None, zeros = read && has_zeros(job, w);
         if (read) {
             Py_DECREF(array);
-            array = new_array(w, NULL, NULL);
+            array = new_array(w, NULL, NULL, zeros);
         }
         w->array = array;
         good = array != NULL;
         if (good && read) {
-            place(job, w, PyArray_DATA((PyArrayObject *)array));
+            place_new(job, w, zeros);
             memmove(job->pieces + used, job->pieces + w->first,
                     w->count * sizeof *job->pieces);
             used += w->count;

@@ -273,43 +273,12 @@ PyObject *mlsp_catalog_holders(PyObject *object, PyObject *const *args, Py_ssize
 
 /* ---- reads ---- */
 
-/* What is read of one shard: from the first to behind the last byte, and how many of
- * those.  Where they are verified, these are whole blocks. */
-typedef struct extent {
-    uint64_t begin, end, bytes;
-} extent;
-
-/* Runs come in the order of the shard's bytes, so that one walk finds both ends, and a
- * block that two runs share is counted once. */
-static extent extent_of(const mls_stored_shard *stored, const mls_part *to, bool verify)
-{
-    const uint64_t size = stored->item_bytes, block = MLS_SAFETENSORS_BLOCK;
-    const uint64_t all = mls_part_count(&stored->part) * size;
-    extent e = {.begin = UINT64_MAX};
-    mls_overlap overlap;
-    mls_run run;
-    mls_overlap_init(&overlap, &stored->part, to);
-    while (mls_overlap_next(&overlap, &run)) {
-        uint64_t begin = run.a * size, end = (run.a + run.count) * size;
-        if (verify) {
-            begin -= begin % block;
-            end = end % block == 0 ? end : end + block - end % block;
-            end = end < all ? end : all;
-            begin = begin > e.end ? begin : e.end; /* runs rise, and may share a block */
-        }
-        e.begin = e.begin == UINT64_MAX ? begin : e.begin;
-        e.bytes += end > begin ? end - begin : 0;
-        e.end = end > e.end ? end : e.end;
-    }
-    return (extent){stored->offset + e.begin, stored->offset + e.end, e.bytes};
-}
-
 /* Add what one tensor needs to a list of (path, begin, end, bytes), a tuple for each
- * shard. The pieces are those that a load would read, from the same function, but without
- * a place for the bytes. */
+ * place. The pieces are those that a load would read, from the same function, but without
+ * a place for the bytes.  What was never stored is not read. */
 static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject *list)
 {
-    const size_t most = w->tensor->count;
+    const size_t most = w->tensor->places;
     mls_stored_shard *stored = mls_alloc(most, sizeof *stored);
     mls_piece *pieces = mls_alloc(most, sizeof *pieces);
     mls_status st;
@@ -324,7 +293,10 @@ static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject
         failed = -1;
     }
     for (size_t i = 0; failed == 0 && i < count; i++) {
-        const extent e = extent_of(&stored[i], &w->part, verify);
+        if (stored[i].file == NULL) {
+            continue;
+        }
+        const mls_stored_reads e = mls_stored_reads_of(&stored[i], &w->part, verify);
         PyObject *tuple =
             Py_BuildValue("(sKKK)", stored[i].file, (unsigned long long)e.begin,
                           (unsigned long long)e.end, (unsigned long long)e.bytes);

@@ -176,8 +176,30 @@ static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job
     return mlsp_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
 }
 
-/* shards_write(folder, generation, gathering, before, pack_below, progress, freed)
- *     -> dict
+/* How it is stored: (pack_below, sparse, incremental).  The package has looked at the two
+ * flags, so whatever is not True is False here; the number is the user's. */
+static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
+{
+    int64_t pack_below;
+    if (!PyTuple_Check(how) || PyTuple_GET_SIZE(how) != 3) {
+        PyErr_SetString(PyExc_TypeError, "not (pack_below, sparse, incremental)");
+        return -1;
+    }
+    if (mlsp_take_int64(state, PyTuple_GET_ITEM(how, 0), "pack_below_bytes",
+                        &pack_below) < 0) {
+        return -1;
+    }
+    if (pack_below < 0) {
+        PyErr_SetString(PyExc_ValueError, "pack_below_bytes is negative");
+        return -1;
+    }
+    job->pack_below = (uint64_t)pack_below;
+    job->sparse = PyTuple_GET_ITEM(how, 1) == Py_True;
+    job->incremental = PyTuple_GET_ITEM(how, 2) == Py_True;
+    return 0;
+}
+
+/* shards_write(folder, generation, gathering, before, how, progress, freed) -> dict
  *
  * `before` is a Catalog of what is committed, or None: all is written.  `progress` is
  * called with bytes, `freed` once, without arguments, when the arrays of the gathering
@@ -187,23 +209,20 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
     const mlsp_state *state = mlsp_state_of(module);
     mls_shard_job job = {0};
     mls_text generation;
-    int64_t pack_below;
     if (mlsp_take_count("shards_write", 7, count) < 0 ||
         mlsp_take_text(args[1], "generation", &generation) < 0 ||
-        mlsp_take_int64(state, args[4], "pack_below_bytes", &pack_below) < 0) {
+        take_how(state, args[4], &job) < 0) {
         return NULL;
     }
     mlsp_gathering *g = mlsp_gathering_of(args[2]);
     if (g == NULL) {
         return NULL;
     }
-    if (generation.length != MLS_GENERATION_DIGITS || pack_below < 0) {
-        PyErr_SetString(PyExc_ValueError, pack_below < 0 ? "pack_below_bytes is negative"
-                                                         : "no such generation");
+    if (generation.length != MLS_GENERATION_DIGITS) {
+        PyErr_SetString(PyExc_ValueError, "no such generation");
         return NULL;
     }
     job.generation = generation.data;
-    job.pack_below = (uint64_t)pack_below;
     if (args[3] != Py_None &&
         mlsp_catalog_index(state, args[3], (int64_t)g->rank, &job.before) < 0) {
         return NULL;
@@ -374,7 +393,7 @@ static PyObject *folder_sync(PyObject *module, PyObject *path)
 
 PyMethodDef mlsp_shards_methods[] = {
     {"shards_write", MLSP_FASTCALL(shards_write),
-     "shards_write(folder, generation, gathering, before, pack_below, progress, freed, "
+     "shards_write(folder, generation, gathering, before, how, progress, freed, "
      "/)\n--\n\nStore one rank's shards, durably."},
     {"shards_plan", MLSP_FASTCALL(shards_plan),
      "shards_plan(generation, gathering, pack_below, /)\n--\n\nThe index that "

@@ -400,7 +400,7 @@ static PyObject *smart_layer_count(smart_object *self, void *unused)
 /* New reference to a tuple (name, bytes, calls) of layer `i`. */
 static PyObject *layer_facts(const mls_layer_table *table, size_t i)
 {
-    const mls_layer layer = table->layers[i];
+    const mls_table_layer layer = table->layers[i];
     PyObject *name = mlsp_str_of(mls_layer_name(table, &layer));
     return name == NULL ? NULL
                         : Py_BuildValue("NnK", name, (Py_ssize_t)layer.bytes,

@@ -124,7 +124,7 @@ PyObject *mlsp_marked_layers(const mls_layer_table *table, mls_layer_mark mark)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < table->count; i++) {
-        const mls_layer *layer = &table->layers[i];
+        const mls_table_layer *layer = &table->layers[i];
         if (layer->mark == mark) {
             PyObject *name = mlsp_str_of(mls_layer_name(table, layer));
             if (name == NULL || PyList_Append(list, name) < 0) {

@@ -43,7 +43,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 class _CheckpointSide:
-    """A checkpoint, whose tensors are mapped; only those in several shards take memory."""
+    """A checkpoint, whose tensors are mapped; others than whole plain ones take memory."""
 
     def __init__(self, where: Folder) -> None:
         self.path = where.path
@@ -51,8 +51,8 @@ class _CheckpointSide:
         self.step = manifest.step
         self._catalog = _folder.load_catalog(where.path, manifest)
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
-        for section, key, _, _, _, _, _, _, shards, nbytes, *_ in self._catalog.tensors():
-            self._sizes[section, key] = nbytes, nbytes if shards > 1 else 0
+        for section, key, *_, shards, nbytes, _, _, _, sparse in self._catalog.tensors():
+            self._sizes[section, key] = nbytes, nbytes if shards > 1 or sparse else 0
 
     def keys(self, section: int) -> list[str]:
         """Names of the tensors of the model (0) or the optimizer (1)."""

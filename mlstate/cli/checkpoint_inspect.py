@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._checkpoint import stored_text
 from .._plain_verify import read_header
 from .._text import bytes_text, shorten
 from ..checkpoint import CheckpointManager, load_metadata
@@ -42,13 +43,41 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 def _tensor_data(record: TensorRecord) -> dict[str, Any]:
     data = record._asdict()
     data["bytes"] = data.pop("nbytes")
+    data["stored_bytes"] = data.pop("stored_nbytes")
     return {**data, "layout": record.layout.steps}
 
 
 def _shard_data(record: ShardRecord) -> dict[str, Any]:
     data = record._asdict()
     data["bytes"] = data.pop("nbytes")
+    if record.layers is None:
+        del data["layers"]
+        return data
+    data["layers"] = [layer._asdict() for layer in record.layers]
+    for layer in data["layers"]:
+        layer["bytes"] = layer.pop("nbytes")
+        layer["visible_bytes"] = layer.pop("visible_nbytes")
     return data
+
+
+def _shard_rows(record: ShardRecord) -> list[list[str]]:
+    """A row for the shard, and one for each layer of a sparse one."""
+    row = [
+        f"{record.key} [{record.part}]",
+        str(record.rank),
+        str(record.shape),
+        bytes_text(record.nbytes),
+        str(record.version),
+    ]
+    if record.layers is None:
+        return [[*row, str(record.path), str(record.offset)]]
+    what = count_text(len(record.layers), "layer") if record.layers else "all zeros"
+    rows = [[*row, what, ""]]
+    for layer in record.layers:
+        hidden = layer.nbytes - layer.visible_nbytes
+        size = bytes_text(layer.nbytes) + (f", {bytes_text(hidden)} hidden" if hidden else "")
+        rows.append(["", "", "", size, "", layer.path, str(layer.offset)])
+    return rows
 
 
 def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
@@ -56,6 +85,7 @@ def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
         "path": found.path,
         "format": "checkpoint",
         "bytes": found.nbytes,
+        "stored_bytes": found.stored_nbytes,
         "generation": found.generation,
         "sequence": found.sequence,
         "step": found.step,
@@ -85,7 +115,8 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     parts = [
         "checkpoint" if found.step is None else f"step {found.step}",
         count_text(len(tensors), "tensor"),
-        f"{bytes_text(found.nbytes)} in {count_text(len(found.files()), 'file')}",
+        f"{stored_text(found.nbytes, found.stored_nbytes)} in "
+        f"{count_text(len(found.files()), 'file')}",
         count_text(found.world_size, "rank"),
     ]
     print(f"{path_text(shown)}: {', '.join(parts)}")
@@ -97,19 +128,13 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     if steps:
         print(f"steps: {steps_text(steps)}")
     rows = [
-        [t.parameter, t.state or "", t.dtype, str(t.shape), str(t.shards), bytes_text(t.nbytes),
-         str(t.version)]
+        [t.parameter, t.state or "", t.dtype, str(t.shape), str(t.shards),
+         stored_text(t.nbytes, t.stored_nbytes), str(t.version)]
         for t in tensors
     ]  # fmt: skip
     print_table(_TENSORS, rows)
     if shards:
-        records = found.shards()
-        rows = [
-            [f"{s.key} [{s.part}]", str(s.rank), str(s.shape), bytes_text(s.nbytes),
-             str(s.version), s.path, str(s.offset)]
-            for s in records
-        ]  # fmt: skip
-        print_table(_SHARDS, rows)
+        print_table(_SHARDS, [row for shard in found.shards() for row in _shard_rows(shard)])
 
 
 def _inspect_file(path: str, as_json: bool) -> None:

@@ -41,6 +41,7 @@ class Kept(NamedTuple):
 
 def _flip(folder: str, shard: ShardRecord) -> int:
     """Flip one bit in the middle of a shard; return where."""
+    assert shard.path is not None and shard.offset is not None
     at = shard.offset + shard.nbytes // 2
     with (Path(folder) / shard.path).open("r+b") as file:
         file.seek(at)

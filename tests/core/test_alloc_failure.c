@@ -353,7 +353,8 @@ static mls_code plan_shards(mls_status *st)
     mls_code code = mls_shard_plan_init(&plan, &job, st);
     if (code == MLS_OK) {
         plan.planned[0].same = plan.planned[0].before != NULL;
-        code = mls_shard_plan_place(&plan, st);
+        code = mls_shard_plan_keep(&plan, st);
+        code = code == MLS_OK ? mls_shard_plan_place(&plan, st) : code;
         CHECK(code != MLS_OK || plan.file_count == 3);
         for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
             code = mls_shard_plan_lay_out(&plan, &plan.files[i], st);
@@ -378,6 +379,50 @@ static mls_code write_shards(mls_status *st)
     countdown = 0; /* looking must not fail */
     CHECK(written.shard_count == (code == MLS_OK ? 4U : 77U));
     CHECK(pool_files() == (code == MLS_OK ? 4U + 3U : 4U));
+    countdown = kept;
+    return code;
+}
+
+/* One that is zero, one of which a row changed and one most of which is zero: all memory
+ * that layers take. */
+static mls_code write_layers(mls_status *st)
+{
+    static unsigned char changed[300000], zeros[300000];
+    mls_shard_item items[4];
+    make_items(items);
+    memcpy(changed, shard_bytes, sizeof changed);
+    changed[70000] ^= 1;
+    items[0].data = zeros;
+    items[2].data = changed;
+    items[3] = item_of("d", NULL, MLS_U8, 1, large_shape, zeros);
+    zeros[290000] = 1;
+    mls_shard_job job = second_job(items);
+    job.sparse = true;
+    job.incremental = true;
+    job.pool = NULL;
+    mls_shards_written written = {.shard_count = 77};
+    const mls_code code = mls_shards_write(&job, &written, st);
+    const long kept = countdown;
+    countdown = 0; /* looking must not fail */
+    CHECK(written.shard_count == (code == MLS_OK ? 4U : 77U));
+    CHECK(code != MLS_OK || written.new_bytes == 2 * 256);
+    if (code == MLS_OK) {
+        mls_index index = read_index(written.path);
+        CHECK(index.shard_count == 4);
+        for (size_t i = 0; i < 4; i++) {
+            static const size_t layers[] = {0, 99, 2, 1};
+            const mls_layers *found = index.shards[i].layers;
+            CHECK(found == NULL ? layers[i] == 99 : found->count == layers[i]);
+        }
+        for (size_t i = 0; i < index.file_count; i++) {
+            if (strstr(index.files[i].path, generations[1]) != NULL) {
+                CHECK(unlinkat(pool_fd, index.files[i].path, 0) == 0);
+            }
+        }
+        CHECK(unlinkat(pool_fd, written.path, 0) == 0);
+        mls_index_fini(&index);
+    }
+    CHECK(pool_files() == 4); /* those of before */
     countdown = kept;
     return code;
 }
@@ -447,10 +492,12 @@ static void checkpoints_survive_every_failure(void)
     crc = &mls_crc_scalar;
     enter_pool(NULL);
     make_items(items);
+    memset(shard_bytes, 5, sizeof shard_bytes);
     const mls_shard_job job = job_of(items, 4, generations[0], NULL);
     committed = write_all(&job, &written);
     if (committed.shard_count == 4) {
         CHECK(fail_each(plan_shards) >= 30);
+        CHECK(fail_each(write_layers) >= 30);
         CHECK(fail_each(write_shards) >= 30);
         CHECK(fail_each(list_shards) == 4);
         CHECK(fail_each(find_shards) >= 8);

@@ -314,6 +314,57 @@ static void what_lies_in_one_run_needs_no_copy(void)
     mls_catalog_fini(&catalog);
 }
 
+/* Part 0 of w, rows 0 and 1: the first half of row 0 in an old layer, then its second
+ * sixth in a new one; nothing of the rest. */
+static void layers_are_read_where_they_show_something(void)
+{
+    rank ranks[RANKS];
+    const mls_index *indexes[RANKS];
+    mls_catalog catalog;
+    mls_status st;
+    const mls_extent old = {0, 3, 0}, new = {1, 1, 0};
+    mls_layer list[] = {
+        {.offset = 8, .bytes = 12, .row = 1, .runs = &old, .run_count = 1},
+        {.offset = 20, .bytes = 4, .row = 1, .runs = &new, .run_count = 1}};
+    mls_layers layers = {.list = list, .count = 2};
+    mls_extent room[5];
+    four_ranks(ranks, indexes);
+    CHECK(mls_layers_room(&layers) == 5);
+    CHECK(mls_layers_resolve(&layers, 12, room) == 4);
+    ranks[0].shards[1].layers = &layers;
+    REQUIRE(mls_catalog_init(&catalog, indexes, RANKS, &st) == MLS_OK);
+    const mls_catalog_tensor *w = &catalog.tensors[4];
+    REQUIRE(w->places == 6); /* three plain ones, two layers, zeros */
+    static const struct {
+        size_t columns, part, pieces;
+        uint64_t offsets[3];
+    } cases[] = {{6, 0, 2, {8, 0}},
+                 {6, 1, 2, {20, 0}},
+                 {6, 2, 2, {8, 0}},
+                 {6, 3, 1, {0}},
+                 {2, 0, 3, {8, 20, 0}}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const mls_part to = part_of(cut(1, cases[i].columns), 2, matrix, cases[i].part);
+        mls_stored_shard stored[6];
+        mls_piece pieces[6];
+        size_t count = 0;
+        CHECK(mls_catalog_pieces(&catalog, w, &to, NULL, stored, pieces, &count, &st) ==
+              MLS_OK);
+        REQUIRE(count == cases[i].pieces + 3);
+        for (size_t j = 0; j < cases[i].pieces; j++) {
+            const bool zeros = j == cases[i].pieces - 1;
+            CHECK((stored[j].file == NULL) == zeros);
+            CHECK(stored[j].visible != NULL && stored[j].offset == cases[i].offsets[j]);
+            CHECK(stored[j].bytes == (zeros ? 48U : stored[j].offset == 8 ? 12U : 4U));
+        }
+        CHECK(stored[cases[i].pieces].visible == NULL);
+    }
+    uint64_t offset;
+    const mls_part row = part_of(cut(0, 8), 2, matrix, 0);
+    CHECK(mls_catalog_run(&catalog, w, &row, &offset) == NULL);
+    mls_catalog_fini(&catalog);
+}
+
 static void a_part_that_is_not_stored_has_no_run(void)
 {
     rank ranks[RANKS];
@@ -341,6 +392,7 @@ static const test_case tests[] = {
     TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted),
     TEST(any_number_of_parts_may_be_claimed),
     TEST(what_lies_in_one_run_needs_no_copy),
+    TEST(layers_are_read_where_they_show_something),
     TEST(a_part_that_is_not_stored_has_no_run),
 };
 

@@ -108,7 +108,7 @@ static void what_is_no_index_is_refused(void)
         {"\"format\":\"mlstate.index\"", "\"format\":7", "", "not a string"},
         {"\"format\":\"mlstate.index\"", "\"form\":1", "", "missing"},
         {"\"format_version\":1", "\"format_version\":0", "", "newer"},
-        {"\"format_version\":1", "\"format_version\":2", "", "newer"},
+        {"\"format_version\":1", "\"format_version\":3", "", "newer"},
         {"\"format_version\":1", "\"format_version\":-1", "", "newer"},
         {"\"format_version\":1", "\"format_version\":1.0", "", "newer"},
         {"\"format_version\":1", "\"format_version\":1e0", "", "newer"},
@@ -116,7 +116,7 @@ static void what_is_no_index_is_refused(void)
         {"\"format_version\":1", "\"format_version\":true", "", "not a number"},
         {"\"format_version\":1,", "", "", "missing"},
         /* a later version may lack anything else */
-        {"\"format_version\":1,\"generation\"", "\"format_version\":2,\"g\"", "",
+        {"\"format_version\":1,\"generation\"", "\"format_version\":3,\"g\"", "",
          "newer"},
         {",\"format\"", "}\n{\"format\"", "", "JSON"},
         {",\"format\"", "", "", "JSON"},

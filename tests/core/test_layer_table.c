@@ -44,7 +44,7 @@ static void every_layer_is_found_whatever_the_hash(void)
     for (int kind = 0; kind < 3; kind++) {
         mls_layer_table t = {0};
         for (int i = 0; i < LAYERS; i++) {
-            mls_layer *layer = NULL;
+            mls_table_layer *layer = NULL;
             const mls_layer_key key = key_of(room, sizeof room, i, hash_of(i, kind));
             CHECK(mls_layer_find(&t, &key) == NULL);
             REQUIRE(mls_layer_add(&t, &key, &layer, &st) == MLS_OK);
@@ -54,7 +54,7 @@ static void every_layer_is_found_whatever_the_hash(void)
         CHECK(t.count == LAYERS && t.slot_count >= 2 * t.count);
         for (int i = 0; i < LAYERS; i++) {
             const mls_layer_key key = key_of(room, sizeof room, i, hash_of(i, kind));
-            const mls_layer *layer = mls_layer_find(&t, &key);
+            const mls_table_layer *layer = mls_layer_find(&t, &key);
             REQUIRE(layer != NULL);
             CHECK(layer == &t.layers[i] && layer->bytes == (size_t)i);
             const mls_text name = mls_layer_name(&t, layer);
@@ -68,7 +68,7 @@ static void every_layer_is_found_whatever_the_hash(void)
 static void adding_again_finds_the_same(void)
 {
     mls_layer_table t = {0};
-    mls_layer *first = NULL, *again = NULL;
+    mls_table_layer *first = NULL, *again = NULL;
     mls_status st;
     const mls_layer_key key = named("layer.1");
     REQUIRE(mls_layer_add(&t, &key, &first, &st) == MLS_OK);
@@ -81,7 +81,7 @@ static void adding_again_finds_the_same(void)
 static void names_are_bytes_of_any_kind(void)
 {
     mls_layer_table t = {0};
-    mls_layer *layer = NULL;
+    mls_table_layer *layer = NULL;
     mls_status st;
     const mls_layer_key keys[] = {
         {.name = {NULL, 0}, .hash = 1},
@@ -109,7 +109,7 @@ static void names_are_compared_to_the_last_byte(void)
     memset(name, 'n', sizeof name);
     for (size_t length = 1; length <= LONGEST; length++) {
         mls_layer_table t = {0};
-        mls_layer *layer = NULL;
+        mls_table_layer *layer = NULL;
         const mls_layer_key key = {.name = {name, length}, .hash = 5};
         REQUIRE(mls_layer_add(&t, &key, &layer, &st) == MLS_OK);
         for (size_t at = 0; at < length; at++) {

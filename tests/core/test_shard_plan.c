@@ -26,7 +26,7 @@ static mls_shard_plan place(const mls_shard_job *job, const bool *same)
     for (size_t i = 0; code == MLS_OK && same != NULL && i < job->count; i++) {
         plan.planned[i].same = same[i];
     }
-    if (code == MLS_OK) {
+    if (code == MLS_OK && (code = mls_shard_plan_keep(&plan, &st)) == MLS_OK) {
         code = mls_shard_plan_place(&plan, &st);
     }
     for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {

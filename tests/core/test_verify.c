@@ -326,6 +326,31 @@ static void a_record_that_the_header_contradicts_is_foreign(void)
     drop(&s);
 }
 
+/* They all lie where the next tensor begins. */
+static void empty_tensors_of_other_dtypes_are_told_apart(void)
+{
+    static const size_t none[] = {0}, three[] = {3};
+    static const mls_dtype dtypes[] = {MLS_U8, MLS_F64, MLS_F32, MLS_I8};
+    static const char *const names[] = {"a", "b", "c", "d"};
+    mls_shard_item items[5];
+    mls_shards_written written;
+    mls_problems found = {0};
+    mls_status st;
+    for (size_t i = 0; i < 4; i++) {
+        items[i] = item_of(names[i], NULL, dtypes[i], 1, none, "");
+    }
+    items[4] = item_of("e", NULL, MLS_U8, 1, three, "abc");
+    const mls_shard_job job = job_of(items, 5, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    CHECK(mls_index_verify(pool_fd, &index, crc, NULL, NULL, &found, &st) == MLS_OK);
+    CHECK(index.shard_count == 5 && index.file_count == 1 && found.count == 0);
+    mls_problems_fini(&found);
+    mls_index_fini(&index);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
 static void what_the_system_refuses_is_unreadable(void)
 {
     stored s;
@@ -429,6 +454,7 @@ int main(void)
         TEST(a_good_file_in_the_place_of_another_is_foreign),
         TEST(a_file_without_checksums_is_foreign),
         TEST(a_record_that_the_header_contradicts_is_foreign),
+        TEST(empty_tensors_of_other_dtypes_are_told_apart),
         TEST(what_the_system_refuses_is_unreadable),
         TEST(the_list_has_an_end),
         TEST(progress_counts_all_bytes_and_stops),

@@ -161,6 +161,7 @@ class SaveCheckpoint(SaveFile):
         "fcntl": "asks to go past the system's cache, which is not needed",
     }
     pack_below_bytes = 100_000  # some tensors share files, some have their own
+    options: ClassVar = {}  # of the save, others
 
     def missing(self):
         if not hasattr(mlstate, "save"):
@@ -171,7 +172,7 @@ class SaveCheckpoint(SaveFile):
         """The optimizer has moments of each parameter."""
         self.states, self.parts = {}, {}
         for which in "ABC":
-            model = tensors(which)
+            model = self.model(which)
             moments = {
                 f"{name}.{moment}": np.roll(array, shift)
                 for name, array in model.items()
@@ -180,6 +181,10 @@ class SaveCheckpoint(SaveFile):
             }
             self.parts[which] = model, moments
             self.states[which] = together(model, moments)
+
+    def model(self, which):
+        """The parameters of a state."""
+        return tensors(which)
 
     def state(self, which):
         """What is saved: model and optimizer."""
@@ -191,7 +196,7 @@ class SaveCheckpoint(SaveFile):
         model, optimizer = self.state(which)
         mlstate.save(
             f"{root}/{self.folder}", model=model, optimizer=optimizer, metadata={"which": which},
-            pack_below_bytes=self.pack_below_bytes,
+            pack_below_bytes=self.pack_below_bytes, **self.options,
         )  # fmt: skip
 
     def load(self, root, *, mmap=False):
@@ -247,7 +252,9 @@ class SaveStep(SaveCheckpoint):
 
     def save_step(self, manager, step, which):
         model, optimizer = self.state(which)
-        manager.save(step, model=model, optimizer=optimizer, metadata={"which": which})
+        manager.save(
+            step, model=model, optimizer=optimizer, metadata={"which": which}, **self.options
+        )
 
     def load(self, root, *, mmap=False):
         with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
@@ -264,6 +271,40 @@ class SaveStep(SaveCheckpoint):
 
     def roots(self, folder):
         return [p.relative_to(folder).as_posix() for p in (folder / "roots").glob("*.json")]
+
+
+def some_rows(which, share, of):
+    """The parameters of a state, the large ones with `share` of their rows, and the rest `of`."""
+    model = tensors(which)
+    for name, array in model.items():
+        if array.ndim == 2 and array.nbytes > 1 << 18:
+            rows = np.random.default_rng(ord(which)).random(len(array)) < share
+            model[name] = np.where(rows[:, None], array, of(name))
+    return model
+
+
+class SaveSparse(SaveCheckpoint):
+    """Rows of zeros are left out; one parameter's moments are nothing but zeros."""
+
+    name = "sparse"
+    options: ClassVar = {"sparse": True}
+
+    def model(self, which):
+        state = some_rows(which, 0.3, lambda name: np.float32(0))
+        return {**state, "layer.0.weight": np.zeros_like(state["layer.0.weight"])}
+
+
+class SaveIncremental(SaveStep):
+    """A manager's third step: a layer over that of the second, over what the first stored.
+
+    The first step is pruned, and what it stored is needed on.
+    """
+
+    name = "incremental"
+    options: ClassVar = {"sparse": True, "incremental": True, "pack_below_bytes": 100_000}
+
+    def model(self, which):
+        return some_rows(which, 0.0 if which == self.older else 0.2, tensors(self.older).get)
 
 
 class SaveAsync(SaveCheckpoint):
@@ -500,7 +541,7 @@ def by_name(*scenarios):
 
 
 ALL = by_name(
-    SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveAsync(), SaveStepAsync(),
-    SaveByRanks(), MoveTiers(),
+    SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveSparse(), SaveIncremental(),
+    SaveAsync(), SaveStepAsync(), SaveByRanks(), MoveTiers(),
 )  # fmt: skip
 BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))

@@ -6,6 +6,9 @@ The next save works and leaves no litter.
 
 import harness
 import pytest
+import scenarios
+
+import mlstate
 
 # What each call is made to fail with.  The first is tried in the ordinary test run.
 ERRORS = {
@@ -57,6 +60,18 @@ def points(bench, call, most, start="A"):
         for rank, counts in enumerate(bench.counts(start=start))
         for n in harness.spread(counts[call], most)
     ]
+
+
+@pytest.mark.parametrize(("name", "most"), [("sparse", 1), ("incremental", 3)])
+def test_what_is_made_to_fail_stores_layers(make_bench, name, most):
+    with make_bench(scenarios.ALL[name]) as bench:
+        root = bench.fresh()
+        bench.clean(root, "B")
+        shards = mlstate.checkpoint.inspect(root / bench.scenario.folder).shards()
+        layers = [len(shard.layers) for shard in shards if shard.layers is not None]
+        assert len(layers) >= 2
+        assert max(layers) == most
+        assert bench.scenario.load(root)[0] == "B"
 
 
 @pytest.mark.parametrize("call", harness.amount(USUAL, ERRORS, ERRORS))

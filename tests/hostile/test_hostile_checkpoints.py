@@ -296,7 +296,7 @@ INDEX_LIES = {
     ),
     "parts of two layouts": lambda x: _twice(x, layout=[[0, 4]], part=1, bytes=24, offset=8),
     "a manifest": lambda x: x.update(format="mlstate.manifest"),
-    "a later version": lambda x: x.update(format_version=2),
+    "a later version": lambda x: x.update(format_version=3),
 }
 
 MANIFEST_LIES = {
@@ -316,6 +316,74 @@ MANIFEST_LIES = {
     "a kind that is not known": lambda m: m["model"].update(kind="gguf"),
     "a kind of the other section": lambda m: m["model"].update(kind="optimizer"),
 }
+
+
+# ---- lies about layers: w has 24 elements of 4 bytes, from 4096 on ----
+
+
+def _layer(rows=None, row=6, start=0, **changes):
+    held = 24 if rows is None else 6
+    layer = {"file": 0, "offset": 4096 + start, "bytes": 4 * held, "crc32c": "00000000"}
+    layer.update({} if rows is None else {"row": row, "rows": rows}, **changes)
+    return layer
+
+
+LAYER_LIES = {
+    "no list": {},
+    "no objects": [None],
+    "nothing in it": [{}],
+    "many": [_layer([0, 1], start=i) for i in range(17)],
+    "two full ones": [_layer(), _layer()],
+    "a full one on top": [_layer([0, 1]), _layer(start=24)],
+    "one place for two layers": [_layer([0, 1]), _layer([0, 1])],
+    "a layer over the end of another": [_layer([0, 1]), _layer([0, 1], start=23)],
+    "a layer over another shard": [_layer([0, 1], start=80)],
+    "behind the end": [_layer([0, 1], offset=2**40)],
+    "another file": [_layer([0, 1], file=2)],
+    "rows of nothing": [_layer([0, 1], row=0)],
+    "rows behind the end": [_layer([4, 1])],
+    "rows around the numbers": [_layer([2**64 - 1, 2])],
+    "rows beyond the numbers": [_layer([2**64, 1])],
+    "rows back and forth": [_layer([2, 1, -2, 1])],
+    "rows that meet": [_layer([0, 1, 0, 1], bytes=48)],
+    "an odd number of rows": [_layer([0, 1, 1])],
+    "no rows": [_layer([], bytes=0)],
+    "more bytes than rows": [_layer([0, 1], bytes=28)],
+    "fewer bytes than rows": [_layer([0, 2])],
+    "all bytes": [_layer([0, 1], bytes=2**63 - 1)],
+    "no digits": [_layer([0, 1], crc32c="")],
+    "blocks of a short one": [_layer([0, 1], blocks="0" * 16)],
+}
+
+
+@pytest.mark.parametrize("name", LAYER_LIES)
+def test_lies_about_layers_are_refused(name, one):
+    index = one.index()
+    index["format_version"] = 2
+    shard = shard_of(index, **W)
+    for key in ("file", "offset", "bytes", "crc32c"):
+        del shard[key]
+    shard["layers"] = LAYER_LIES[name]
+    one.put_index(index)
+    error = refused(one, name, only=None)
+    assert isinstance(error, FormatError)
+    assert "another checkpoint" not in str(error)  # the index itself is refused
+
+
+def test_a_place_beside_layers_is_refused(one):
+    for key in ("file", "offset", "bytes", "crc32c", "blocks"):
+        index = one.index()
+        index["format_version"] = 2
+        shard = shard_of(index, **W)
+        shard["layers"] = []
+        for other in ("file", "offset", "bytes", "crc32c"):
+            if other != key:
+                del shard[other]
+        shard.setdefault(key, "0" * 16)
+        one.put_index(index)
+        error = refused(one, key, only=None)
+        assert isinstance(error, FormatError)
+        assert "layers" in str(error), key
 
 
 @pytest.mark.parametrize("name", INDEX_LIES)
