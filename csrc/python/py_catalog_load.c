@@ -409,18 +409,24 @@ static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules
     return new_array(w, mlsp_mapping_data(capsule) + offset, capsule, false);
 }
 
-/* Whether some of what is wanted was never stored. */
-static bool has_zeros(const load_job *job, const wanted *w)
+/* Whether memory that is zero to begin with saves work: where what was never stored lies
+ * in ranges of many pages, which are then not even touched.  Between short ones all pages
+ * are touched all the same, and zeroing them beforehand would be done for nothing. */
+static bool has_long_zeros(const load_job *job, const wanted *w)
 {
+    enum { LONG = 64 << 10 };
+    size_t bytes = 0, count = 0;
     for (size_t j = w->first; j < w->first + w->count; j++) {
-        if (job->stored[j].file == NULL) {
-            return true;
+        const mls_stored_shard *stored = &job->stored[j];
+        for (size_t i = 0; stored->file == NULL && i < stored->visible_count; i++) {
+            bytes += stored->visible[i].count * stored->item_bytes; /* of a shard's */
+            count++;
         }
     }
-    return false;
+    return count > 0 && bytes / count >= LONG;
 }
 
-/* Say where the bytes of a new array go.  One with zeros in it has them already. */
+/* Say where the bytes of a new array go; `zeros` that it began with stay. */
 static void place_new(load_job *job, const wanted *w, bool zeros)
 {
     place(job, w, PyArray_DATA((PyArrayObject *)w->array));
@@ -441,7 +447,7 @@ static int make_arrays(load_job *job, bool maps)
     for (size_t i = 0; good && i < job->count; i++) {
         wanted *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, w, capsules) : Py_NewRef(Py_None);
-        const bool read = array == Py_None, zeros = read && has_zeros(job, w);
+        const bool read = array == Py_None, zeros = read && has_long_zeros(job, w);
         if (read) {
             Py_DECREF(array);
             array = new_array(w, NULL, NULL, zeros);
