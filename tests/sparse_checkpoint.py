@@ -25,12 +25,12 @@ def checksums(data):
 
 
 def as_pairs(rows):
-    """Rows that are held, as numbers of rows passed over and held, and as ranges."""
+    """Rows that are held, as an index says it, and as ranges."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], rows.astype(np.int8), [0]))))
     begins, ends = edges[::2], edges[1::2]
     skips = begins - np.concatenate(([0], ends[:-1]))
     pairs = np.column_stack((skips, ends - begins)).ravel().tolist()
-    return pairs, list(zip(begins.tolist(), ends.tolist(), strict=True))
+    return ",".join(map(str, pairs)), list(zip(begins.tolist(), ends.tolist(), strict=True))
 
 
 class Layers:

@@ -85,7 +85,7 @@ def refusal(kind, text):
 # ---- good documents ----
 
 _W = {"section": "params", "name": "w", "dtype": "I16", "shape": [6, 5], "layout": [[0, 2]]}
-_ROWS = {"offset": 4126, "bytes": 20, "crc32c": "89abcdef", "row": 5, "rows": [0, 1, 1, 1]}
+_ROWS = {"offset": 4126, "bytes": 20, "crc32c": "89abcdef", "row": 5, "rows": "0,1,1,1"}
 LAYERED = {
     "checksum": "00000000",
     "format": "mlstate.index",

@@ -255,7 +255,8 @@ def test_any_layers_are_painted_in_their_order(tmp_path_factory, data):
         layer["crc32c"] = f"{_core.crc32c(bytes_.tobytes()):08x}"
         if row:
             edges = np.flatnonzero(np.diff(np.concatenate(([0], rows, [0]))))
-            layer.update(row=row, rows=np.diff(np.concatenate(([0], edges))).tolist())
+            pairs = np.diff(np.concatenate(([0], edges))).tolist()
+            layer.update(row=row, rows=",".join(map(str, pairs)))
         layers.append(layer)
         stored += bytes_.tobytes()
     (folder / "params").mkdir()

@@ -226,7 +226,7 @@ static const member layer_members[LAYER_MEMBERS] = {
     [CRC - PLACE] = MEMBER("crc32c", MLS_JSON_STRING, true),
     [BLOCKS - PLACE] = MEMBER("blocks", MLS_JSON_STRING, false),
     [ROW] = MEMBER("row", MLS_JSON_NUMBER, false),
-    [ROWS] = MEMBER("rows", MLS_JSON_ARRAY, false),
+    [ROWS] = MEMBER("rows", MLS_JSON_STRING, false),
 };
 
 /* The name of a text among `count` names, or `count`. */
@@ -498,36 +498,24 @@ static mls_code read_plain(reader *r, const member *m, mls_index_shard *shard)
 
 /* ---- reading: sparse shards ---- */
 
-/* Which elements a layer holds: "row" and "rows".  Numbers come in pairs, and each pair
- * is a run, for which room was counted. */
+/* Which elements a layer holds: "row" and "rows", for whose runs room was counted. */
 static mls_code read_rows(reader *r, const member *m, size_t elements, mls_layer *layer)
 {
     mls_extent *runs = r->index.extents + r->extents_used;
-    uint64_t skip, count;
-    size_t row = 0;
-    mls_code code = read_number(r, &m[ROW], 1, SIZE_MAX, &skip);
+    uint64_t row;
+    const mls_code code = read_number(r, &m[ROW], 1, SIZE_MAX, &row);
     if (code != MLS_OK) {
         return code;
     }
-    row = (size_t)skip;
-    mls_rows rows = {.row = row, .elements = elements};
-    mls_json_node node = mls_json_first(r->json, m[ROWS].node);
-    while (node != MLS_JSON_NONE) {
-        /* one that is alone, that is no number, or that makes no sense: it is all the
-         * same fault, and told of the first of the two */
-        const mls_json_node second = mls_json_next(r->json, node);
-        if (second == MLS_JSON_NONE || !mls_json_u64(r->json, node, &skip) ||
-            !mls_json_u64(r->json, second, &count) ||
-            !mls_rows_next(&rows, skip, count, &runs[layer->run_count])) {
-            return fail_member(r, node, "rows",
-                               "are not rows passed over and rows held in turn, as many "
-                               "as the shard has");
-        }
-        layer->run_count++;
-        node = mls_json_next(r->json, second);
+    mls_rows rows = mls_layer_rows((size_t)row, elements);
+    if (!mls_layer_rows_read(&rows, mls_json_text(r->json, m[ROWS].node), runs,
+                             &layer->run_count)) {
+        return fail_member(r, m[ROWS].node, "rows",
+                           "are not rows passed over and rows held in turn, as many as "
+                           "the shard has");
     }
     /* only what passed takes room: a refused index is freed as a whole */
-    layer->row = row;
+    layer->row = (size_t)row;
     layer->runs = runs;
     r->extents_used += layer->run_count;
     return MLS_OK;
@@ -680,7 +668,7 @@ static void count_layers(const reader *r, mls_json_node array, needs *n)
 {
     enum { COUNTED_BLOCKS, COUNTED_ROWS, COUNT };
     member m[COUNT] = {[COUNTED_BLOCKS] = MEMBER("blocks", MLS_JSON_STRING, false),
-                       [COUNTED_ROWS] = MEMBER("rows", MLS_JSON_ARRAY, false)};
+                       [COUNTED_ROWS] = MEMBER("rows", MLS_JSON_STRING, false)};
     n->sparse++;
     n->extents++;
     for (mls_json_node node = mls_json_first(r->json, array); node != MLS_JSON_NONE;
@@ -692,7 +680,9 @@ static void count_layers(const reader *r, mls_json_node array, needs *n)
         const mls_json_node rows = m[COUNTED_ROWS].node;
         n->layers++;
         n->crcs += count_crcs(r, m[COUNTED_BLOCKS].node);
-        n->extents += rows == MLS_JSON_NONE ? 2 : 3 * (mls_json_size(r->json, rows) / 2);
+        n->extents += rows == MLS_JSON_NONE
+                          ? 2
+                          : 3 * mls_layer_rows_count(mls_json_text(r->json, rows));
     }
 }
 

@@ -101,7 +101,9 @@ void mls_index_put_shard(mls_buffer *b, const mls_index_shard *s)
 }
 
 /* Rows are numbers of rows, so that lists are short: how many are passed over, how many
- * follow that are held, and so on.  Rows behind the last run are not said. */
+ * follow that are held, and so on.  Rows behind the last run are not said.  One string
+ * has them all: there may be thousands, and an array of as many values is slow to read.
+ */
 void mls_index_put_rows(mls_buffer *b, const mls_layer *layer)
 {
     size_t end = 0; /* of the run before */
@@ -114,11 +116,11 @@ void mls_index_put_rows(mls_buffer *b, const mls_layer *layer)
         /* the shard's last row may be short, and only a last run has it */
         const size_t rows =
             run->count / layer->row + (run->count % layer->row != 0 ? 1 : 0);
-        put_number(b, i == 0 ? ",\"rows\":[" : ",", (run->begin - end) / layer->row);
+        put_number(b, i == 0 ? ",\"rows\":\"" : ",", (run->begin - end) / layer->row);
         put_number(b, ",", rows);
         end = run->begin + run->count;
     }
-    mls_buffer_text(b, "]");
+    mls_buffer_text(b, "\"");
 }
 
 /* A run of stored bytes: where it is, and its checksums.  One of a single block says its

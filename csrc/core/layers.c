@@ -20,22 +20,77 @@ size_t mls_layer_held(const mls_layer *layer, size_t elements)
     return last->at + last->count;
 }
 
+/* The last row may be short. */
+mls_rows mls_layer_rows(size_t row, size_t elements)
+{
+    return (mls_rows){.row = row,
+                      .elements = elements,
+                      .all = elements / row + (elements % row != 0 ? 1 : 0)};
+}
+
 /* Rows are counted before they are multiplied: so many fit the shard, whose elements fit
  * a size. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_extent *out)
 {
-    const size_t row = rows->row;
-    const size_t all = rows->elements / row + (rows->elements % row != 0 ? 1 : 0);
-    const size_t left = all - rows->at;
+    const size_t row = rows->row, left = rows->all - rows->at;
     if ((skip == 0 && rows->at > 0) || count == 0 || skip > left || count > left - skip) {
         return false;
     }
     const size_t first = rows->at + (size_t)skip;
     rows->at = first + (size_t)count;
-    const size_t end = rows->at == all ? rows->elements : rows->at * row;
+    const size_t end = rows->at == rows->all ? rows->elements : rows->at * row;
     *out = (mls_extent){first * row, end - first * row, rows->held};
     rows->held += out->count;
     return true;
+}
+
+/* One comma less than numbers. */
+size_t mls_layer_rows_count(mls_text text)
+{
+    size_t commas = 0;
+    for (size_t i = 0; i < text.length; i++) {
+        commas += text.data[i] == ',';
+    }
+    return (commas + 1) / 2;
+}
+
+/* The number at `*at`, which moves behind it and the comma that follows.  A number is
+ * written in one way only: no zeros in front, and behind a comma there is another. */
+static bool next_number(const char **at, const char *end, uint64_t *out)
+{
+    const char *p = *at;
+    uint64_t value = 0;
+    while (p < end && *p >= '0' && *p <= '9') {
+        const unsigned digit = (unsigned)(*p - '0');
+        if (value > UINT64_MAX / 10 || value * 10 > UINT64_MAX - digit ||
+            (value == 0 && p > *at)) {
+            return false;
+        }
+        value = value * 10 + digit;
+        p++;
+    }
+    if (p == *at || (p < end && (*p != ',' || p + 1 == end))) {
+        return false;
+    }
+    *at = p < end ? p + 1 : end;
+    *out = value;
+    return true;
+}
+
+/* Numbers come in pairs, and each pair is a run. */
+bool mls_layer_rows_read(mls_rows *rows, mls_text text, mls_extent *runs, size_t *count)
+{
+    const char *at = text.data, *end = at + text.length;
+    uint64_t skip, held;
+    *count = 0;
+    while (at < end) {
+        if (!next_number(&at, end, &skip) || !next_number(&at, end, &held) ||
+            !mls_rows_next(rows, skip, held, &runs[*count])) {
+            return false;
+        }
+        ++*count;
+    }
+    return *count > 0;
 }
 
 /* Each end of a run begins at most one visible extent, and so does the shard. */

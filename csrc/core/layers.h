@@ -11,7 +11,7 @@
 #ifndef MLS_LAYERS_H
 #define MLS_LAYERS_H
 
-#include "status.h"
+#include "text.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -58,12 +58,23 @@ size_t mls_layer_held(const mls_layer *layer, size_t elements);
  * held, and so on, from the shard's first row on. */
 typedef struct mls_rows {
     size_t row, elements; /* of a row; of the shard */
+    size_t all;           /* rows of the shard */
     size_t at, held;      /* rows so far; elements that were held */
 } mls_rows;
+
+/* Of a shard of so many elements; a row has one at least. */
+mls_rows mls_layer_rows(size_t row, size_t elements);
 
 /* The next run.  False: none of it makes sense, since no rows are passed over between two
  * runs, none are held, or the shard has not so many. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_extent *out);
+
+/* How many runs a text such as "0,2,17,1" can be: two numbers each. */
+size_t mls_layer_rows_count(mls_text text);
+
+/* All runs of such a text, for which there is room.  False: it is none, holds nothing, or
+ * makes no sense. */
+bool mls_layer_rows_read(mls_rows *rows, mls_text text, mls_extent *runs, size_t *count);
 
 /* How many extents mls_layers_resolve may need room for: no more than two for each run,
  * and one. */

@@ -10,7 +10,7 @@ enum { ROOM = 4096 };
 /* Two parts of w with layers, one of them without any, and a plain shard between. */
 #define LAYER                                                                            \
     "{\"file\":0,\"offset\":4126,\"bytes\":14,\"crc32c\":\"89abcdef\",\"row\":4,"        \
-    "\"rows\":[1,1,1,1]}"
+    "\"rows\":\"1,1,1,1\"}"
 static const char good[] = MLS_SEAL_START
     ",\n\"format\":\"mlstate.index\",\"format_version\":2,\n\"generation\":"
     "\"0123456789abcdef\",\"rank\":0,\"world_size\":1,\n\"files\":["
@@ -108,7 +108,7 @@ typedef struct lie {
 
 static void layers_that_lie_are_refused(void)
 {
-#define ROWS "\"row\":4,\"rows\":[1,1,1,1]"
+#define ROWS "\"row\":4,\"rows\":\"1,1,1,1\""
     static const lie lies[] = {
         /* to version 1 layers are nothing, and a place is missing */
         {"\"format_version\":2", "\"format_version\":1", "w", "\"file\" is missing"},
@@ -127,7 +127,7 @@ static void layers_that_lie_are_refused(void)
          "too many"},
         {"," ROWS, "", "w", "only the first layer is full"},
         {"\"row\":4,", "", "w", "\"row\" is missing"},
-        {",\"rows\":[1,1,1,1]", "", "w", "\"rows\" is missing"},
+        {",\"rows\":\"1,1,1,1\"", "", "w", "\"rows\" is missing"},
         {"\"row\":4", "\"row\":0", "w", "range"},
         {"\"row\":4", "\"row\":-4", "w", "range"},
         {"\"row\":4", "\"row\":4.0", "w", "range"},
@@ -136,20 +136,20 @@ static void layers_that_lie_are_refused(void)
         {"\"row\":4", "\"row\":5", "w", "\"rows\" are not"}, /* only three of them */
         {"\"row\":4", "\"row\":18446744073709551615", "w", "\"rows\" are not"},
         {"\"row\":4", "\"row\":3", "w", "\"bytes\" are not"},
-        {"[1,1,1,1]", "[]", "w", "\"bytes\" are not"},
-        {"[1,1,1,1]", "[1]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,1,1]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,0,1,1]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,1,0,1]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,1,1,2]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,-1]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,18446744073709551615]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[18446744073709551615,1]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[18446744073709551616,1]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,1.0]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,[1]]", "w", "\"rows\" are not"},
-        {"[1,1,1,1]", "[1,2]", "w", "\"bytes\" are not"},
-        {"[1,1,1,1]", "\"1111\"", "w", "not an array"},
+        {"\"1,1,1,1\"", "\"\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,1,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,0,1,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,1,0,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,1,1,2\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,-1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,18446744073709551615\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"18446744073709551615,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"18446744073709551616,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,1.0\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,[1]\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,2\"", "w", "\"bytes\" are not"},
+        {"\"1,1,1,1\"", "[1,1,1,1]", "w", "not a string"},
         {"\"bytes\":14", "\"bytes\":12", "w", "\"bytes\" are not"},
         {"\"bytes\":14", "\"bytes\":0", "w", "\"bytes\" are not"},
         {"\"offset\":4146", "\"offset\":4171", "w", "end of the file"},

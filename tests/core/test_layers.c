@@ -3,6 +3,7 @@
 #include "runner.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum { MOST = 300, RUNS = MOST };
 
@@ -19,11 +20,10 @@ static void random_layer(mls_layer *layer, mls_extent *runs, size_t elements, in
                          int *painted, size_t *places)
 {
     *layer = (mls_layer){.row = 1 + below(7), .runs = runs};
-    mls_rows rows = {.row = layer->row, .elements = elements};
-    const size_t all = (elements + layer->row - 1) / layer->row;
-    while (rows.at < all) {
+    mls_rows rows = mls_layer_rows(layer->row, elements);
+    while (rows.at < rows.all) {
         const size_t skip = below(4) + (rows.at > 0), count = 1 + below(3);
-        if (skip + count > all - rows.at) {
+        if (skip + count > rows.all - rows.at) {
             break;
         }
         CHECK(mls_rows_next(&rows, skip, count, &runs[layer->run_count]));
@@ -114,7 +114,7 @@ static void without_layers_all_is_zero(void)
 static void rows_that_the_shard_has_not_are_refused(void)
 {
     mls_extent run = {9, 9, 9};
-    mls_rows rows = {.row = 4, .elements = 10}; /* three rows, the last of two elements */
+    mls_rows rows = mls_layer_rows(4, 10); /* three rows, the last of two elements */
     CHECK(!mls_rows_next(&rows, 0, 0, &run));
     CHECK(!mls_rows_next(&rows, 0, 4, &run));
     CHECK(!mls_rows_next(&rows, 4, 1, &run));
@@ -126,16 +126,66 @@ static void rows_that_the_shard_has_not_are_refused(void)
     CHECK(mls_rows_next(&rows, 1, 1, &run) && run.begin == 8 && run.count == 2);
     CHECK(run.at == 4 && rows.held == 6);
     CHECK(!mls_rows_next(&rows, 1, 1, &run));
-    mls_rows none = {.row = 4};
+    mls_rows none = mls_layer_rows(4, 0);
     CHECK(!mls_rows_next(&none, 0, 1, &run));
-    mls_rows huge = {.row = SIZE_MAX, .elements = SIZE_MAX};
+    mls_rows huge = mls_layer_rows(SIZE_MAX, SIZE_MAX);
     CHECK(mls_rows_next(&huge, 0, 1, &run) && run.count == SIZE_MAX);
+}
+
+/* The runs of a text; SIZE_MAX where it is refused. */
+static size_t runs_of(const char *text, size_t row, size_t elements, mls_extent *runs)
+{
+    size_t count;
+    mls_rows rows = mls_layer_rows(row, elements);
+    const mls_text all = {text, strlen(text)};
+    return mls_layer_rows_read(&rows, all, runs, &count) ? count : SIZE_MAX;
+}
+
+static void rows_are_read_from_their_text(void)
+{
+    static const char *const refused[] = {"",
+                                          "1",
+                                          "0,1,1",
+                                          ",",
+                                          "0,",
+                                          ",1",
+                                          "0,1,",
+                                          "0,,1",
+                                          "0 ,1",
+                                          " 0,1",
+                                          "0,1 ",
+                                          "00,1",
+                                          "0,01",
+                                          "-1,1",
+                                          "+0,1",
+                                          "0,1.0",
+                                          "0;1",
+                                          "0,1,0,1",
+                                          "0,0",
+                                          "3,1",
+                                          "0x0,1",
+                                          "0,18446744073709551616",
+                                          "18446744073709551615,1",
+                                          "99999999999999999999,1"};
+    mls_extent runs[4];
+    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
+        CHECK(runs_of(refused[i], 4, 10, runs) == SIZE_MAX);
+    }
+    CHECK(runs_of("1,1", 4, 10, runs) == 1 && runs[0].begin == 4 && runs[0].count == 4);
+    REQUIRE(runs_of("0,1,1,1", 4, 10, runs) == 2);
+    CHECK(runs[0].begin == 0 && runs[0].count == 4 && runs[0].at == 0);
+    CHECK(runs[1].begin == 8 && runs[1].count == 2 && runs[1].at == 4);
+    CHECK(runs_of("0,18446744073709551615", 1, SIZE_MAX, runs) == 1);
+    CHECK(runs[0].count == SIZE_MAX);
+    CHECK(mls_layer_rows_count((mls_text){"0,1,1,1", 7}) == 2);
+    CHECK(mls_layer_rows_count((mls_text){"0,1", 3}) == 1);
 }
 
 static const test_case tests[] = {
     TEST(layers_show_what_was_painted_last),
     TEST(without_layers_all_is_zero),
     TEST(rows_that_the_shard_has_not_are_refused),
+    TEST(rows_are_read_from_their_text),
 };
 
 int main(void)

@@ -324,7 +324,8 @@ MANIFEST_LIES = {
 def _layer(rows=None, row=6, start=0, **changes):
     held = 24 if rows is None else 6
     layer = {"file": 0, "offset": 4096 + start, "bytes": 4 * held, "crc32c": "00000000"}
-    layer.update({} if rows is None else {"row": row, "rows": rows}, **changes)
+    pairs = rows if rows is None else ",".join(map(str, rows))
+    layer.update({} if rows is None else {"row": row, "rows": pairs}, **changes)
     return layer
 
 
@@ -348,6 +349,8 @@ LAYER_LIES = {
     "rows that meet": [_layer([0, 1, 0, 1], bytes=48)],
     "an odd number of rows": [_layer([0, 1, 1])],
     "no rows": [_layer([], bytes=0)],
+    "a list of rows": [{**_layer([0, 1]), "rows": [0, 1]}],
+    "rows with spaces": [{**_layer([0, 1]), "rows": "0, 1"}],
     "more bytes than rows": [_layer([0, 1], bytes=28)],
     "fewer bytes than rows": [_layer([0, 2])],
     "all bytes": [_layer([0, 1], bytes=2**63 - 1)],
