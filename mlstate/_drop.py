@@ -75,6 +75,8 @@ def drop_mine(
 ) -> list[str]:
     """Delete what a rank wrote for generations that are gone; also for ranks that are no more.
 
+    What was deleted stays deleted: the folders are synced.
+
     Raises
     ------
     FormatError, StoreError
@@ -96,4 +98,7 @@ def drop_mine(
         own = f"-{mine}.safetensors"
         dead = [name for name in dict.fromkeys(dead) if name.endswith((own, ".json"))]
         dropped += _folder.remove_files(folder, dead)
+    # no later save looks for files that come back when the power fails: they must not
+    for part in sorted({os.path.dirname(name) for name in dropped}):
+        _core.folder_sync(os.path.join(folder, part))
     return dropped
