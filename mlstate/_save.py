@@ -232,7 +232,6 @@ class Save:
         self.sequence = 1
         self.error: BaseException | None = None
         self.unsure = False  # whether something of ours is left, or even committed
-        self.sweeping = False  # a writer before this one ended before it was through
         self.pattern: dict[str, Any] = {}  # of this rank's index
 
     # -- what is saved, before anything is touched
@@ -315,7 +314,6 @@ class Save:
         newest += [] if self.before is None else [self.before.sequence]
         self.sequence = max(newest, default=0) + 1
         if lock.unfinished is not None:
-            self.sweeping = True
             self._sweep(lock.unfinished)
         self.generation = os.urandom(8).hex()
         lock.note(self.generation)
@@ -556,13 +554,8 @@ class Save:
         import json
 
         plan: dict[str, Any] = {}
-        # a save that ended before it had deleted all leaves files that no index tells of
-        failed = b"x" if self.sweeping else b""
-        if (
-            self.group.rank == 0
-            and not failed
-            and (self.before is not None or self.retain is not None)
-        ):
+        failed = b""
+        if self.group.rank == 0 and (self.before is not None or self.retain is not None):
             with suppress(MLStateError, MemoryError):
                 before = rooted(self.path)
                 before += [] if self.before is None else [self.before]
