@@ -549,12 +549,12 @@ class Save:
     def _drop_together(self) -> str | None:
         """The same for many ranks, each of which deletes its own files; all call it.
 
-        Where that does not work out, rank 0 does it for all.
+        Where that does not work out, rank 0 does it for all; both tell of it.
         """
         import json
 
         plan: dict[str, Any] = {}
-        failed = b""
+        trouble = ""
         if self.group.rank == 0 and (self.before is not None or self.retain is not None):
             with suppress(MLStateError, MemoryError):
                 before = rooted(self.path)
@@ -562,17 +562,22 @@ class Save:
                 if self.retain is not None:
                     self.retain(self.path, _folder.read_manifest(self.path))
                 plan = sort_out(before, rooted(self.path))
-            failed = b"" if plan else b"x"
         [told, *_] = _gather(self.group, json.dumps(plan).encode())
         plan = json.loads(told)
         if plan:
             gone, kept = ([Generation(*one) for one in plan[name]] for name in ("gone", "kept"))
             try:
                 drop_mine(self.path, self.group.rank, self.group.world_size, gone, kept)
-            except (MLStateError, MemoryError):
-                failed = b"x"
-        troubles = _gather(self.group, failed, root=0)
-        return self._drop_old() if any(troubles) else None
+            except (MLStateError, MemoryError) as error:
+                trouble = f"rank {self.group.rank}: {error}"
+        told_all = _gather(self.group, trouble.encode(), root=0)
+        troubles = [one for one in (trouble, *map(bytes.decode, told_all)) if one]
+        left = None
+        if self.group.rank == 0 and (troubles or not plan):
+            left = self._drop_old()
+        if left is None and troubles:
+            left = f"deleting old files of the checkpoint met an error: {troubles[0]}"
+        return left
 
     def run(
         self,
@@ -605,7 +610,7 @@ class Save:
             raise
         finally:
             self.error = problem = None  # its traceback leads back here
-            self.close(clean=clean)
+            self.close(clean=clean and left is None)  # the next save looks for what is left
         if self.group.world_size > 1:
             self.group.barrier()
         _warn(left, 5)
