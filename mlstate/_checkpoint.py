@@ -55,7 +55,9 @@ class TensorRecord(NamedTuple):
         Bytes that files hold of the shards: fewer than `nbytes` where zeros were left out, more
         where rows were stored again since.
     sparse_shards : int
-        How many of the shards have layers.
+        How many of the shards have layers of rows, or are all zero.
+    codec : str or None
+        What compresses the shards, where any of them is compressed.
     """
 
     section: str
@@ -72,10 +74,11 @@ class TensorRecord(NamedTuple):
     tier: str | None
     stored_nbytes: int
     sparse_shards: int
+    codec: str | None
 
 
 class LayerRecord(NamedTuple):
-    """One of the places where a sparse shard is stored.
+    """One of the places where a sparse or compressed shard is stored.
 
     Attributes
     ----------
@@ -86,7 +89,9 @@ class LayerRecord(NamedTuple):
     crc32c : str
         Of its bytes.
     visible_nbytes : int
-        How many of these count; the others were stored again by later layers.
+        How many bytes of the shard are read from it; others were stored again by later layers.
+    codec : str or None
+        What its bytes are compressed with.
     """
 
     path: str
@@ -94,6 +99,7 @@ class LayerRecord(NamedTuple):
     nbytes: int
     crc32c: str
     visible_nbytes: int
+    codec: str | None
 
 
 class ShardRecord(NamedTuple):
@@ -110,7 +116,7 @@ class ShardRecord(NamedTuple):
     rank : int
         That stored it.
     path : str or None
-        Its file, in the checkpoint's folder. A sparse shard has none, but layers.
+        Its file, in the checkpoint's folder. A sparse or compressed shard has none, but layers.
     offset : int or None
         Where in that file its bytes lie.
     nbytes : int
@@ -120,7 +126,8 @@ class ShardRecord(NamedTuple):
     version : int
         How often it changed.
     layers : tuple of LayerRecord, or None
-        Where a sparse shard is stored, oldest first; what is in none of them is zero.
+        Where a sparse or compressed shard is stored, oldest first; what is in none of them is
+        zero.
     """
 
     section: str

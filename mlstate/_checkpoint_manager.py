@@ -185,6 +185,7 @@ class CheckpointManager:
         pack_below_bytes: int = PACK_BELOW,
         sparse: bool = False,
         incremental: bool = False,
+        compress: str | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> Checkpoint:
         """Save a step, and give up the oldest ones beyond `keep`.
@@ -195,7 +196,7 @@ class CheckpointManager:
             Which; saving a step again replaces it once the new one is committed.
         model, optimizer, metadata, group, layout, pack_below_bytes, progress
             As for `mlstate.save`.
-        sparse, incremental : bool, default False
+        sparse, incremental, compress
             As for `mlstate.save`. Steps share layers as they share files: giving up the oldest
             ones never takes away what newer ones are made of.
 
@@ -229,6 +230,7 @@ class CheckpointManager:
             pack_below=pack_below_bytes,
             sparse=sparse,
             incremental=incremental,
+            compress=compress,
             progress=progress,
             keep_root=True,
             retain=self._retain,
@@ -247,6 +249,7 @@ class CheckpointManager:
         pack_below_bytes: int = PACK_BELOW,
         sparse: bool = False,
         incremental: bool = False,
+        compress: str | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> SaveHandle:
         """Begin to save a step, and return while it is written.
@@ -258,7 +261,7 @@ class CheckpointManager:
         ----------
         step, model, optimizer, metadata, group, layout, pack_below_bytes, progress
             As for `save`.
-        sparse, incremental
+        sparse, incremental, compress
             As for `save`.
         max_staging_bytes : int, optional
             As for `mlstate.checkpoint.save_async`.
@@ -305,6 +308,7 @@ class CheckpointManager:
             pack_below=pack_below_bytes,
             sparse=sparse,
             incremental=incremental,
+            compress=compress,
             keep_root=True,
             retain=self._retain,
         )

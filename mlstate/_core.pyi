@@ -166,7 +166,7 @@ def shards_write(
     generation: str,
     gathering: Any,
     before: Any,
-    how: tuple[int, bool, bool],
+    how: tuple[int, bool, bool, str | None],
     progress: _Progress,
     freed: Callable[[], object] | None,
     /,

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
+from ._checkpoint import TensorRecord
 from ._checkpoint_manager import find_root
 from ._layout import Layout, Shard, steps_of
 from ._load import load_checkpoint
@@ -96,7 +97,7 @@ def reshard(
     -----
     Tensors are read through mappings of their files; those parts that lie in several places
     are put together in memory, for one rank at a time. Where anything in the source is sparse,
-    zeros are left out of the target, too.
+    zeros are left out of the target, too; what compresses the source compresses the target.
 
     Examples
     --------
@@ -137,5 +138,8 @@ def reshard(
             cut.shards("optim_state", loaded.optimizer, rank),
         )
 
-    sparse = any(record[-1] for record in catalog.tensors())
-    return write_ranks(target, world_size, states, manifest, pack_below_bytes, sparse, progress)
+    records = [TensorRecord(*record) for record in catalog.tensors()]
+    sparse = any(record.sparse_shards for record in records)
+    compress = next((record.codec for record in records if record.codec), None)
+    how = (pack_below_bytes, sparse, compress)
+    return write_ranks(target, world_size, states, manifest, *how, progress)

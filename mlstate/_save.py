@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from . import _core, _folder
+from . import _codecs, _core, _folder
 from ._collective_args import check_group
 from ._drop import Generation, drop_mine, rooted, sort_out
 from ._layout import Layout, Shard, Steps, steps_of
@@ -200,6 +200,7 @@ class Save:
         pack_below: int,
         sparse: bool = False,
         incremental: bool = False,
+        compress: str | None = None,
         keep_root: bool = False,
         retain: Callable[[str, Manifest], None] | None = None,
     ) -> None:
@@ -214,12 +215,13 @@ class Save:
         for name, value in (("sparse", sparse), ("incremental", incremental)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+        _codecs.check(compress)
         if group is not None:
             check_group(group)
         self.path = folder
         self.group: ProcessGroup = SingleGroup() if group is None else group
         self.layout = layout
-        self.how = (pack_below, sparse, incremental)
+        self.how = (pack_below, sparse, incremental, compress)
         self.keep_root = keep_root
         self.retain = retain
         self.dicts: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
@@ -654,12 +656,15 @@ def write_ranks(
     like: Manifest,
     pack_below: int,
     sparse: bool,
+    compress: str | None,
     progress: Callable[[int], object] | None,
 ) -> Checkpoint:
     """Save what all ranks of a world would, one after the other; `states` gives their dicts."""
     from ._checkpoint import Checkpoint
 
-    save = Save(folder, group=None, layout=None, pack_below=pack_below, sparse=sparse)
+    save = Save(
+        folder, group=None, layout=None, pack_below=pack_below, sparse=sparse, compress=compress
+    )
     clean = False
     try:
         save.begin()

@@ -270,6 +270,7 @@ static void list_place(listing *l, const mls_layer *place, const mls_extent *vis
     next->file = NULL;
     next->file_bytes = next->offset = 0;
     next->crcs = NULL;
+    next->frames = NULL;
     next->bytes = shard->bytes;
     if (place != NULL) {
         const mls_index_file *file = &l->from->index->files[place->file];
@@ -277,7 +278,8 @@ static void list_place(listing *l, const mls_layer *place, const mls_extent *vis
         next->file_bytes = file->bytes;
         next->offset = place->offset;
         next->crcs = place->crcs;
-        next->bytes = place->bytes;
+        next->frames = place->frames;
+        next->bytes = place->frames == NULL ? place->bytes : place->frames->bytes;
     }
     next->item_bytes = mls_dtype_of(shard->dtype)->item_bytes;
     next->name = shard->id.name;

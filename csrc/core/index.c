@@ -29,6 +29,7 @@ typedef struct reader {
     mls_index index;                        /* its counts are final, its arrays grow */
     size_t dims_used, axes_used, crcs_used; /* of what was counted beforehand */
     size_t sparse_used, layers_used, extents_used; /* the same */
+    size_t frames_used, ends_used;                 /* the same */
     uint64_t version;                              /* of the format */
     mls_text name; /* of the present shard, for messages */
     mls_status *st;
@@ -121,38 +122,6 @@ static mls_code read_crc(reader *r, const member *m, uint32_t *out)
 
 /* ---- reading: files ---- */
 
-/* Characters of our own file names (filename.h), so that no path leads anywhere else. */
-static bool plain_name(mls_text text)
-{
-    for (size_t i = 0; i < text.length; i++) {
-        const char c = text.data[i];
-        if (!((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-' || c == '_' ||
-              c == '=' || c == '~' || c == '.')) {
-            return false;
-        }
-    }
-    return text.length > 0 && text.data[0] != '.';
-}
-
-/* "params/x.safetensors".  One folder and one file, so that whoever opens or deletes what
- * an index names stays inside the pool, whoever wrote the index. */
-static bool good_path(mls_text path)
-{
-    static const char suffix[] = ".safetensors";
-    const size_t suffix_length = sizeof suffix - 1;
-    for (int s = 0; s < MLS_SECTION_COUNT; s++) {
-        const char *folder = mls_section_name((mls_section)s);
-        const size_t start = strlen(folder) + 1;
-        if (path.length > start + suffix_length && path.length <= MLS_PATH_BYTES &&
-            memcmp(path.data, folder, start - 1) == 0 && path.data[start - 1] == '/') {
-            const mls_text name = {path.data + start, path.length - start};
-            return plain_name(name) && memcmp(path.data + path.length - suffix_length,
-                                              suffix, suffix_length) == 0;
-        }
-    }
-    return false;
-}
-
 /* One of the files, which shards name by its number.  No file is shorter than the length
  * that each starts with. */
 static mls_code read_file(reader *r, mls_json_node node, mls_index_file *file)
@@ -166,7 +135,7 @@ static mls_code read_file(reader *r, mls_json_node node, mls_index_file *file)
         return code;
     }
     const mls_text path = mls_json_text(r->json, m[PATH].node);
-    if (!good_path(path)) {
+    if (!mls_index_is_path(path)) {
         return fail_member(r, m[PATH].node, "path", "is not that of a shard file");
     }
     memcpy(file->path, path.data, path.length);
@@ -198,7 +167,7 @@ enum {
 };
 
 /* Of a layer: the place's, then its own. */
-enum { ROW = LAYERS - PLACE, ROWS, LAYER_MEMBERS };
+enum { ROW = LAYERS - PLACE, ROWS, CODEC, FRAMES, LAYER_MEMBERS };
 
 static const member shard_members[MEMBERS] = {
     [SECTION] = MEMBER("section", MLS_JSON_STRING, true),
@@ -227,6 +196,8 @@ static const member layer_members[LAYER_MEMBERS] = {
     [BLOCKS - PLACE] = MEMBER("blocks", MLS_JSON_STRING, false),
     [ROW] = MEMBER("row", MLS_JSON_NUMBER, false),
     [ROWS] = MEMBER("rows", MLS_JSON_STRING, false),
+    [CODEC] = MEMBER("codec", MLS_JSON_STRING, false),
+    [FRAMES] = MEMBER("frames", MLS_JSON_STRING, false),
 };
 
 /* The name of a text among `count` names, or `count`. */
@@ -239,10 +210,15 @@ static int which_name(mls_text text, const char *(*name_of)(int), int count)
     return i;
 }
 
-/* For which_name, which knows no enum by name; so is the next. */
+/* For which_name, which knows no enum by name; so are the next two. */
 static const char *section_of(int i)
 {
     return mls_section_name((mls_section)i);
+}
+
+static const char *codec_of(int i)
+{
+    return mls_codec_name((mls_codec)i);
 }
 
 /* Among the names is the empty one, of no tier: whoever asks refuses it himself. */
@@ -521,6 +497,34 @@ static mls_code read_rows(reader *r, const member *m, size_t elements, mls_layer
     return MLS_OK;
 }
 
+/* How a layer is coded: "codec" and "frames", for whose lengths room was counted. */
+static mls_code read_frames(reader *r, const member *m, size_t item, size_t elements,
+                            mls_layer *layer)
+{
+    mls_frames *frames = &r->index.frames[r->frames_used];
+    const int codec =
+        which_name(mls_json_text(r->json, m[CODEC].node), codec_of, MLS_CODEC_COUNT);
+    if (codec == MLS_CODEC_COUNT) {
+        return fail_member(r, m[CODEC].node, "codec",
+                           "is one that this mlstate does not know: use a newer one");
+    }
+    *frames = (mls_frames){.codec = (mls_codec)codec,
+                           .item = item,
+                           .bytes = mls_layer_held(layer, elements) * item,
+                           .ends = r->index.ends + r->ends_used};
+    const mls_text text = mls_json_text(r->json, m[FRAMES].node);
+    const size_t count = mls_frames_count(frames->bytes);
+    if (count == 0 || count != mls_frames_text_count(text) ||
+        !mls_frames_read(frames, text)) {
+        return fail_member(r, m[FRAMES].node, "frames",
+                           "are not a length for each MiB of the layer's elements");
+    }
+    layer->frames = frames;
+    r->frames_used++;
+    r->ends_used += count;
+    return MLS_OK;
+}
+
 /* One layer.  What it holds comes before its bytes, which must be as many as that makes,
  * and some: a layer that holds nothing says nothing. */
 static mls_code read_layer(reader *r, mls_json_node node, const mls_index_shard *shard,
@@ -541,6 +545,10 @@ static mls_code read_layer(reader *r, mls_json_node node, const mls_index_shard 
         return fail_member(r, node, m[ROW].node == MLS_JSON_NONE ? "row" : "rows",
                            "is missing");
     }
+    if ((m[CODEC].node == MLS_JSON_NONE) != (m[FRAMES].node == MLS_JSON_NONE)) {
+        return fail_member(r, node, m[CODEC].node == MLS_JSON_NONE ? "codec" : "frames",
+                           "is missing");
+    }
     if (m[ROW].node == MLS_JSON_NONE && !first) {
         return fail_member(r, node, "rows", "is missing: only the first layer is full");
     }
@@ -549,12 +557,19 @@ static mls_code read_layer(reader *r, mls_json_node node, const mls_index_shard 
     if (code == MLS_OK && m[ROW].node != MLS_JSON_NONE) {
         code = read_rows(r, m, elements, layer);
     }
+    if (code == MLS_OK && m[CODEC].node != MLS_JSON_NONE) {
+        code = read_frames(r, m, size, elements, layer);
+    }
     if (code != MLS_OK) {
         return code;
     }
-    if (layer->bytes == 0 || layer->bytes != mls_layer_held(layer, elements) * size) {
+    const size_t made =
+        layer->frames == NULL
+            ? mls_layer_held(layer, elements) * size
+            : layer->frames->ends[mls_frames_count(layer->frames->bytes) - 1];
+    if (layer->bytes == 0 || layer->bytes != made) {
         return fail_member(r, m[BYTES - PLACE].node, "bytes",
-                           "are not as many as the layer's elements make, and some");
+                           "are not as many as its elements or frames make, and some");
     }
     return read_blocks(r, m, layer);
 }
@@ -651,7 +666,7 @@ static mls_code read_shard(reader *r, mls_json_node node, member *m,
 
 /* How many there will be of what, at most. */
 typedef struct needs {
-    size_t dims, axes, crcs, sparse, layers, extents;
+    size_t dims, axes, crcs, sparse, layers, extents, frames, ends;
 } needs;
 
 /* Checksums of a shard or a layer, by the digits that there are. */
@@ -666,9 +681,10 @@ static size_t count_crcs(const reader *r, mls_json_node blocks)
  * takes, which is that of mls_layers_room. */
 static void count_layers(const reader *r, mls_json_node array, needs *n)
 {
-    enum { COUNTED_BLOCKS, COUNTED_ROWS, COUNT };
+    enum { COUNTED_BLOCKS, COUNTED_ROWS, COUNTED_FRAMES, COUNT };
     member m[COUNT] = {[COUNTED_BLOCKS] = MEMBER("blocks", MLS_JSON_STRING, false),
-                       [COUNTED_ROWS] = MEMBER("rows", MLS_JSON_STRING, false)};
+                       [COUNTED_ROWS] = MEMBER("rows", MLS_JSON_STRING, false),
+                       [COUNTED_FRAMES] = MEMBER("frames", MLS_JSON_STRING, false)};
     n->sparse++;
     n->extents++;
     for (mls_json_node node = mls_json_first(r->json, array); node != MLS_JSON_NONE;
@@ -678,11 +694,16 @@ static void count_layers(const reader *r, mls_json_node array, needs *n)
         }
         (void)mls_json_members(r->json, node, m, COUNT);
         const mls_json_node rows = m[COUNTED_ROWS].node;
+        const mls_json_node frames = m[COUNTED_FRAMES].node;
         n->layers++;
         n->crcs += count_crcs(r, m[COUNTED_BLOCKS].node);
         n->extents += rows == MLS_JSON_NONE
                           ? 2
                           : 3 * mls_layer_rows_count(mls_json_text(r->json, rows));
+        if (frames != MLS_JSON_NONE) {
+            n->frames++;
+            n->ends += mls_frames_text_count(mls_json_text(r->json, frames));
+        }
     }
 }
 
@@ -734,7 +755,9 @@ static mls_code allocate(reader *r, mls_json_node files, mls_json_node shards)
         (x->crcs = mls_alloc(n.crcs, sizeof *x->crcs)) == NULL ||
         (x->sparse = mls_alloc(n.sparse, sizeof *x->sparse)) == NULL ||
         (x->layers = mls_alloc(n.layers, sizeof *x->layers)) == NULL ||
-        (x->extents = mls_alloc(n.extents, sizeof *x->extents)) == NULL) {
+        (x->extents = mls_alloc(n.extents, sizeof *x->extents)) == NULL ||
+        (x->frames = mls_alloc(n.frames, sizeof *x->frames)) == NULL ||
+        (x->ends = mls_alloc(n.ends, sizeof *x->ends)) == NULL) {
         return mls_fail(r->st, MLS_E_MEMORY, "no memory for an index of %zu shards",
                         x->shard_count);
     }

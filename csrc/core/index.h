@@ -103,6 +103,8 @@ typedef struct mls_index {
     mls_layers *sparse; /* of all sparse shards; below, of all of these */
     mls_layer *layers;
     mls_extent *extents;
+    mls_frames *frames; /* of all layers that are coded; below, of all of these */
+    size_t *ends;
 } mls_index;
 
 /* Understand an index.  `text` need not outlive the call.  Gives: release with
@@ -123,9 +125,15 @@ mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
  * closing brace: shard files say the same of what they hold. */
 void mls_index_put_shard(mls_buffer *b, const mls_index_shard *shard);
 
-/* Append the members "row" and "rows" of a layer, each with its comma in front; nothing
- * of a full one.  Shard files say the same of what they hold. */
-void mls_index_put_rows(mls_buffer *b, const mls_layer *layer);
+/* Append the members of a layer that are not its place, each with its comma in front:
+ * "row" and "rows", unless it is full; "codec" and "frames", where it is coded.  Shard
+ * files say the same of what they hold. */
+void mls_index_put_layer(mls_buffer *b, const mls_layer *layer);
+
+/* Whether a path is one that a shard file can have, "params/x.safetensors": one folder
+ * and one file, so that whoever opens or deletes what an index names stays inside the
+ * pool, whoever wrote the index. */
+bool mls_index_is_path(mls_text path);
 
 /* Whether a tensor of that shape could lie in memory: its bytes, with dimensions of 0
  * taken for 1, so that any library can hold it. */
@@ -147,6 +155,9 @@ size_t mls_index_place_count(const mls_index_shard *shard);
 /* One of them; that of a plain shard is a full layer of which nothing is said to be
  * visible. */
 mls_layer mls_index_place(const mls_index_shard *shard, size_t number);
+
+/* Whether it has layers of rows, or none at all: not whether it is merely coded. */
+bool mls_index_is_sparse(const mls_index_shard *shard);
 
 /* Bytes of all places. */
 uint64_t mls_index_stored_bytes(const mls_index_shard *shard);

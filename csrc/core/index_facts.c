@@ -105,6 +105,8 @@ void mls_index_fini(mls_index *index)
     mls_free(index->sparse);
     mls_free(index->layers);
     mls_free(index->extents);
+    mls_free(index->frames);
+    mls_free(index->ends);
     mls_json_free(index->json);
     *index = (mls_index){0};
 }
@@ -113,6 +115,37 @@ void mls_index_fini(mls_index *index)
 size_t mls_index_place_count(const mls_index_shard *shard)
 {
     return shard->layers == NULL ? 1 : shard->layers->count;
+}
+
+/* Characters of our own file names (filename.h), so that no path leads anywhere else. */
+static bool plain_name(mls_text text)
+{
+    for (size_t i = 0; i < text.length; i++) {
+        const char c = text.data[i];
+        if (!((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-' || c == '_' ||
+              c == '=' || c == '~' || c == '.')) {
+            return false;
+        }
+    }
+    return text.length > 0 && text.data[0] != '.';
+}
+
+/* The suffix has a length of its own: a name of nothing else is none. */
+bool mls_index_is_path(mls_text path)
+{
+    static const char suffix[] = ".safetensors";
+    const size_t suffix_length = sizeof suffix - 1;
+    for (int s = 0; s < MLS_SECTION_COUNT; s++) {
+        const char *folder = mls_section_name((mls_section)s);
+        const size_t start = strlen(folder) + 1;
+        if (path.length > start + suffix_length && path.length <= MLS_PATH_BYTES &&
+            memcmp(path.data, folder, start - 1) == 0 && path.data[start - 1] == '/') {
+            const mls_text name = {path.data + start, path.length - start};
+            return plain_name(name) && memcmp(path.data + path.length - suffix_length,
+                                              suffix, suffix_length) == 0;
+        }
+    }
+    return false;
 }
 
 /* By value: a plain shard has no layer that could be pointed to. */
@@ -126,6 +159,13 @@ mls_layer mls_index_place(const mls_index_shard *shard, size_t number)
                        .bytes = shard->bytes,
                        .crc = shard->crc,
                        .crcs = shard->crcs};
+}
+
+/* A full layer that is the only one holds what a plain shard would. */
+bool mls_index_is_sparse(const mls_index_shard *shard)
+{
+    const mls_layers *layers = shard->layers;
+    return layers != NULL && (layers->count != 1 || layers->list[0].row != 0);
 }
 
 /* The layers' bytes fit their files, of which there are no more than a size can count. */

@@ -100,16 +100,25 @@ void mls_index_put_shard(mls_buffer *b, const mls_index_shard *s)
     put_number(b, ",\"version\":", s->version);
 }
 
+/* The lengths of coded frames: one string, as rows are. */
+static void put_frames(mls_buffer *b, const mls_frames *frames)
+{
+    const size_t count = mls_frames_count(frames->bytes);
+    put_plain(b, ",\"codec\":", mls_codec_name(frames->codec));
+    for (size_t i = 0; i < count; i++) {
+        put_number(b, i == 0 ? ",\"frames\":\"" : ",",
+                   frames->ends[i] - mls_frame_begin(frames, i));
+    }
+    mls_buffer_text(b, "\"");
+}
+
 /* Rows are numbers of rows, so that lists are short: how many are passed over, how many
  * follow that are held, and so on.  Rows behind the last run are not said.  One string
  * has them all: there may be thousands, and an array of as many values is slow to read.
  */
-void mls_index_put_rows(mls_buffer *b, const mls_layer *layer)
+static void put_rows(mls_buffer *b, const mls_layer *layer)
 {
     size_t end = 0; /* of the run before */
-    if (layer->row == 0) {
-        return;
-    }
     put_number(b, ",\"row\":", layer->row);
     for (size_t i = 0; i < layer->run_count; i++) {
         const mls_extent *run = &layer->runs[i];
@@ -121,6 +130,17 @@ void mls_index_put_rows(mls_buffer *b, const mls_layer *layer)
         end = run->begin + run->count;
     }
     mls_buffer_text(b, "\"");
+}
+
+/* A full layer says nothing of rows, one that is not coded nothing of frames. */
+void mls_index_put_layer(mls_buffer *b, const mls_layer *layer)
+{
+    if (layer->row != 0) {
+        put_rows(b, layer);
+    }
+    if (layer->frames != NULL) {
+        put_frames(b, layer->frames);
+    }
 }
 
 /* A run of stored bytes: where it is, and its checksums.  One of a single block says its
@@ -153,7 +173,7 @@ static void put_places(mls_buffer *b, const mls_index_shard *s)
     mls_buffer_text(b, ",\"layers\":[");
     for (size_t i = 0; i < s->layers->count; i++) {
         put_place(b, i == 0 ? "{\"file\":" : ",{\"file\":", &s->layers->list[i]);
-        mls_index_put_rows(b, &s->layers->list[i]);
+        mls_index_put_layer(b, &s->layers->list[i]);
         mls_buffer_text(b, "}");
     }
     mls_buffer_text(b, "]}");

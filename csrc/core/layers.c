@@ -54,29 +54,6 @@ size_t mls_layer_rows_count(mls_text text)
     return (commas + 1) / 2;
 }
 
-/* The number at `*at`, which moves behind it and the comma that follows.  A number is
- * written in one way only: no zeros in front, and behind a comma there is another. */
-static bool next_number(const char **at, const char *end, uint64_t *out)
-{
-    const char *p = *at;
-    uint64_t value = 0;
-    while (p < end && *p >= '0' && *p <= '9') {
-        const unsigned digit = (unsigned)(*p - '0');
-        if (value > UINT64_MAX / 10 || value * 10 > UINT64_MAX - digit ||
-            (value == 0 && p > *at)) {
-            return false;
-        }
-        value = value * 10 + digit;
-        p++;
-    }
-    if (p == *at || (p < end && (*p != ',' || p + 1 == end))) {
-        return false;
-    }
-    *at = p < end ? p + 1 : end;
-    *out = value;
-    return true;
-}
-
 /* Numbers come in pairs, and each pair is a run. */
 bool mls_layer_rows_read(mls_rows *rows, mls_text text, mls_extent *runs, size_t *count)
 {
@@ -84,7 +61,8 @@ bool mls_layer_rows_read(mls_rows *rows, mls_text text, mls_extent *runs, size_t
     uint64_t skip, held;
     *count = 0;
     while (at < end) {
-        if (!next_number(&at, end, &skip) || !next_number(&at, end, &held) ||
+        if (!mls_text_next_number(&at, end, &skip) ||
+            !mls_text_next_number(&at, end, &held) ||
             !mls_rows_next(rows, skip, held, &runs[*count])) {
             return false;
         }

@@ -11,6 +11,7 @@
 #ifndef MLS_LAYERS_H
 #define MLS_LAYERS_H
 
+#include "frames.h"
 #include "text.h"
 
 #include <stdbool.h>
@@ -31,7 +32,7 @@ typedef struct mls_extent {
 typedef struct mls_layer {
     size_t file;     /* in the index's files */
     uint64_t offset; /* of its first byte in that file */
-    size_t bytes;    /* of all elements that it holds; never 0 */
+    size_t bytes;    /* that it takes there; never 0 */
     uint32_t crc;    /* of all of it */
     const uint32_t
         *crcs;  /* one for each MLS_SAFETENSORS_BLOCK bytes; fewer: the same as crc */
@@ -41,6 +42,8 @@ typedef struct mls_layer {
     size_t run_count;
     const mls_extent *visible; /* what no later layer holds */
     size_t visible_count;
+    const mls_frames *frames; /* how the bytes are coded; NULL: they are not, and are
+                                 those of the elements */
 } mls_layer;
 
 /* What a sparse shard has instead of a place. */

@@ -274,7 +274,7 @@ void mls_shard_plan_fini(mls_shard_plan *plan)
     mls_free(plan->files);
     mls_free(plan->written);
     for (size_t i = 0; plan->planned != NULL && i < plan->index.shard_count; i++) {
-        mls_free(plan->planned[i].layers);
+        mls_planned_drop_layers(&plan->planned[i]);
     }
     mls_free(plan->planned);
     mls_free(plan->dims);
@@ -615,7 +615,7 @@ static void describe_file(const mls_shard_plan *plan, const mls_planned_file *fi
         mls_buffer_text(text, ":");
         mls_index_put_shard(text, &plan->index.shards[file->shards[i]]);
         if (plan->planned[file->shards[i]].fresh != NULL) {
-            mls_index_put_rows(text, plan->planned[file->shards[i]].fresh);
+            mls_index_put_layer(text, plan->planned[file->shards[i]].fresh);
         }
         mls_buffer_text(text, "}");
     }

@@ -28,6 +28,7 @@ typedef struct mls_planned {
     mls_text key;       /* its name in a file */
     mls_layers *layers; /* what it will be stored as; NULL: plain.  One block */
     mls_layer *fresh;   /* of these the one that is written now, the last, or NULL */
+    mls_frames *frames; /* how that one is coded, or NULL.  One block with its lengths */
 } mls_planned;
 
 /* A file to write. */
@@ -69,6 +70,11 @@ mls_code mls_shard_plan_keep(mls_shard_plan *plan, mls_status *st);
 /* Where the job asks for it: look which rows of the shards that are written hold anything
  * at all, and leave out the others where that pays.  MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_shard_plan_sift(mls_shard_plan *plan, mls_status *st);
+
+/* Where the job asks for it: code samples of what is written, and note what becomes
+ * shorter by it (planned.frames), which has a new layer then, be it a full one.
+ * MLS_E_MEMORY, MLS_E_STOPPED, errors of the codec. */
+mls_code mls_shard_plan_compress(mls_shard_plan *plan, mls_status *st);
 
 /* Give everything that must be written its file, and all shards their versions, once it
  * is decided what stays.  What is left open in the new index are lengths and checksums of
@@ -115,7 +121,13 @@ static inline size_t mls_planned_bytes(const mls_planned *planned,
 mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_cut *rows,
                                 const unsigned char *bits, mls_status *st);
 
-/* Take them away again: it is plain. */
+/* Code a shard that has frames, before its file is laid out.  Gives: free `*out` with
+ * mls_free, which is as long as the new layer.  NULL: it did not become shorter, and has
+ * no frames any more.  As mls_shard_plan_compress; progress is told of all its bytes. */
+mls_code mls_planned_encode(mls_shard_plan *plan, size_t number, unsigned char **out,
+                            mls_status *st);
+
+/* Take layers, and frames, away again: it is plain. */
 void mls_planned_drop_layers(mls_planned *planned);
 
 /* The item's elements `first` .. `first + count`: where they lie, or packed to `room`. */

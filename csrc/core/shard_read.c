@@ -36,6 +36,7 @@ enum {
     GAP = 4 << 10,                    /* reading it takes no longer than a system call */
     GROUP = 256,                      /* short runs that are read as one */
     SPAN_COST = 16 << 10,             /* in bytes: what a span costs besides its bytes */
+    CODED_COST = 8,                   /* what a coded byte costs more than a plain one */
     SHARED_BYTES = 8 << 20,           /* less is read by the calling thread */
     SHOWN_NAME = 80,                  /* bytes of a name in a message */
     SHOWN_FILE = 90                   /* and of a file's path */
@@ -55,12 +56,14 @@ typedef struct span {
 typedef struct bounce {
     atomic_bool taken;
     unsigned char *data; /* STEP bytes, or NULL */
+    mls_frame_room frames;
 } bounce;
 
 /* What the tasks share. */
 typedef struct reading {
     int folder;
     const mls_crc_kernels *crc;     /* NULL: nothing to compare */
+    const mls_codecs *codecs;       /* NULL: none */
     const mls_progress *progress;   /* NULL: nobody asks */
     span *spans;                    /* in the order of the pieces */
     const span **order;             /* in the order of the files */
@@ -223,14 +226,21 @@ static mls_code open_shard(worker *w, const mls_stored_shard *shard, mls_status 
     return MLS_E_FORMAT;
 }
 
-/* The task's buffer.  There are as many as tasks can run at once, so one is free. */
-static mls_code borrow(worker *w, unsigned char **out, mls_status *st)
+/* Make sure that the task has buffers.  There are as many as tasks can run at once, so
+ * one is free. */
+static void borrow_bounce(worker *w)
 {
     for (size_t i = 0; w->bounce == NULL; i = (i + 1) % MLS_POOL_MAX_THREADS) {
         if (!atomic_exchange(&w->shared->bounces[i].taken, true)) {
             w->bounce = &w->shared->bounces[i];
         }
     }
+}
+
+/* The task's buffer of STEP bytes. */
+static mls_code borrow(worker *w, unsigned char **out, mls_status *st)
+{
+    borrow_bounce(w);
     if (w->bounce->data == NULL) {
         w->bounce->data = mls_alloc(STEP, 1);
     }
@@ -293,21 +303,6 @@ static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
 
 /* ---- verified: whole blocks ---- */
 
-/* Say which block of the shard is not what was written. */
-static mls_code block_changed(const mls_stored_shard *shard, size_t start, size_t length,
-                              uint32_t found, uint32_t expected, mls_status *st)
-{
-    mls_fail(st, MLS_E_CHECKSUM,
-             "its bytes are not those that were written (checksum %08lx, expected %08lx, "
-             "over %zu bytes from %zu on): the file is damaged",
-             (unsigned long)found, (unsigned long)expected, length, start);
-    st->has_offset = true;
-    st->offset = shard->offset + start;
-    mls_status_expected(st, "%08lx", (unsigned long)expected);
-    mls_status_got(st, "%08lx", (unsigned long)found);
-    return MLS_E_CHECKSUM;
-}
-
 /* Bytes `at` .. `at + bytes` of the shard lie in `data`: bring what is wanted of them to
  * its places. */
 static void scatter(worker *w, run_reader *r, const unsigned char *data, size_t at,
@@ -366,8 +361,38 @@ static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
             }
         }
         if (found != shard->crcs[block]) {
-            return block_changed(shard, start, length, found, shard->crcs[block], st);
+            return mls_block_changed(shard->offset, start, length, found,
+                                     shard->crcs[block], st);
         }
+    }
+    return MLS_OK;
+}
+
+/* ---- coded: whole frames ---- */
+
+/* All runs of a span, frame by frame; those between them are passed over. */
+static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
+{
+    const mls_stored_shard *shard = r->span->piece->shard;
+    const size_t last = mls_frames_count(shard->frames->bytes) - 1;
+    const mls_coded coded = {.fd = w->fd,
+                             .offset = shard->offset,
+                             .bytes = shard->frames->ends[last],
+                             .crcs = shard->crcs,
+                             .frames = shard->frames,
+                             .crc = w->shared->crc,
+                             .codecs = w->shared->codecs};
+    borrow_bounce(w);
+    while (r->now.left > 0) {
+        const size_t number = r->now.at / MLS_FRAME_BYTES;
+        const unsigned char *data;
+        const mls_code code =
+            mls_frame_read(&w->bounce->frames, &coded, number, &data, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        scatter(w, r, data, number * MLS_FRAME_BYTES,
+                mls_frame_bytes(shard->frames, number));
     }
     return MLS_OK;
 }
@@ -432,8 +457,9 @@ static void read_span(worker *w, const span *s)
     }
     mls_code code = open_shard(w, s->piece->shard, &st);
     if (code == MLS_OK) {
-        code =
-            w->shared->crc == NULL ? read_plain(w, &r, &st) : read_verified(w, &r, &st);
+        code = s->piece->shard->frames != NULL ? read_coded(w, &r, &st)
+               : w->shared->crc == NULL        ? read_plain(w, &r, &st)
+                                               : read_verified(w, &r, &st);
     }
     if (code != MLS_OK) {
         (void)blame(s->piece->shard, &st);
@@ -480,8 +506,17 @@ static mls_code add_span(reading *shared, span s, mls_status *st)
         shared->room = room;
     }
     shared->spans[shared->count++] = s;
-    shared->cost += SPAN_COST + (s.piece->data == NULL ? 0 : s.end - s.from);
+    const size_t cost = s.piece->data == NULL ? 0 : s.end - s.from;
+    shared->cost += SPAN_COST + (s.piece->shard->frames == NULL ? 1 : CODED_COST) * cost;
     return MLS_OK;
+}
+
+/* Where byte `from` of a place's elements is among the stored ones; of coded bytes, where
+ * its frame begins.  It is inside the file. */
+static size_t place_of(const mls_stored_shard *shard, size_t from)
+{
+    return shard->frames == NULL ? from
+                                 : mls_frame_begin(shard->frames, from / MLS_FRAME_BYTES);
 }
 
 /* Cut what a piece needs into spans, at multiples of SPAN from the place's first byte, so
@@ -506,7 +541,7 @@ static mls_code plan_piece(reading *shared, const mls_piece *piece, mls_status *
                            .from = from,
                            .end = from + length,
                            .file = shard->file == NULL ? "" : shard->file,
-                           .at = shard->offset + from}; /* inside, so it does not wrap */
+                           .at = shard->offset + place_of(shard, from)};
         const mls_code code = add_span(shared, next, st);
         if (code != MLS_OK) {
             return blame(shard, st);
@@ -595,6 +630,7 @@ static void reading_fini(reading *shared)
 {
     for (size_t i = 0; i < MLS_POOL_MAX_THREADS; i++) {
         mls_free(shared->bounces[i].data);
+        mls_frame_room_fini(&shared->bounces[i].frames);
     }
     mls_free(shared->spans);
     mls_free(shared->order);
@@ -605,11 +641,13 @@ static void reading_fini(reading *shared)
 /* What could be planned is read even where a later piece is refused: of several failures
  * the first piece's counts, and it may be one that only reading finds. */
 mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
-                         const mls_crc_kernels *crc, mls_pool *pool,
-                         const mls_progress *progress, size_t *failed, mls_status *st)
+                         const mls_crc_kernels *crc, const mls_codecs *codecs,
+                         mls_pool *pool, const mls_progress *progress, size_t *failed,
+                         mls_status *st)
 {
     size_t planned;
-    reading shared = {.folder = folder, .crc = crc, .progress = progress};
+    reading shared = {
+        .folder = folder, .crc = crc, .codecs = codecs, .progress = progress};
     pthread_mutex_init(&shared.lock, NULL);
     for (size_t i = 0; i < MLS_POOL_MAX_THREADS; i++) {
         atomic_init(&shared.bounces[i].taken, false);

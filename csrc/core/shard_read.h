@@ -38,17 +38,20 @@ typedef struct mls_progress {
 #if !defined(_WIN32)
 
 /* Read all pieces; large ones in parts by several threads.  At most 1 MiB a thread is
- * allocated besides, and no file stays open longer than it is read.
- * `crc` NULL: not verified.  `progress` NULL: nobody asks.
+ * allocated besides, 5 MiB where something is coded, and no file stays open longer than
+ * it is read.  `crc` NULL: not verified.  `codecs` NULL: what is coded cannot be read.
+ * `progress` NULL: nobody asks.
  * MLS_E_IO, with os_error (ENOENT: a file is gone); MLS_E_FORMAT: no regular file,
  * or another length than recorded, or shorter by now; MLS_E_CHECKSUM: a block's bytes are
- * not those that were written, with the offset of the block; MLS_E_MEMORY;
+ * not those that were written, with the offset of the block; MLS_E_MEMORY; what a codec
+ * says;
  * MLS_E_STOPPED: `progress` said so.  The status names the tensor, and `*failed` is the
  * index of the piece: of several failures, that of the first piece.  After a failure the
  * places hold anything. */
 mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
-                         const mls_crc_kernels *crc, mls_pool *pool,
-                         const mls_progress *progress, size_t *failed, mls_status *st);
+                         const mls_crc_kernels *crc, const mls_codecs *codecs,
+                         mls_pool *pool, const mls_progress *progress, size_t *failed,
+                         mls_status *st);
 
 #endif
 #endif

@@ -74,6 +74,7 @@ typedef struct reading {
     int fd;
     size_t file;                  /* of the index of before */
     unsigned char *read, *packed; /* as long as a buffer, each */
+    mls_frame_room frames;        /* for what is coded */
 } reading;
 
 /* ---- bytes ---- */
@@ -122,10 +123,11 @@ static void compare_elements(const comparing *c, compared *one, size_t first,
     }
 }
 
-/* Compare what is visible of `bytes` bytes of a place, which were read from `start` on.
- */
+/* Compare what is visible of `bytes` bytes of a place's elements, which are those from
+ * `start` on and lie in `data`. */
 static void compare_read(const comparing *c, compared *one, const mls_layer *place,
-                         size_t start, size_t bytes, reading *r)
+                         size_t start, size_t bytes, const unsigned char *data,
+                         reading *r)
 {
     const size_t item = one->rows.item, from = start / item, to = from + bytes / item;
     size_t low = 0, high = place->visible_count;
@@ -143,7 +145,7 @@ static void compare_read(const comparing *c, compared *one, const mls_layer *pla
         const size_t end = extent->at + extent->count;
         const size_t a = extent->at > from ? extent->at : from, b = end < to ? end : to;
         compare_elements(c, one, extent->begin + (a - extent->at), b - a,
-                         r->read + (a - from) * item, r);
+                         data + (a - from) * item, r);
     }
 }
 
@@ -180,8 +182,44 @@ static void compare_stored(const comparing *c, compared *one, const mls_layer *p
             atomic_store(&one->changed, LOST);
             return;
         }
-        compare_read(c, one, place, done, step, r);
+        compare_read(c, one, place, done, step, r->read, r);
         done += step;
+    }
+}
+
+/* The same of a place whose bytes are coded: frame by frame.  What is equal to memory is
+ * good without a look at checksums. */
+static void compare_coded(const comparing *c, compared *one, const mls_layer *place,
+                          const piece *p, reading *r)
+{
+    mls_status ignored;
+    const unsigned char *data;
+    if (!open_file(c->plan, r, place->file)) {
+        atomic_store(&one->changed, LOST);
+        return;
+    }
+    const mls_coded coded = {.fd = r->fd,
+                             .offset = place->offset,
+                             .bytes = place->bytes,
+                             .crcs = place->crcs,
+                             .frames = place->frames,
+                             .crc = one->bits != NULL ? c->plan->job->crc : NULL,
+                             .codecs = c->plan->job->codecs};
+    for (size_t start = p->from; start < p->to; start += MLS_FRAME_BYTES) {
+        const size_t number = start / MLS_FRAME_BYTES;
+        const size_t bytes = mls_frame_bytes(place->frames, number);
+        if (mls_frame_read(&r->frames, &coded, number, &data, &ignored) != MLS_OK) {
+            atomic_store(&one->changed, LOST);
+            return;
+        }
+        for (size_t done = 0; done < bytes;) {
+            const size_t step = bytes - done < c->buffer ? bytes - done : c->buffer;
+            if (atomic_load(&one->changed) > one->most) {
+                return;
+            }
+            compare_read(c, one, place, start + done, step, data + done, r);
+            done += step;
+        }
     }
 }
 
@@ -223,7 +261,11 @@ static void compare_piece(const comparing *c, const piece *p, reading *r)
         place.visible = &all;
         place.visible_count = 1;
     }
-    compare_stored(c, one, &place, p, r);
+    if (place.frames != NULL) {
+        compare_coded(c, one, &place, p, r);
+    } else {
+        compare_stored(c, one, &place, p, r);
+    }
 }
 
 /* One batch.  What is the same is done with, and reported by who compares the last piece
@@ -257,6 +299,7 @@ static void compare_task(void *context, size_t index)
     if (r.fd >= 0) {
         (void)close(r.fd);
     }
+    mls_frame_room_fini(&r.frames);
     mls_free(r.read);
 }
 
@@ -314,8 +357,9 @@ static bool is_candidate(const mls_shard_plan *plan, size_t number)
             (plan->job->incremental && look_at(plan, number, &ignored) > 0));
 }
 
-/* Pieces of a shard, counted where `out` is NULL.  One that has nothing to be read has
- * one for each place all the same: somebody must look whether its file is there. */
+/* Pieces of a shard, of whole frames, counted where `out` is NULL.  One that has nothing
+ * to be read has one for each place all the same: somebody must look whether its file is
+ * there. */
 static size_t cut(const comparing *c, size_t number, piece *out)
 {
     const mls_planned *planned = &c->plan->planned[number];
@@ -327,7 +371,9 @@ static size_t cut(const comparing *c, size_t number, piece *out)
             continue; /* hidden: it goes, whatever is in it */
         }
         /* the caller knows his bytes, but not whether the file is still there */
-        const size_t bytes = planned->same ? 0 : place.bytes;
+        const size_t bytes = planned->same          ? 0
+                             : place.frames == NULL ? place.bytes
+                                                    : place.frames->bytes;
         size_t from = 0;
         do {
             const size_t to = bytes - from < PIECE ? bytes : from + PIECE;

@@ -35,7 +35,9 @@ const unsigned char *mls_planned_elements(const mls_shard_job *job,
 void mls_planned_drop_layers(mls_planned *planned)
 {
     mls_free(planned->layers);
+    mls_free(planned->frames);
     planned->layers = NULL;
+    planned->frames = NULL;
     planned->fresh = NULL;
 }
 

@@ -142,13 +142,14 @@ typedef struct sink {
     unsigned char *buffer;
     size_t used;
     uint64_t offset;
+    bool silent; /* whoever waits was told already */
 } sink;
 
 /* Tell whoever waits; he may want to stop, which is a failure like any other. */
 static mls_code report(const sink *s, size_t bytes)
 {
     const mls_progress *progress = s->w->job->progress;
-    return progress == NULL || progress->report(progress->context, bytes)
+    return s->silent || progress == NULL || progress->report(progress->context, bytes)
                ? MLS_OK
                : mls_fail(s->st, MLS_E_STOPPED, "stopped");
 }
@@ -293,6 +294,28 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     return code;
 }
 
+/* All of a coded tensor. */
+static mls_code put_coded(sink *s, const mls_header_tensor *tensor,
+                          const unsigned char *coded)
+{
+    mls_code code = MLS_OK;
+    for (size_t start = 0; code == MLS_OK && start < tensor->bytes;) {
+        const size_t left = tensor->bytes - start;
+        const size_t step = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+        uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
+        if (!s->out->direct) {
+            code = put_plain(s, coded + start, step, crc);
+        } else {
+            /* two blocks are as much as the buffer takes */
+            *crc = s->w->job->crc->copy(*crc, s->buffer + s->used, coded + start, step);
+            s->used += step;
+            code = s->used == BUFFER_BYTES ? flush(s) : MLS_OK;
+        }
+        start += step;
+    }
+    return code;
+}
+
 /* ---- files ---- */
 
 /* Reserve the room, so that a full disk is noticed before anything is written, and that
@@ -424,18 +447,30 @@ static mls_code finish_output(sink *s)
 static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];
-    const size_t count = out->planned->count;
+    const size_t count = out->planned->count, first = out->planned->shards[0];
     sink s = {.w = w, .out = out, .st = st, .buffer = buffer};
-    mls_code code = need_output(w, out, st);
+    unsigned char *coded = NULL;
+    mls_code code = MLS_OK;
+    if (w->plan.planned[first].frames != NULL) {
+        code = mls_planned_encode(&w->plan, first, &coded, st);
+        s.silent = true;
+    }
+    if (code == MLS_OK) {
+        code = need_output(w, out, st);
+    }
     const mls_header_tensor *tensors = out->planned->tensors;
     s.offset = code == MLS_OK ? tensors[0].offset + t->start : 0;
-    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+    if (code == MLS_OK && coded != NULL) {
+        code = put_coded(&s, &tensors[0], coded);
+    }
+    for (size_t i = 0; code == MLS_OK && coded == NULL && i < count; i++) {
         const size_t end = count == 1 ? t->start + t->bytes : tensors[i].bytes;
         code = put_tensor(&s, &tensors[i], t->start, end);
     }
     if (code == MLS_OK) {
         code = flush(&s);
     }
+    mls_free(coded);
     if (code != MLS_OK) {
         return code;
     }
@@ -490,11 +525,13 @@ static size_t first_bytes(const mls_shard_plan *plan, size_t number)
     return mls_planned_bytes(&plan->planned[shard], &plan->index.shards[shard]);
 }
 
-/* Tasks of one file: a single large shard is cut at blocks, all else is one task. */
+/* Tasks of one file: a single large shard is cut at blocks, all else is one task.  So is
+ * what is coded, since each byte's place follows from those before it. */
 static size_t cut_file(const mls_shard_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);
-    if (plan->files[number].count > 1 || bytes <= TASK_BYTES) {
+    const bool coded = plan->planned[plan->files[number].shards[0]].frames != NULL;
+    if (plan->files[number].count > 1 || bytes <= TASK_BYTES || coded) {
         out[0] = (task){.file = number, .bytes = bytes};
         return 1;
     }
@@ -781,6 +818,7 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
     if ((code = mls_shard_plan_compare(&w.plan, st)) == MLS_OK &&
         (code = mls_shard_plan_keep(&w.plan, st)) == MLS_OK &&
         (code = mls_shard_plan_sift(&w.plan, st)) == MLS_OK &&
+        (code = mls_shard_plan_compress(&w.plan, st)) == MLS_OK &&
         (code = mls_shard_plan_place(&w.plan, st)) == MLS_OK &&
         (code = write_files(&w, st)) == MLS_OK &&
         (code = write_index(&w, &written, st)) == MLS_OK) {

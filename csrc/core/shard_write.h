@@ -49,6 +49,10 @@ typedef struct mls_shard_job {
     uint64_t pack_below;     /* shards of fewer bytes share files */
     bool sparse;             /* rows that are zero are not stored, where that pays */
     bool incremental;        /* of what changed a little only the rows that did are */
+    bool compress;           /* what gets smaller by it is coded, with ... */
+    mls_codec codec;         /* ... this */
+    const mls_codecs
+        *codecs; /* NULL: there are none, and what is coded counts as changed */
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
     mls_pool *pool;
@@ -80,15 +84,17 @@ typedef struct mls_shards_written {
  * of which less than half is still in use.
  * `sparse`: a new or changed shard leaves out its rows (rows.h) of zeros, where those are
  * a quarter of them or more; one below `pack_below` is there or, all zero, not at all.
- * `incremental`: a shard of which half of the rows changed, or fewer, gets one more layer
- * of these, up to 8 layers and twice its bytes; what is below was read and found good.
- * Memory: about 400 bytes a shard, a bit for each row that is looked at, and, for each
- * thread, the header of a file and 2 MiB for what is on its way; then the text of the
- * index.
- * MLS_E_VALUE: a part twice, a name that is no UTF-8, a version that goes back, a layout
- * or part that cannot be; MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the generation was
- * written before); MLS_E_MEMORY; MLS_E_STOPPED.  On failure all files that this call made
- * are deleted, and no others. */
+ * `compress`: of what is written and has `pack_below` bytes or more, samples are coded;
+ * what becomes shorter by a quarter is stored that way, each file by one thread, which
+ * has all that it is coded to in memory until it is written. `incremental`: a shard of
+ * which half of the rows changed, or fewer, gets one more layer of these, up to 8 layers
+ * and twice its bytes; what is below was read and found good. Memory: about 400 bytes a
+ * shard, a bit for each row that is looked at, and, for each thread, the header of a file
+ * and 2 MiB for what is on its way; then the text of the index. MLS_E_VALUE: a part
+ * twice, a name that is no UTF-8, a version that goes back, a layout or part that cannot
+ * be; MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the generation was written before);
+ * MLS_E_MEMORY; MLS_E_STOPPED.  On failure all files that this call made are deleted, and
+ * no others. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st);
 

@@ -9,18 +9,26 @@
 #include "safetensors.h"
 #include "size.h"
 
+/* All that is stored of coded bytes. */
+static size_t coded_bytes(const mls_frames *frames)
+{
+    return frames->ends[mls_frames_count(frames->bytes) - 1];
+}
+
 /* What is not in a file cannot lie behind its end. */
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
 {
     uint64_t end;
+    size_t stored;
     /* a layer has as many as its elements make, which is more than are visible */
     if (shard->visible != NULL) {
         *out = shard->bytes;
     } else if (!mls_size_mul(mls_part_count(&shard->part), shard->item_bytes, out)) {
         return false;
     }
+    stored = shard->frames == NULL ? *out : coded_bytes(shard->frames);
     return shard->file == NULL ||
-           (mls_u64_add(shard->offset, *out, &end) && end <= shard->file_bytes &&
+           (mls_u64_add(shard->offset, stored, &end) && end <= shard->file_bytes &&
             end <= INT64_MAX); /* what the system takes as an offset */
 }
 
@@ -209,8 +217,15 @@ bool mls_stored_range(const mls_stored_shard *shard, const mls_part *to, size_t 
     return true;
 }
 
-/* Runs come in the order of the bytes, so that one walk finds both ends, and a block that
- * two runs share is counted once. */
+/* Of coded bytes whole frames are read. */
+static void to_coded(const mls_frames *frames, size_t *begin, size_t *end)
+{
+    *begin = mls_frame_begin(frames, *begin / MLS_FRAME_BYTES);
+    *end = frames->ends[(*end - 1) / MLS_FRAME_BYTES];
+}
+
+/* Runs come in the order of the bytes, so that one walk finds both ends, and a block or a
+ * frame that two runs share is counted once. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify)
 {
@@ -223,13 +238,19 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
         return reads;
     }
     mls_stored_runs_init(&runs, shard, to, 0, all);
+    all = shard->frames == NULL ? all : coded_bytes(shard->frames);
     while (mls_stored_runs_next(&runs, &run)) {
         size_t begin = run.at, end = run.at + run.count;
+        if (shard->frames != NULL) {
+            to_coded(shard->frames, &begin, &end);
+        }
         if (verify) {
             /* as far as the ends of its blocks, of which the last may be short */
             const size_t rest = end % block == 0 ? 0 : block - end % block;
             begin -= begin % block;
             end += rest < all - end ? rest : all - end;
+        }
+        if (verify || shard->frames != NULL) {
             begin = begin > last ? begin : last; /* runs rise, and may share a block */
         }
         first = first == SIZE_MAX ? begin : first;

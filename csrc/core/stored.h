@@ -25,18 +25,19 @@ typedef struct mls_stored_shard {
     const uint32_t
         *crcs;     /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
     mls_text name; /* of the tensor, for messages */
-    size_t bytes;  /* of the place; counts only with `visible` */
+    size_t bytes;  /* of the place's elements; counts only with `visible` */
     const mls_extent *visible; /* NULL: it holds the whole shard, its elements packed */
     size_t visible_count;
-    mls_part part; /* what the shard is of its tensor */
+    const mls_frames *frames; /* of coded bytes; NULL: they are those of the elements */
+    mls_part part;            /* what the shard is of its tensor */
 } mls_stored_shard;
 
-/* Bytes of the place.  False: more than can be counted, or they lie behind the end of
- * the file. */
+/* Bytes of the place's elements.  False: more than can be counted, or those that are
+ * stored lie behind the end of the file. */
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out);
 
-/* Bytes `at` .. `at + count` of the place are bytes `to` .. of what is wanted, where that
- * lies packed. */
+/* Bytes `at` .. `at + count` of the place's elements are bytes `to` .. of what is wanted,
+ * where that lies packed. */
 typedef struct mls_stored_run {
     size_t at, count, to;
 } mls_stored_run;

@@ -107,3 +107,25 @@ bool mls_text_starts(mls_text text, mls_text prefix)
     return text.length >= prefix.length &&
            (prefix.length == 0 || memcmp(text.data, prefix.data, prefix.length) == 0);
 }
+
+/* One way to write each number, so that one list is one text. */
+bool mls_text_next_number(const char **at, const char *end, uint64_t *out)
+{
+    const char *p = *at;
+    uint64_t value = 0;
+    while (p < end && *p >= '0' && *p <= '9') {
+        const unsigned digit = (unsigned)(*p - '0');
+        if (value > UINT64_MAX / 10 || value * 10 > UINT64_MAX - digit ||
+            (value == 0 && p > *at)) {
+            return false;
+        }
+        value = value * 10 + digit;
+        p++;
+    }
+    if (p == *at || (p < end && (*p != ',' || p + 1 == end))) {
+        return false;
+    }
+    *at = p < end ? p + 1 : end;
+    *out = value;
+    return true;
+}

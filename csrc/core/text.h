@@ -8,6 +8,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /* Borrowed; `data` may be NULL where `length` is 0. */
 typedef struct mls_text {
@@ -38,5 +39,11 @@ int mls_text_compare(mls_text a, mls_text b);
 
 /* Whether `text` starts with all of `prefix`; true for an empty one. */
 bool mls_text_starts(mls_text text, mls_text prefix);
+
+/* The decimal number at `*at`, which moves behind it and the comma that follows, where
+ * one does: lists of numbers that are one string.  False: there is none, or not in its
+ * only form (no sign, no zeros in front), or nothing behind the comma, or it is 2^64 or
+ * more. */
+bool mls_text_next_number(const char **at, const char *end, uint64_t *out);
 
 #endif

@@ -182,15 +182,16 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
 }
 
 /* Whether the header has all places of its file, of which `first` is one in `order`, as
- * recorded.  To a file a layer of rows is a row of bytes; a full one was a plain shard
- * when it was written, and its file does not change. */
+ * recorded.  To a file a layer of rows, or one that is coded, is a row of bytes; another
+ * full one was a plain shard when it was written, and its file does not change. */
 static bool header_agrees(const verifier *v, const mls_safetensors *header, size_t first)
 {
     const size_t file = place_of(v, first).file;
     for (size_t i = first; i < v->spots; i++) {
         const mls_index_shard *shard = &v->index->shards[v->order[i].shard];
         const mls_layer place = place_of(v, i);
-        const mls_dtype dtype = place.row == 0 ? shard->dtype : MLS_U8;
+        const bool is_tensor = place.row == 0 && place.frames == NULL;
+        const mls_dtype dtype = is_tensor ? shard->dtype : MLS_U8;
         if (place.file != file) {
             break;
         }

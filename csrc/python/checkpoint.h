@@ -32,6 +32,11 @@ void mlsp_progress_end(mlsp_progress *progress);
 /* After the end, with the GIL: tell the rest.  -1 with an exception set. */
 int mlsp_progress_finish(mlsp_progress *progress);
 
+/* ---- codecs.c ---- */
+
+/* Those of Python, for any thread that does not have the GIL. */
+const mls_codecs *mlsp_codecs(void);
+
 /* ---- py_layout.c ---- */
 
 /* A layout from a tuple of pairs (axis, or -1 for flat; parts).  -1 with an exception

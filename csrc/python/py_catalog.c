@@ -249,7 +249,8 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
  *
  * A tensor as a tuple: section, key, parameter, state or None, dtype, shape, layout, axes
  * or None, shards that are there, their bytes, the highest version, tier or None, bytes
- * that are stored of them, how many of them are sparse.
+ * that are stored of them, how many of them are sparse, the codec of one that is coded or
+ * None.
  *
  * Each N takes its reference, or passes a NULL on as the exception that is set. */
 static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tensor *t)
@@ -257,23 +258,28 @@ static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tens
     const mls_index_shard *facts = t->facts;
     uint64_t bytes = 0, version = 0, stored = 0;
     Py_ssize_t sparse = 0;
+    const char *codec = NULL;
     for (size_t i = 0; i < t->count; i++) {
         const mls_index_shard *shard = self->catalog.shards[t->from + i].shard;
         bytes += shard->bytes;
         stored += mls_index_stored_bytes(shard);
-        sparse += shard->layers != NULL;
+        sparse += mls_index_is_sparse(shard);
+        for (size_t j = 0; j < mls_index_place_count(shard); j++) {
+            const mls_layer place = mls_index_place(shard, j);
+            codec = place.frames == NULL ? codec : mls_codec_name(place.frames->codec);
+        }
         version = shard->version > version ? shard->version : version;
     }
     const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
     PyObject *state =
         facts->id.has_state ? mlsp_str_of(facts->id.state) : Py_NewRef(Py_None);
     return Py_BuildValue(
-        "(sNNNsNNNnKKzKn)", mls_section_name(facts->id.section),
+        "(sNNNsNNNnKKzKnz)", mls_section_name(facts->id.section),
         mlsp_catalog_key(&facts->id), mlsp_str_of(facts->id.name), state,
         mls_dtype_of(facts->dtype)->name, sizes_tuple(facts->shape, facts->rank),
         mlsp_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
         (unsigned long long)bytes, (unsigned long long)version, tier,
-        (unsigned long long)stored, sparse);
+        (unsigned long long)stored, sparse, codec);
 }
 
 /* tensors() -> [tuple, ...] */
@@ -305,7 +311,7 @@ static unsigned long long visible_bytes(const mls_index_shard *shard,
 }
 
 /* New reference to None, or to a tuple of the layers of a sparse shard, each as a tuple:
- * file, offset, bytes, CRC32C, bytes that count. */
+ * file, offset, bytes, CRC32C, bytes that count, codec or None. */
 static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     if (shard->layers == NULL) {
@@ -316,10 +322,12 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
         const mls_layer *layer = &shard->layers->list[i];
         char crc[MLS_CRC_DIGITS];
         mls_crc_to_digits(layer->crc, crc);
+        const mls_frames *frames = layer->frames;
         PyObject *one = Py_BuildValue(
-            "(sKKs#K)", index->files[layer->file].path, (unsigned long long)layer->offset,
-            (unsigned long long)layer->bytes, crc, (Py_ssize_t)MLS_CRC_DIGITS,
-            visible_bytes(shard, layer));
+            "(sKKs#Kz)", index->files[layer->file].path,
+            (unsigned long long)layer->offset, (unsigned long long)layer->bytes, crc,
+            (Py_ssize_t)MLS_CRC_DIGITS, visible_bytes(shard, layer),
+            frames == NULL ? NULL : mls_codec_name(frames->codec));
         if (one == NULL) {
             Py_CLEAR(tuple);
         } else {

@@ -315,8 +315,9 @@ static int read_all(load_job *job, bool verify, PyObject *callback)
         return -1;
     }
     mlsp_progress_begin(&progress);
-    const mls_code code = mls_shards_read(job->folder, job->pieces, job->piece_count, crc,
-                                          pool, &progress.core, &failed, &st);
+    const mls_code code =
+        mls_shards_read(job->folder, job->pieces, job->piece_count, crc, mlsp_codecs(),
+                        pool, &progress.core, &failed, &st);
     mlsp_progress_end(&progress);
     if (code != MLS_OK) {
         const bool about = code != MLS_E_MEMORY && code != MLS_E_STOPPED;

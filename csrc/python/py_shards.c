@@ -176,13 +176,35 @@ static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job
     return mlsp_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
 }
 
-/* How it is stored: (pack_below, sparse, incremental).  The package has looked at the two
- * flags, so whatever is not True is False here; the number is the user's. */
+/* The codec of a name, which the package has looked at; None is none. */
+static int take_codec(PyObject *name, mls_shard_job *job)
+{
+    mls_text text;
+    if (name == Py_None) {
+        return 0;
+    }
+    if (mlsp_take_text(name, "compress", &text) < 0) {
+        return -1;
+    }
+    for (int i = 0; i < MLS_CODEC_COUNT; i++) {
+        if (mls_text_is(text, mls_codec_name((mls_codec)i))) {
+            job->compress = true;
+            job->codec = (mls_codec)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "no codec is called '%.80U'", name);
+    return -1;
+}
+
+/* How it is stored: (pack_below, sparse, incremental, compress).  The package has looked
+ * at the two flags, so whatever is not True is False here; the number is the user's. */
 static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
 {
     int64_t pack_below;
-    if (!PyTuple_Check(how) || PyTuple_GET_SIZE(how) != 3) {
-        PyErr_SetString(PyExc_TypeError, "not (pack_below, sparse, incremental)");
+    if (!PyTuple_Check(how) || PyTuple_GET_SIZE(how) != 4) {
+        PyErr_SetString(PyExc_TypeError,
+                        "not (pack_below, sparse, incremental, compress)");
         return -1;
     }
     if (mlsp_take_int64(state, PyTuple_GET_ITEM(how, 0), "pack_below_bytes",
@@ -196,7 +218,8 @@ static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
     job->pack_below = (uint64_t)pack_below;
     job->sparse = PyTuple_GET_ITEM(how, 1) == Py_True;
     job->incremental = PyTuple_GET_ITEM(how, 2) == Py_True;
-    return 0;
+    job->codecs = mlsp_codecs();
+    return take_codec(PyTuple_GET_ITEM(how, 3), job);
 }
 
 /* shards_write(folder, generation, gathering, before, how, progress, freed) -> dict

@@ -224,7 +224,7 @@ static mls_code read_shard(mls_status *st)
     const mls_piece piece = {.shard = &shard, .to = &wanted, .data = got};
     size_t failed = 77;
     const mls_code code =
-        mls_shards_read(-1, &piece, 1, &mls_crc_scalar, NULL, NULL, &failed, st);
+        mls_shards_read(-1, &piece, 1, &mls_crc_scalar, NULL, NULL, NULL, &failed, st);
     CHECK(failed == (code == MLS_OK ? 77U : 0U));
     CHECK(code != MLS_OK || memcmp(got, "ld", 2) == 0);
     return code;

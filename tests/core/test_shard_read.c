@@ -153,8 +153,8 @@ static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void
     const mls_piece piece = {.shard = shard, .to = to, .data = data};
     size_t failed = 99;
     const int before = dup(folder);
-    const mls_code code =
-        mls_shards_read(folder, &piece, 1, verify ? crc : NULL, NULL, NULL, &failed, st);
+    const mls_code code = mls_shards_read(folder, &piece, 1, verify ? crc : NULL, NULL,
+                                          NULL, NULL, &failed, st);
     CHECK(failed == (code == MLS_OK ? 99U : 0U));
     const int after = dup(folder);
     CHECK(after == before + 1); /* nothing stayed open */
@@ -257,8 +257,8 @@ static void read_parts(stored_tensor *t, const mls_layout *layout, bool verify,
                 .shard = &t->shards[j], .to = &t->wanted[i], .data = t->places[i]};
         }
     }
-    CHECK(mls_shards_read(folder, t->pieces, pieces, verify ? crc : NULL, pool, NULL,
-                          &failed, &st) == MLS_OK);
+    CHECK(mls_shards_read(folder, t->pieces, pieces, verify ? crc : NULL, NULL, pool,
+                          NULL, &failed, &st) == MLS_OK);
     for (size_t i = 0; i < parts; i++) {
         const size_t bytes = pack(&t->wanted[i], t->bytes, t->item, expected) * t->item;
         CHECK(memcmp(t->places[i], expected, bytes) == 0);
@@ -338,8 +338,8 @@ static void columns_of_a_large_matrix_are_gathered(void)
         size_t failed, wrong = 0;
         CHECK(mls_layout_part(&columns, 2, matrix, cuts[i / 2] - 1, &to, &st) == MLS_OK);
         const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
-        CHECK(mls_shards_read(folder, &piece, 1, i % 2 == 0 ? crc : NULL, pool, NULL,
-                              &failed, &st) == MLS_OK);
+        CHECK(mls_shards_read(folder, &piece, 1, i % 2 == 0 ? crc : NULL, NULL, pool,
+                              NULL, &failed, &st) == MLS_OK);
         for (size_t row = 0; row < matrix[0]; row++) {
             wrong += memcmp(got + row * width, data + row * matrix[1] + start, width) != 0
                          ? 1
@@ -427,8 +427,8 @@ static void many_small_pieces_share_few_files(void)
         watcher seen = {.allowed = 1 << 30};
         const mls_progress progress = {.report = watch, .context = &seen};
         memset(c->got, 0, SMALL * SMALL_BYTES);
-        CHECK(mls_shards_read(folder, c->pieces, SMALL, verify ? crc : NULL, c->pool,
-                              &progress, &failed, &st) == MLS_OK);
+        CHECK(mls_shards_read(folder, c->pieces, SMALL, verify ? crc : NULL, NULL,
+                              c->pool, &progress, &failed, &st) == MLS_OK);
         CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
         CHECK(atomic_load(&seen.bytes) == SMALL * SMALL_BYTES);
         CHECK(atomic_load(&seen.calls) < 50); /* not one for each piece */
@@ -450,7 +450,7 @@ static void the_first_damaged_piece_is_reported(void)
                c->shards[first].crcs[0]) {
             first++;
         }
-        CHECK(mls_shards_read(folder, c->pieces, SMALL, crc, c->pool, NULL, &failed,
+        CHECK(mls_shards_read(folder, c->pieces, SMALL, crc, NULL, c->pool, NULL, &failed,
                               &st) == MLS_E_CHECKSUM);
         CHECK(failed == first && st.has_offset);
         CHECK(st.offset == c->shards[first].offset);
@@ -466,8 +466,9 @@ static void progress_stops_the_work(void)
         watcher seen = {.allowed = allowed};
         const mls_progress progress = {.report = watch, .context = &seen};
         size_t failed = SMALL;
-        CHECK(mls_shards_read(folder, c->pieces, SMALL, crc, allowed < 3 ? NULL : c->pool,
-                              &progress, &failed, &st) == MLS_E_STOPPED);
+        CHECK(mls_shards_read(folder, c->pieces, SMALL, crc, NULL,
+                              allowed < 3 ? NULL : c->pool, &progress, &failed,
+                              &st) == MLS_E_STOPPED);
         CHECK(st.code == MLS_E_STOPPED && failed < SMALL);
         CHECK_TEXT(st.name, "weight");
         CHECK(atomic_load(&seen.calls) < allowed + 4);
@@ -529,7 +530,7 @@ static void the_first_damaged_block_is_reported(void)
     const mls_piece pieces[] = {{.shard = &shard, .to = &shard.part, .data = got}};
     for (int i = 0; i < 5; i++) {
         size_t failed = 99;
-        CHECK(mls_shards_read(folder, pieces, 1, crc, pool, NULL, &failed, &st) ==
+        CHECK(mls_shards_read(folder, pieces, 1, crc, NULL, pool, NULL, &failed, &st) ==
               MLS_E_CHECKSUM);
         CHECK(failed == 0 && st.offset == PAYLOAD + 3 * BLOCK);
     }
@@ -605,11 +606,11 @@ static void records_that_point_beyond_the_file_are_refused(void)
     const mls_piece pieces[] = {{.shard = &shard, .to = &shard.part, .data = got},
                                 {.shard = &shard, .to = &shard.part, .data = got + 100},
                                 {.shard = &liar, .to = &shard.part, .data = got + 200}};
-    CHECK(mls_shards_read(folder, pieces, 3, crc, NULL, NULL, &failed, &st) ==
+    CHECK(mls_shards_read(folder, pieces, 3, crc, NULL, NULL, NULL, &failed, &st) ==
           MLS_E_FORMAT);
     CHECK(failed == 2 && got[0] == 1);
     CHECK(put("real", "x", 1, PAYLOAD));
-    CHECK(mls_shards_read(folder, pieces, 3, crc, NULL, NULL, &failed, &st) ==
+    CHECK(mls_shards_read(folder, pieces, 3, crc, NULL, NULL, NULL, &failed, &st) ==
           MLS_E_CHECKSUM);
     CHECK(failed == 0);
     drop(&shard);
@@ -654,9 +655,10 @@ static void nothing_in_common_opens_no_file(void)
     CHECK(read_one(&shard, &to, got, true, &st) == MLS_OK);
     shard.part.begin = 40; /* and an empty shard */
     const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
-    CHECK(mls_shards_read(folder, &piece, 1, crc, NULL, &progress, &failed, &st) ==
+    CHECK(mls_shards_read(folder, &piece, 1, crc, NULL, NULL, &progress, &failed, &st) ==
           MLS_OK);
-    CHECK(mls_shards_read(folder, NULL, 0, crc, NULL, &progress, &failed, &st) == MLS_OK);
+    CHECK(mls_shards_read(folder, NULL, 0, crc, NULL, NULL, &progress, &failed, &st) ==
+          MLS_OK);
     CHECK(atomic_load(&seen.calls) == 0 && failed == 99);
 }
 

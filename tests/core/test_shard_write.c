@@ -87,8 +87,8 @@ static bool reads_back(const mls_index *index, const mls_shard_item *item,
     const bool good = number != SIZE_MAX && catalog.tensors[number].count <= 16 &&
                       mls_catalog_pieces(&catalog, &catalog.tensors[number], &to, got,
                                          stored, pieces, &count, &st) == MLS_OK &&
-                      mls_shards_read(pool_fd, pieces, count, crc, four_threads, NULL,
-                                      &failed, &st) == MLS_OK &&
+                      mls_shards_read(pool_fd, pieces, count, crc, NULL, four_threads,
+                                      NULL, &failed, &st) == MLS_OK &&
                       memcmp(got, expected, bytes) == 0;
     free(got);
     mls_catalog_fini(&catalog);
