@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 import mlstate
 from mlstate import CompatibilityError, ModelStateDict, StateDict
@@ -49,7 +50,7 @@ def layouts(draw):
 
 
 @given(st.lists(layouts(), max_size=4), st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=tries(150))
 def test_any_layout_is_filled_like_numpy_does(targets, random):
     source = {
         str(i): np.array([random.randrange(2) for _ in range(t.size)], t.dtype).reshape(t.shape)

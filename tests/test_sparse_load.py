@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_checkpoint import as_pairs, checksums, sparsen
+from tries import tries
 
 import mlstate
 from mlstate import _core
@@ -233,7 +234,7 @@ def catalog(shape, item, layers, file_bytes):
     return _core.Catalog((_core.seal(text),), ("index",))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(st.data())
 def test_any_layers_are_painted_in_their_order(tmp_path_factory, data):
     """Against a model that lays each layer over those before it."""
