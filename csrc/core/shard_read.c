@@ -461,7 +461,9 @@ static void read_span(worker *w, const span *s)
                : w->shared->crc == NULL        ? read_plain(w, &r, &st)
                                                : read_verified(w, &r, &st);
     }
-    if (code != MLS_OK) {
+    if (code == MLS_E_STOPPED) {
+        record_stop(w->shared, s); /* a codec was interrupted: so is everything */
+    } else if (code != MLS_OK) {
         (void)blame(s->piece->shard, &st);
         record(w->shared, s, &st);
     }
