@@ -50,6 +50,8 @@ static const unsigned char *packed(const mls_shard_plan *plan, const mls_planned
         return mls_planned_elements(plan->job, planned->item, first, count, room);
     }
     unsigned char *to = room;
+    /* runs follow one another without a gap in the layer, but not in memory; what is
+     * strided is packed to its place at once */
     for (size_t run = find_run(fresh, first); count > 0; run++) {
         const mls_extent *here = &fresh->runs[run];
         const size_t skip = first - here->at, left = here->count - skip;
@@ -89,6 +91,7 @@ static mls_code set_frames(const mls_shard_plan *plan, mls_planned *planned,
                            const mls_index_shard *shard, mls_status *st)
 {
     const size_t bytes = mls_planned_bytes(planned, shard);
+    /* each is one block with what it points to, so that one call frees it */
     mls_frames *frames =
         mls_alloc(1, sizeof *frames + mls_frames_count(bytes) * sizeof *frames->ends);
     mls_layers *layers =
@@ -117,6 +120,7 @@ static mls_code set_frames(const mls_shard_plan *plan, mls_planned *planned,
 /* Undo it: the shard is what it would have been. */
 static void unset_frames(mls_planned *planned)
 {
+    /* a full layer was made for the frames alone; one of rows stays, as it is */
     if (planned->fresh->row == 0) {
         mls_planned_drop_layers(planned);
         return;
@@ -137,6 +141,8 @@ static mls_code sample(const mls_shard_plan *plan, const mls_planned *planned,
     const size_t all = bytes / item;
     size_t coded = 0, sampled = 0;
     for (int i = 0; i < (bytes < SAMPLES * SAMPLE ? 1 : SAMPLES); i++) {
+        /* from the first element to the last; the only one of a small shard is its start
+         */
         const size_t first = (all - count) / (SAMPLES - 1) * (size_t)i;
         size_t more = 0;
         const unsigned char *from = packed(plan, planned, first, count, room);
@@ -291,12 +297,14 @@ mls_code mls_planned_encode(mls_shard_plan *plan, size_t number, unsigned char *
                         : encode_frames(plan, planned, room, to, &coded, st);
     mls_free(room);
     if (code == MLS_OK && pays(coded, bytes)) {
+        /* the file is not laid out yet: it will be as long as this makes it */
         planned->fresh->bytes = coded;
         *out = to;
         return MLS_OK;
     }
     mls_free(to);
     if (code == MLS_OK) {
+        /* the index was told of a layer; the file, too, was the layer's */
         unset_frames(planned);
         shard->layers = planned->layers;
         shard->file = planned->layers == NULL ? file : shard->file;

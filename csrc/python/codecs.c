@@ -21,6 +21,8 @@ static mls_code failed(bool began, mls_status *st)
     } else if (began && !PyErr_ExceptionMatches(PyExc_ValueError)) {
         return mls_fail(st, MLS_E_STOPPED, "stopped");
     }
+    /* its words go on; which file and tensor they are about is added where that is known
+     */
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *text = value == NULL ? NULL : PyObject_Str(value);
@@ -78,6 +80,7 @@ static mls_code take(PyObject *result, bool began, unsigned char *to, size_t roo
         Py_XDECREF(result);
         return failed(began, st);
     }
+    /* the bytes are ours until the view is released: nobody needs the GIL to copy them */
     *out = (size_t)view.len <= room ? (size_t)view.len : 0;
     Py_BEGIN_ALLOW_THREADS
         memcpy(to, view.buf, *out);
