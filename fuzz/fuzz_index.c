@@ -3,8 +3,8 @@
  * out the same when it is written and read again.
  *
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core fuzz/fuzz_index.c \
- *       csrc/core/{index*,layers,seal,json,buffer,layout,text,dtype,safetensors_read}.c \
- *       csrc/core/{size,fsio,mem,status,pool,cpu}.c csrc/core/crc32c*.c
+ *       csrc/core/{index*,layers,frames,seal,json,buffer,layout,text,dtype}.c \
+ *       csrc/core/{safetensors_read,size,fsio,mem,status,pool,cpu}.c csrc/core/crc32c*.c
  */
 #include "index.h"
 
@@ -50,6 +50,22 @@ static size_t check_extents(const mls_extent *list, size_t count, size_t element
     return sum;
 }
 
+/* What is said of frames: a length for each, none of nothing, none longer than what it
+ * codes, together the bytes of the layer. */
+static void check_frames(const mls_layer *layer, size_t size, size_t held)
+{
+    const mls_frames *frames = layer->frames;
+    const size_t count = mls_frames_count(held * size);
+    require(frames->codec < MLS_CODEC_COUNT && frames->item == size);
+    require(count > 0 && frames->bytes == held * size);
+    for (size_t i = 0; i < count; i++) {
+        const size_t begin = mls_frame_begin(frames, i);
+        require(frames->ends[i] > begin);
+        require(frames->ends[i] - begin <= mls_frame_bytes(frames, i));
+    }
+    require(frames->ends[count - 1] == layer->bytes);
+}
+
 /* Whatever a sparse shard says of its layers; together they show each element once. */
 static void check_layers(const mls_index *x, const mls_index_shard *s)
 {
@@ -59,12 +75,17 @@ static void check_layers(const mls_index *x, const mls_index_shard *s)
     require(layers->count <= MLS_LAYERS_MOST);
     for (size_t i = 0; i < layers->count; i++) {
         const mls_layer *layer = &layers->list[i];
-        const size_t held = layer->bytes / size;
+        const size_t held =
+            layer->row == 0 ? all : check_extents(layer->runs, layer->run_count, all);
         require(layer->bytes > 0 && layer->file < x->file_count);
         require(layer->offset <= x->files[layer->file].bytes);
         require(layer->bytes <= x->files[layer->file].bytes - layer->offset);
-        require(layer->row > 0 ? check_extents(layer->runs, layer->run_count, all) == held
-                               : i == 0 && held == all);
+        require(layer->row > 0 || i == 0);
+        if (layer->frames != NULL) {
+            check_frames(layer, size, held);
+        } else {
+            require(layer->bytes == held * size);
+        }
         shown += check_extents(layer->visible, layer->visible_count, all);
         for (size_t j = 0; j < layer->visible_count; j++) {
             require(layer->visible[j].at <= held);

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 NAMES = ("zlib", "zstd")
 
+# Bytes that the core codes at a time: nobody needs to look back further.
+_FRAME = 1 << 20
+
 # The fastest levels: higher ones take many times as long, and gain a few percent of floats.
 _LEVEL = 1
 
@@ -78,10 +81,11 @@ def _inflate(data: Buffer, size: int) -> bytes:
 def _decode_zstd(data: Buffer, size: int) -> bytes:
     zstandard = _zstandard()
     try:
-        # the header says how much memory is needed, and is not to be trusted
+        # the header says how much memory is needed, and is not to be trusted: neither in how
+        # long it becomes nor in how far back it looks
         said = zstandard.frame_content_size(data)
         if said == size:
-            decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_FRAME)
             result: bytes = decompressor.decompress(data, allow_extra_data=False)
             if len(result) == size:
                 return result

@@ -505,6 +505,7 @@ def checkpoints(tmp_path):
     checkpoint.save(path, model, moments)
     table, sparse = np.zeros((200, 64), np.float32), tmp_path / "sparse"
     table[::9] = 1
+    coded = np.arange(200 * 64, dtype=np.float32).reshape(200, 64)
     damaged = tmp_path / "damaged"
     shard = checkpoint.save(damaged, model).shards()[0]
     with (damaged / shard.path).open("r+b") as file:
@@ -520,10 +521,13 @@ def checkpoints(tmp_path):
         repr(made.verify()), made.verify()._repr_html_()
         for change in (0, 1):
             table[3:5] += change
+            coded[::2] += change
             options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
-            made = checkpoint.save(sparse, {"table": table}, **options)
+            tables = {"table": table, "coded": coded}
+            made = checkpoint.save(sparse, tables, compress="zlib", **options)
             made.shards(), made.load(), made.load(mmap=True), made.verify()
-        made.load(into={"model": {"table": np.empty_like(table)}}, verify=False)
+        into = {name: np.empty_like(array) for name, array in tables.items()}
+        made.load(into={"model": into}, verify=False)
 
     def look():
         repr(checkpoint.inspect(damaged))

@@ -50,6 +50,8 @@ static const unsigned char *packed(const mls_shard_plan *plan, const mls_planned
         return mls_planned_elements(plan->job, planned->item, first, count, room);
     }
     unsigned char *to = room;
+    /* runs follow one another without a gap in the layer, but not in memory; what is
+     * strided is packed to its place at once */
     for (size_t run = find_run(fresh, first); count > 0; run++) {
         const mls_extent *here = &fresh->runs[run];
         const size_t skip = first - here->at, left = here->count - skip;
@@ -80,8 +82,8 @@ typedef struct sampling {
     mls_shard_plan *plan;
     const size_t *shards; /* the candidates */
     pthread_mutex_t lock; /* round what follows */
-    mls_status why;       /* of the first failure */
-    bool failed;
+    size_t failed;        /* the first shard that failed, SIZE_MAX: none */
+    mls_status why;
 } sampling;
 
 /* Give a planned shard frames, and a layer where it has none that is new. */
@@ -89,6 +91,7 @@ static mls_code set_frames(const mls_shard_plan *plan, mls_planned *planned,
                            const mls_index_shard *shard, mls_status *st)
 {
     const size_t bytes = mls_planned_bytes(planned, shard);
+    /* each is one block with what it points to, so that one call frees it */
     mls_frames *frames =
         mls_alloc(1, sizeof *frames + mls_frames_count(bytes) * sizeof *frames->ends);
     mls_layers *layers =
@@ -117,6 +120,7 @@ static mls_code set_frames(const mls_shard_plan *plan, mls_planned *planned,
 /* Undo it: the shard is what it would have been. */
 static void unset_frames(mls_planned *planned)
 {
+    /* a full layer was made for the frames alone; one of rows stays, as it is */
     if (planned->fresh->row == 0) {
         mls_planned_drop_layers(planned);
         return;
@@ -137,6 +141,8 @@ static mls_code sample(const mls_shard_plan *plan, const mls_planned *planned,
     const size_t all = bytes / item;
     size_t coded = 0, sampled = 0;
     for (int i = 0; i < (bytes < SAMPLES * SAMPLE ? 1 : SAMPLES); i++) {
+        /* from the first element to the last; the only one of a small shard is its start
+         */
         const size_t first = (all - count) / (SAMPLES - 1) * (size_t)i;
         size_t more = 0;
         const unsigned char *from = packed(plan, planned, first, count, room);
@@ -153,6 +159,15 @@ static mls_code sample(const mls_shard_plan *plan, const mls_planned *planned,
     return MLS_OK;
 }
 
+/* After a failure nothing more is begun. */
+static bool has_failed(sampling *s)
+{
+    pthread_mutex_lock(&s->lock);
+    const bool failed = s->failed != SIZE_MAX;
+    pthread_mutex_unlock(&s->lock);
+    return failed;
+}
+
 /* One shard, for the pool: each is looked at by one task, which alone changes it. */
 static void sample_task(void *context, size_t index)
 {
@@ -161,6 +176,9 @@ static void sample_task(void *context, size_t index)
     mls_planned *planned = &s->plan->planned[number];
     mls_status st;
     bool good = false;
+    if (has_failed(s)) {
+        return;
+    }
     unsigned char *room = mls_realloc(NULL, 3, SAMPLE);
     mls_code code =
         room == NULL ? mls_fail(&st, MLS_E_MEMORY, "no memory for a sample")
@@ -175,8 +193,10 @@ static void sample_task(void *context, size_t index)
     if (code != MLS_OK) {
         mls_status_name(&st, planned->key.data, planned->key.length);
         pthread_mutex_lock(&s->lock);
-        s->why = s->failed ? s->why : st;
-        s->failed = true;
+        if (number < s->failed) { /* the same one however many threads there are */
+            s->failed = number;
+            s->why = st;
+        }
         pthread_mutex_unlock(&s->lock);
     }
 }
@@ -207,51 +227,62 @@ mls_code mls_shard_plan_compress(mls_shard_plan *plan, mls_status *st)
             shards[count++] = i;
         }
     }
-    sampling s = {.plan = plan, .shards = shards};
+    sampling s = {.plan = plan, .shards = shards, .failed = SIZE_MAX};
     pthread_mutex_init(&s.lock, NULL);
     mls_pool_run(plan->job->pool, sample_task, &s, count);
     pthread_mutex_destroy(&s.lock);
     mls_free(shards);
-    if (s.failed) {
+    if (s.failed != SIZE_MAX) {
         *st = s.why;
     }
-    return s.failed ? st->code : MLS_OK;
+    return s.failed != SIZE_MAX ? st->code : MLS_OK;
 }
 
 /* ---- coding ---- */
 
-/* All frames, one after the other. */
+/* Tell whoever waits, who may want to stop. */
+static mls_code report(const mls_shard_job *job, size_t bytes, mls_status *st)
+{
+    const mls_progress *progress = job->progress;
+    return progress == NULL || progress->report(progress->context, bytes)
+               ? MLS_OK
+               : mls_fail(st, MLS_E_STOPPED, "stopped");
+}
+
+/* All frames, one after the other; none any more when it is known that it does not pay.
+ * So there is never more than that and one frame. */
 static mls_code encode_frames(const mls_shard_plan *plan, mls_planned *planned,
                               unsigned char *room, unsigned char *to, size_t *out,
                               mls_status *st)
 {
     const mls_shard_job *job = plan->job;
-    const mls_progress *progress = job->progress;
     mls_frames *frames = planned->frames;
+    mls_code code = MLS_OK;
     size_t end = 0, first = 0;
-    for (size_t i = 0; i < mls_frames_count(frames->bytes); i++) {
+    for (size_t i = 0; code == MLS_OK && first * frames->item < frames->bytes; i++) {
         const size_t bytes = mls_frame_bytes(frames, i), count = bytes / frames->item;
         size_t coded = 0;
         const unsigned char *from = packed(plan, planned, first, count, room);
-        const mls_code code =
-            mls_frame_encode(job->codecs, frames->codec, frames->item, from, bytes,
-                             room + MLS_FRAME_BYTES, to + end, &coded, st);
-        if (code != MLS_OK) {
-            return code;
-        }
+        code = mls_frame_encode(job->codecs, frames->codec, frames->item, from, bytes,
+                                room + MLS_FRAME_BYTES, to + end, &coded, st);
         end += coded;
         first += count;
         frames->ends[i] = end;
-        if (progress != NULL && !progress->report(progress->context, bytes)) {
-            return mls_fail(st, MLS_E_STOPPED, "stopped");
+        if (code == MLS_OK) {
+            code = report(job, bytes, st);
+        }
+        if (!pays(end, frames->bytes)) {
+            break;
         }
     }
+    /* what is written as it is after all counts as done by then */
+    const size_t left = frames->bytes - first * frames->item;
     *out = end;
-    return MLS_OK;
+    return code == MLS_OK && left > 0 ? report(job, left, st) : code;
 }
 
-/* The memory is as large as what is coded, in case nothing gets shorter; what is not used
- * of it is never touched. */
+/* The memory is as large as what pays may become, and a frame; what is not used of it is
+ * never touched. */
 mls_code mls_planned_encode(mls_shard_plan *plan, size_t number, unsigned char **out,
                             mls_status *st)
 {
@@ -260,18 +291,20 @@ mls_code mls_planned_encode(mls_shard_plan *plan, size_t number, unsigned char *
     const size_t bytes = planned->frames->bytes, file = planned->fresh->file;
     size_t coded = 0;
     unsigned char *room = mls_realloc(NULL, 2, MLS_FRAME_BYTES);
-    unsigned char *to = mls_realloc(NULL, bytes, 1);
+    unsigned char *to = mls_realloc(NULL, bytes - bytes / 4 + MLS_FRAME_BYTES, 1);
     mls_code code = room == NULL || to == NULL
                         ? mls_fail(st, MLS_E_MEMORY, "no memory to code %zu bytes", bytes)
                         : encode_frames(plan, planned, room, to, &coded, st);
     mls_free(room);
     if (code == MLS_OK && pays(coded, bytes)) {
+        /* the file is not laid out yet: it will be as long as this makes it */
         planned->fresh->bytes = coded;
         *out = to;
         return MLS_OK;
     }
     mls_free(to);
     if (code == MLS_OK) {
+        /* the index was told of a layer; the file, too, was the layer's */
         unset_frames(planned);
         shard->layers = planned->layers;
         shard->file = planned->layers == NULL ? file : shard->file;

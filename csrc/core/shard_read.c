@@ -482,7 +482,9 @@ static void read_span(worker *w, const span *s)
                                                : read_verified(w, &r, &st);
     }
     w->done += r.zeros;
-    if (code != MLS_OK) {
+    if (code == MLS_E_STOPPED) {
+        record_stop(w->shared, s); /* a codec was interrupted: so is everything */
+    } else if (code != MLS_OK) {
         (void)blame(s->piece->shard, &st);
         record(w->shared, s, &st);
     }

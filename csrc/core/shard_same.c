@@ -189,10 +189,10 @@ static void compare_stored(const comparing *c, compared *one, const mls_layer *p
 
 /* The same of a place whose bytes are coded: frame by frame.  What is equal to memory is
  * good without a look at checksums. */
-static void compare_coded(const comparing *c, compared *one, const mls_layer *place,
+static void compare_coded(comparing *c, compared *one, const mls_layer *place,
                           const piece *p, reading *r)
 {
-    mls_status ignored;
+    mls_status st;
     const unsigned char *data;
     if (!open_file(c->plan, r, place->file)) {
         atomic_store(&one->changed, LOST);
@@ -208,8 +208,15 @@ static void compare_coded(const comparing *c, compared *one, const mls_layer *pl
     for (size_t start = p->from; start < p->to; start += MLS_FRAME_BYTES) {
         const size_t number = start / MLS_FRAME_BYTES;
         const size_t bytes = mls_frame_bytes(place->frames, number);
-        if (mls_frame_read(&r->frames, &coded, number, &data, &ignored) != MLS_OK) {
+        const mls_code code = mls_frame_read(&r->frames, &coded, number, &data, &st);
+        if (code != MLS_OK) {
+            /* what a codec says of files is one thing, what stops everybody another */
             atomic_store(&one->changed, LOST);
+            if (code == MLS_E_STOPPED) {
+                atomic_store(&c->stopped, true);
+            } else if (code == MLS_E_MEMORY) {
+                atomic_store(&c->no_memory, true);
+            }
             return;
         }
         for (size_t done = 0; done < bytes;) {
@@ -247,7 +254,7 @@ static void compare_zeros(const comparing *c, compared *one, const mls_layers *l
 }
 
 /* One piece.  What is visible of a plain shard's place is all of it. */
-static void compare_piece(const comparing *c, const piece *p, reading *r)
+static void compare_piece(comparing *c, const piece *p, reading *r)
 {
     compared *one = &c->shards[p->shard];
     const mls_index_shard *before = c->plan->planned[one->shard].before;
@@ -268,6 +275,12 @@ static void compare_piece(const comparing *c, const piece *p, reading *r)
     }
 }
 
+/* Whether nothing more is to be begun. */
+static bool is_over(const comparing *c)
+{
+    return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
+}
+
 /* One batch.  What is the same is done with, and reported by who compares the last piece
  * of it; what is not is reported when it is written. */
 static void compare_task(void *context, size_t index)
@@ -275,7 +288,7 @@ static void compare_task(void *context, size_t index)
     comparing *c = context;
     const mls_progress *progress = c->plan->job->progress;
     reading r = {.fd = -1};
-    if (atomic_load(&c->stopped) || atomic_load(&c->no_memory)) {
+    if (is_over(c)) {
         return;
     }
     /* one block for both, so that there is one failure to think of */
@@ -285,7 +298,8 @@ static void compare_task(void *context, size_t index)
         return;
     }
     r.packed = r.read + c->buffer;
-    for (size_t i = c->batches[index].from; i < c->batches[index].to; i++) {
+    for (size_t i = c->batches[index].from; i < c->batches[index].to && !is_over(c);
+         i++) {
         compared *one = &c->shards[c->pieces[i].shard];
         compare_piece(c, &c->pieces[i], &r);
         if (atomic_fetch_sub(&one->left, 1) == 1 && atomic_load(&one->changed) == 0 &&
@@ -293,7 +307,6 @@ static void compare_task(void *context, size_t index)
             !progress->report(progress->context,
                               c->plan->planned[one->shard].before->bytes)) {
             atomic_store(&c->stopped, true);
-            break;
         }
     }
     if (r.fd >= 0) {

@@ -230,8 +230,8 @@ static int core_clear(PyObject *module)
     return 0;
 }
 
-/* The pool's threads hold no Python objects and never take the GIL: joining them is safe.
- */
+/* The pool's threads hold no Python objects, and take the GIL within a run only, where a
+ * codec is called: none goes on here, and joining them is safe. */
 static void core_free(void *module)
 {
     mlsp_state *state = mlsp_state_of(module);

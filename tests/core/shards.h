@@ -4,6 +4,7 @@
 #ifndef MLS_SHARDS_H
 #define MLS_SHARDS_H
 
+#include "catalog.h"
 #include "fsio.h"
 #include "mem.h"
 #include "runner.h"
@@ -195,6 +196,39 @@ static inline mls_index write_all(const mls_shard_job *job, mls_shards_written *
         return (mls_index){0};
     }
     return read_index(written->path);
+}
+
+/* Read a whole tensor back from all its parts, by way of a catalog: verified, and not. */
+static inline bool reads_back(const mls_index *index, const mls_shard_item *item,
+                              const void *expected, const mls_codecs *codecs)
+{
+    const mls_layout whole = {0};
+    mls_catalog catalog = {0};
+    mls_stored_shard stored[16];
+    mls_piece pieces[16];
+    mls_part to;
+    mls_status st;
+    size_t count = 0, failed;
+    if (mls_catalog_init(&catalog, &index, 1, &st) != MLS_OK ||
+        mls_layout_part(&whole, item->rank, item->shape, 0, &to, &st) != MLS_OK) {
+        return false;
+    }
+    const size_t bytes = mls_part_count(&to) * mls_dtype_of(item->dtype)->item_bytes;
+    const size_t number = mls_catalog_find(&catalog, &item->id);
+    unsigned char *got = malloc(bytes + 1);
+    bool good = got != NULL && number != SIZE_MAX &&
+                catalog.tensors[number].places <= 16 &&
+                mls_catalog_pieces(&catalog, &catalog.tensors[number], &to, got, stored,
+                                   pieces, &count, &st) == MLS_OK;
+    for (int verified = 0; good && verified < 2; verified++) {
+        memset(got, 0xA5, bytes);
+        good = mls_shards_read(pool_fd, pieces, count, verified ? crc : NULL, codecs,
+                               four_threads, NULL, &failed, &st) == MLS_OK &&
+               memcmp(got, expected, bytes) == 0;
+    }
+    free(got);
+    mls_catalog_fini(&catalog);
+    return good;
 }
 
 /* Change one byte of a file; false where there is none. */

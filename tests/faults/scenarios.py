@@ -307,6 +307,21 @@ class SaveIncremental(SaveStep):
         return some_rows(which, 0.0 if which == self.older else 0.2, tensors(self.older).get)
 
 
+class SaveCompressed(SaveIncremental):
+    """The same of numbers that were rounded: what is compared, laid over and written is coded."""
+
+    name = "compressed"
+    heavy = True
+    options: ClassVar = {**SaveIncremental.options, "compress": "zlib"}
+
+    def model(self, which):
+        model = super().model(which)
+        for name, array in model.items():
+            if array.dtype == np.float32 and array.size > 10_000:
+                model[name] = (array.view(np.uint32) & 0xFFFF_0000).view(np.float32)
+        return model
+
+
 class SaveAsync(SaveCheckpoint):
     """A checkpoint that is written while its state is overwritten, as soon as that is allowed.
 
@@ -542,6 +557,7 @@ def by_name(*scenarios):
 
 ALL = by_name(
     SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveSparse(), SaveIncremental(),
+    SaveCompressed(),
     SaveAsync(), SaveStepAsync(), SaveByRanks(), MoveTiers(),
 )  # fmt: skip
 BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))

@@ -62,7 +62,7 @@ def points(bench, call, most, start="A"):
     ]
 
 
-@pytest.mark.parametrize(("name", "most"), [("sparse", 1), ("incremental", 3)])
+@pytest.mark.parametrize(("name", "most"), [("sparse", 1), ("incremental", 3), ("compressed", 3)])
 def test_what_is_made_to_fail_stores_layers(make_bench, name, most):
     with make_bench(scenarios.ALL[name]) as bench:
         root = bench.fresh()
@@ -71,6 +71,9 @@ def test_what_is_made_to_fail_stores_layers(make_bench, name, most):
         layers = [len(shard.layers) for shard in shards if shard.layers is not None]
         assert len(layers) >= 2
         assert max(layers) == most
+        coded = [layer.codec for shard in shards for layer in shard.layers or () if layer.codec]
+        assert len(coded) >= (6 if name == "compressed" else 0)
+        assert name == "compressed" or not coded
         assert bench.scenario.load(root)[0] == "B"
 
 

@@ -27,6 +27,7 @@ OPTIONAL = {
     "torch",
     "coremltools",
     "matplotlib",
+    "zstandard",
     "ml_dtypes",
     "safetensors",
     "mpi4py",

@@ -1,0 +1,276 @@
+"""Compressed shards that lie: bytes with good checksums that are no frames, and indexes.
+
+Each case must raise an exception that names the tensor and its file, take no more memory than
+frames may, and never crash.
+"""
+
+import gzip
+import json
+import time
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from checkpoint_victim import Victim
+from sparse_checkpoint import checksums, store
+
+import mlstate
+from mlstate.checkpoint import inspect, reshard
+from mlstate.errors import FormatError
+
+zstandard = pytest.importorskip("zstandard")
+
+MIB = 1 << 20
+SHAPE = (700, 500)  # of float32: a whole frame, and a short one
+FRAMES = [MIB, 700 * 500 * 4 - MIB]
+PATH = "params/lie.safetensors"
+
+
+@pytest.fixture
+def victim(tmp_path):
+    state = {"w": np.arange(700 * 500, dtype=np.float32).reshape(SHAPE), "b": np.ones(3)}
+    mlstate.save(tmp_path / "ckpt", state)
+    return Victim(tmp_path / "ckpt")
+
+
+def apart(data, item=4):
+    """All first bytes of elements, then all second ones, and so on."""
+    return np.frombuffer(data, np.uint8).reshape(-1, item).T.tobytes()
+
+
+def encode(codec, data):
+    return zlib.compress(data, 1) if codec == "zlib" else zstandard.ZstdCompressor().compress(data)
+
+
+def frames_of(codec, state):
+    data = state.tobytes()
+    return [encode(codec, apart(data[at : at + MIB])) for at in (0, MIB)]
+
+
+def lay(victim, frames, codec, changes=()):
+    """Give w one layer of these frames, all checksums of which are right."""
+    index = victim.index()
+    data = b"".join(frames)
+    offset = store(victim.folder / PATH, data, "U8", index["files"], PATH)
+    layer = {"file": len(index["files"]) - 1, "offset": offset, "bytes": len(data)}
+    layer.update(checksums(data), codec=codec, frames=",".join(str(len(f)) for f in frames))
+    layer.update(changes)
+    [shard] = [shard for shard in index["shards"] if shard["name"] == "w"]
+    for member in ("file", "offset", "bytes", "crc32c", "blocks"):
+        shard.pop(member, None)
+    shard["layers"] = [{key: value for key, value in layer.items() if value is not None}]
+    index["format_version"] = 2
+    return index, shard, offset
+
+
+def put(victim, index):
+    """An index that is believed, by a manifest that knows how many bytes it lists."""
+    victim.patterns = False
+    sizes = {"w": 700 * 500 * 4, "b": 24}
+    victim.put_index(index)
+    manifest = json.loads((victim.folder / "manifest.json").read_bytes())
+    manifest["indexes"][0]["data_bytes"] = sum(sizes[s["name"]] for s in index["shards"])
+    victim.put_manifest(manifest)
+
+
+def everything(victim):
+    folder = str(victim)
+    arrays = {"w": np.zeros(SHAPE, np.float32), "b": np.zeros(3)}
+    yield lambda: mlstate.load(folder)
+    yield lambda: mlstate.load(folder, verify=False)
+    yield lambda: mlstate.load(folder, mmap=True)
+    yield lambda: mlstate.load(folder, verify="first")
+    yield lambda: mlstate.load(folder, names="w")
+    yield lambda: mlstate.load(folder, into={"model": arrays})
+    yield lambda: reshard(folder, f"{folder}-other", layout="rows", world_size=2)
+
+
+@pytest.mark.parametrize("codec", ["zlib", "zstd"])
+def test_frames_of_other_writers_are_read(codec, victim):
+    """What is damaged below is good to begin with."""
+    state = np.arange(700 * 500, dtype=np.float32).reshape(SHAPE)
+    frames = frames_of(codec, state)
+    for second in (frames[1], state.tobytes()[MIB:]):  # also one that is stored as it was
+        put(victim, lay(victim, [frames[0], second], codec)[0])
+        for read in everything(victim):
+            found = read()
+            if isinstance(found, mlstate.checkpoint.LoadedState) and found.model is not None:
+                assert np.asarray(found.model["w"]).tobytes() == state.tobytes()
+        assert mlstate.verify(str(victim))
+        assert {t.key: t.codec for t in inspect(str(victim)).tensors()} == {"b": None, "w": codec}
+
+
+# ---- bytes that lie ----
+
+
+def nonsense(data, codec):
+    return np.random.default_rng(5).bytes(5000)
+
+
+def with_dictionary(data, codec):
+    if codec == "zstd":
+        known = zstandard.ZstdCompressionDict(data[:1000], dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+        return zstandard.ZstdCompressor(dict_data=known).compress(data[1000:2000] * 5)
+    coder = zlib.compressobj(zdict=data[:1000])
+    return coder.compress(data) + coder.flush()
+
+
+def lying_length(data, codec):
+    """Sixty-four times as long, and says that it is not."""
+    if codec == "zlib":
+        return zlib.compress(data * 64)
+    coded = zstandard.ZstdCompressor().compress(bytes(64 * MIB))
+    return coded.replace((64 * MIB).to_bytes(4, "little"), len(data).to_bytes(4, "little"), 1)
+
+
+LIES = {
+    "fewer": lambda data, codec: encode(codec, data[:-1]),
+    "fewer elements": lambda data, codec: encode(codec, data[:-4]),
+    "none": lambda data, codec: encode(codec, b""),
+    "more": lambda data, codec: encode(codec, data + b"\0"),
+    "twice as many": lambda data, codec: encode(codec, data * 2),
+    "bomb": lambda data, codec: encode(codec, bytes(64 * MIB)),
+    "lying length": lying_length,
+    "nonsense": nonsense,
+    "zeros": lambda data, codec: bytes(5000),
+    "one byte": lambda data, codec: b"\x78",
+    "cut off": lambda data, codec: encode(codec, data)[:-1],
+    "half": lambda data, codec: encode(codec, data)[: len(encode(codec, data)) // 2],
+    "garbage behind": lambda data, codec: encode(codec, data) + b"\0",
+    "more behind": lambda data, codec: encode(codec, data) + encode(codec, b"more"),
+    "in two": lambda data, codec: encode(codec, data[:100]) + encode(codec, data[100:]),
+    "other codec": lambda data, codec: encode("zstd" if codec == "zlib" else "zlib", data),
+    "gzip": lambda data, codec: gzip.compress(data, 1),
+    "raw deflate": lambda data, codec: zlib.compress(data)[2:-4],
+    "dictionary": with_dictionary,
+    "skipped": lambda data, codec: b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + encode(codec, data),
+    "unknown length": lambda data, codec: zstandard.ZstdCompressor(
+        write_content_size=False
+    ).compress(data),
+    "stored, but shorter": lambda data, codec: data[:-4],
+}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("codec", ["zlib", "zstd"])
+@pytest.mark.parametrize("lie", LIES)
+def test_bytes_that_are_no_frame_are_refused(lie, codec, which, victim):
+    state = np.arange(700 * 500, dtype=np.float32)
+    frames = frames_of(codec, state)
+    data = apart(state.tobytes()[MIB * which :][:MIB])
+    frames[which] = LIES[lie](data, codec)
+    assert 0 < len(frames[which]) < FRAMES[which]  # else it would be stored as it is
+    index, _, offset = lay(victim, frames, codec)
+    put(victim, index)
+    start = time.monotonic()
+    tracemalloc.start()
+    for read in everything(victim):
+        with pytest.raises(FormatError) as caught:
+            read()
+        assert caught.value.name == "w"
+        assert caught.value.path == str(victim.folder / PATH)
+        assert caught.value.offset == offset + which * len(frames[0])
+        assert "tensor 'w', file 'params/lie.safetensors'" in str(caught.value)
+        assert codec in str(caught.value)
+    # the arrays themselves, and a few frames
+    assert tracemalloc.get_traced_memory()[1] < 20 * MIB
+    tracemalloc.stop()
+    assert time.monotonic() - start < 20
+    assert mlstate.verify(str(victim))  # checksums are those of the lie
+    assert mlstate.load(str(victim), names="b").model["b"].tolist() == [1, 1, 1]
+
+
+# ---- indexes that lie ----
+
+INDEX_LIES = {
+    "codec unknown": {"codec": "lz4"},
+    "codec empty": {"codec": ""},
+    "codec in capitals": {"codec": "ZLIB"},
+    "codec a number": {"codec": 1},
+    "codec null": {"codec": ...},
+    "codec alone": {"frames": None},
+    "frames alone": {"codec": None},
+    "frames empty": {"frames": ""},
+    "frames too few": {"frames": "1000"},
+    "frames too many": {"frames": "1000,1000,1000"},
+    "a frame of nothing": {"frames": "0,2000"},
+    "the last of nothing": {"frames": "2000,0"},
+    "the first too long": {"frames": "1048577,1000"},
+    "the last too long": {"frames": f"1000,{FRAMES[1] + 1}"},
+    "more than 64 bits": {"frames": "18446744073709551617,1000"},
+    "all of 64 bits": {"frames": "18446744073709551615,2"},
+    "negative": {"frames": "-1,1000"},
+    "with blanks": {"frames": "1000, 1000"},
+    "with zeros": {"frames": "01000,1000"},
+    "a comma behind": {"frames": "1000,1000,"},
+    "fractions": {"frames": "1e3,1000.0"},
+    "an array": {"frames": [1000, 1000]},
+    "a number": {"frames": 1000},
+    "a million": {"frames": ",".join(["1"] * 1_000_000)},
+    "commas": {"frames": "," * 100_000},
+    "more than the bytes": {"frames": "1000,1001"},
+    "fewer than the bytes": {"frames": "1000,999"},
+    "bytes of the elements": {"bytes": 700 * 500 * 4},
+    "no bytes": {"bytes": 0},
+    "of rows": {"row": 500, "rows": "0,100"},  # one frame would do
+    "of no rows": {"row": 500, "rows": ""},
+    "of rows without rows": {"row": 500},
+}
+
+
+@pytest.mark.parametrize("name", INDEX_LIES)
+def test_indexes_that_lie_about_frames_are_refused(name, victim):
+    changes = INDEX_LIES[name]
+    index, shard, _ = lay(victim, [b"x" * 1000, b"y" * 1000], "zlib", changes)
+    if ... in changes.values():
+        shard["layers"][0]["codec"] = None
+    put(victim, index)
+    tracemalloc.start()
+    for read in (*everything(victim), lambda: inspect(str(victim)).tensors()):
+        with pytest.raises(FormatError) as caught:
+            read()
+        assert caught.value.name == "w"
+        assert caught.value.path == str(victim.folder / victim.manifest["indexes"][0]["path"])
+    assert tracemalloc.get_traced_memory()[1] < 60 * MIB
+    tracemalloc.stop()
+
+
+def test_frames_are_nothing_to_version_1(victim):
+    index, _, _ = lay(victim, [b"x" * 1000, b"y" * 1000], "zlib")
+    index["format_version"] = 1
+    put(victim, index)
+    with pytest.raises(FormatError, match="missing") as caught:
+        mlstate.load(str(victim))
+    assert caught.value.name == "w"
+
+
+def test_frames_beside_a_place_are_passed_over(victim):
+    """As any member that is not known there: the shard is plain."""
+    index = victim.index()
+    for shard in index["shards"]:
+        shard.update(codec="zlib", frames="1,1")
+    victim.patterns = False
+    victim.put_index(index)
+    assert mlstate.load(str(victim)).model["w"].ravel()[-1] == 700 * 500 - 1
+    assert inspect(str(victim)).tensors()[1].codec is None
+
+
+def test_two_full_layers_are_refused(victim):
+    index, shard, _ = lay(victim, [b"x" * 1000, b"y" * 1000], "zlib")
+    shard["layers"] *= 2
+    put(victim, index)
+    with pytest.raises(FormatError, match="only the first layer is full"):
+        mlstate.load(str(victim))
+
+
+def test_coded_bytes_in_two_places_are_refused(victim):
+    """Frames of one layer are not also rows of another."""
+    index, shard, offset = lay(victim, [b"x" * 1000, b"y" * 1000], "zlib")
+    rows = {**shard["layers"][0], **checksums(b"y" * 400), "bytes": 400, "offset": offset + 1000}
+    rows.update(row=100, rows="0,1")
+    del rows["codec"], rows["frames"]
+    shard["layers"].append(rows)
+    put(victim, index)
+    with pytest.raises(FormatError):
+        mlstate.load(str(victim))
