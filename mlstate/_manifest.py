@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._state_kind import describe
 from .errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 FORMAT = "mlstate.manifest"
 VERSION = 1
@@ -181,6 +186,43 @@ def _index(value: Any, generation: str, rank: int, patterns: int | None) -> Inde
     )
 
 
+def _all(kind: type, values: Iterable[Any]) -> bool:
+    return set(map(type, values)) <= {kind}
+
+
+def _in_order(
+    values: list[Any], generation: str, patterns: int | None
+) -> tuple[IndexRecord, ...] | None:
+    """Make the records of all ranks, if nothing is wrong with any; `_index` says what is.
+
+    Column by column: there may be many thousands, and a rank of a large world reads them all.
+    """
+    names = IndexRecord._fields if patterns is not None else IndexRecord._fields[:5]
+    try:
+        rows = list(map(itemgetter(*names), values))
+    except (KeyError, TypeError):
+        return None
+    paths, sizes, crcs, shards, held, *more = (list(column) for column in zip(*rows, strict=True))
+    good = (
+        paths == [f"index/{generation}.{rank}.json" for rank in range(len(rows))]
+        and _all(int, chain(sizes, shards, held))
+        and min(sizes) >= 1
+        and min(chain(shards, held)) >= 0
+        and max(chain(sizes, shards, held)) <= _INT64
+        and _all(str, crcs)
+        and all(map(_CRC.match, crcs))
+    )
+    if good and patterns is not None:
+        numbers, parts = more
+        good = _all(int, numbers) and min(numbers) >= 0 and max(numbers) < patterns
+        good = good and _all(list, parts) and max(map(len, parts)) <= _MOST_GROUPS
+        listed = list(chain.from_iterable(parts)) if good else []
+        good = good and _all(int, listed) and min(listed, default=0) >= 0
+        good = good and max(listed, default=0) <= _INT64
+        more = [numbers, list(map(tuple, parts)) if good else []]
+    return tuple(map(IndexRecord, paths, sizes, crcs, shards, held, *more)) if good else None
+
+
 def _read(found: Any) -> Manifest:
     if not isinstance(found, dict):
         raise _WrongError("the text is no object")
@@ -197,7 +239,9 @@ def _read(found: Any) -> Manifest:
     step = _member(found, "step", (int, type(None)))
     patterns = _patterns(found)
     known = None if patterns is None else len(patterns)
-    records = tuple(_index(value, generation, r, known) for r, value in enumerate(indexes))
+    records = _in_order(indexes, generation, known) or tuple(
+        _index(value, generation, rank, known) for rank, value in enumerate(indexes)
+    )
     groups: dict[int | None, int] = {}
     for rank, record in enumerate(records):
         if groups.setdefault(record.pattern, len(record.parts)) != len(record.parts):
