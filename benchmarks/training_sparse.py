@@ -1,4 +1,4 @@
-"""What rows that are zero, and rows that did not change, spare a save; for `bench_training.py`.
+"""What rows of zeros, rows that did not change, and compression spare; for `bench_training.py`.
 
 The state is what Adam keeps of the embedding of `training_words.py`.
 """
@@ -40,6 +40,7 @@ WAYS = {  # how the state is stored: what `save` is told
     "sparse": {"sparse": True},
     "incremental": {"sparse": True, "incremental": True},
 }
+CODECS = (None, "zlib", "zstd")
 LOADS = {  # how it is loaded, and whether into arrays that are there
     "load, verify=False": (False, False),
     "load": (True, False),
@@ -52,9 +53,9 @@ def measuring(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     trained = training_words.train(quick)
     report.say(f"\n{described(trained)}")
     here = Sparse(trained, folder, repeats, quick)
-    for part in (here.saving, here.adding, here.loading):
+    for part in (here.saving, here.adding, here.loading, here.compressing):
         rows, title, note, verdicts = part()
-        report.table(f"{title}, {here.size}", rows, note=note)
+        report.table(title, rows, note=note)
         if not quick:
             report.judge(verdicts)
         clear(folder)
@@ -135,7 +136,7 @@ class Sparse:
         smaller = stored["mlstate.save, full"] / stored["mlstate.save, sparse"]
         met = "met" if smaller >= SMALLER else "NOT MET"
         verdicts = [f"sparse >= {SMALLER:g}x smaller than full: {smaller:.2f}, {met}"]
-        return rows, "save", "into an empty folder; MB stored: all files", verdicts
+        return rows, f"save, {self.size}", "into an empty folder; MB stored: all files", verdicts
 
     def adding(self) -> Table:
         """Save what has become of the state onto what was saved before."""
@@ -158,7 +159,7 @@ class Sparse:
             f"incremental: bytes written <= {WRITTEN:g}x the {changed:,} of changed rows: "
             f"{ratio:.3f}, {met}"
         ]
-        title = f"save again after {MORE_STEPS} more steps"
+        title = f"save again after {MORE_STEPS} more steps, {self.size}"
         return rows, title, "onto a sparse checkpoint; MB written: all files", verdicts
 
     # ---- load ----
@@ -188,7 +189,49 @@ class Sparse:
             verdicts.append(aim.verdict)
         rows = take_turns(candidates, LOAD_TURNS * self.repeats)
         note = "files in the system's cache, memory reused; incremental: on a sparse one"
-        return rows, "load", note, [verdict(rows) for verdict in verdicts]
+        return rows, f"load, {self.size}", note, [verdict(rows) for verdict in verdicts]
+
+    # ---- compression ----
+
+    def compressing(self) -> Table:
+        """Save and load the upper halves of the numbers: what bfloat16 keeps of them."""
+        state = {n: (a.view(np.uint32) >> 16).astype(np.uint16) for n, a in self.before.items()}
+        total, target = bytes_of(state.values()), self.folder / "x"
+        candidates, stored = [], {}
+
+        def compare(name: str, save: Callable[[], object], load: Callable[[], object]) -> None:
+            self.empty()
+            save()
+            stored[f"{name}, save"] = sum(f.stat().st_size for f in files_below(self.folder))
+            place = self.folder.with_name(f"{self.folder.name}-{len(stored)}")
+            kept.append(place)
+            shutil.copytree(self.folder, place)
+            candidates.append(Candidate(f"{name}, save", save, self.empty))
+            candidates.append(Candidate(f"{name}, load", partial(load, place)))
+
+        kept: list[Path] = []
+        try:
+            for codec in CODECS:
+                options = {"sparse": True, "compress": codec}
+                compare(
+                    f"mlstate, sparse, {codec or 'no codec'}",
+                    partial(mlstate.save, target, state, **options),
+                    lambda place: mlstate.load(place / "x"),
+                )
+            compare(
+                "np.savez_compressed",
+                lambda: np.savez_compressed(self.folder / "x.npz", **state),
+                lambda place: dict(np.load(place / "x.npz").items()),
+            )
+            rows = take_turns(candidates, self.repeats)
+        finally:
+            for place in kept:
+                shutil.rmtree(place, ignore_errors=True)
+        for row in rows:
+            if row.name in stored:
+                row.extra["MB stored"] = f"{stored[row.name] / 1e6:.1f}"
+        title = f"the same numbers as bfloat16, {total / 1e6:,.0f} MB, compressed"
+        return rows, title, "save: into an empty folder, mlstate's are durable; load: cached", []
 
 
 def put_back(base: Path, target: Path) -> None:

@@ -88,8 +88,10 @@ class LayerRecord(NamedTuple):
         Where its bytes lie in the file.
     crc32c : str
         Of its bytes.
+    held_nbytes : int
+        Bytes of the shard that it holds: as many as `nbytes`, or more where it is compressed.
     visible_nbytes : int
-        How many bytes of the shard are read from it; others were stored again by later layers.
+        How many of these count; the others were stored again by later layers.
     codec : str or None
         What its bytes are compressed with.
     """
@@ -98,6 +100,7 @@ class LayerRecord(NamedTuple):
     offset: int
     nbytes: int
     crc32c: str
+    held_nbytes: int
     visible_nbytes: int
     codec: str | None
 

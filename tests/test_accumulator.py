@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate.errors import CompatibilityError
 from mlstate.fsdp import GradientAccumulator
@@ -62,7 +63,7 @@ def random_array(rng, shape, dtype):
     return np.frombuffer(rng.bytes(size), dtype).reshape(shape)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     steps=st.integers(1, 4),

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from tries import tries
 
 import mlstate
 from mlstate.checkpoint import load_file, load_metadata, save_file
@@ -97,7 +98,7 @@ def strided(draw):
     return array
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(150), deadline=None)
 @given(
     st.dictionaries(NAMES, strided(), max_size=6),
     st.dictionaries(NAMES.filter(lambda k: not k.startswith("mlstate.")), NAMES, max_size=4),

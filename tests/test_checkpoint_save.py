@@ -14,6 +14,7 @@ import pytest
 from checkpoint_model import STEPS, part, parts_of, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
@@ -289,7 +290,7 @@ def test_any_layout_into_any_layout_and_back(path, stored):
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(data=st.data())
 def test_any_shape_cut_twice_is_itself(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(0, 6), max_size=4), label="shape")

@@ -127,6 +127,7 @@ def test_inspect_as_json_has_what_the_manifest_and_the_indexes_say(place, run_js
         "tier": None,
         "stored_bytes": 48,
         "sparse_shards": 0,
+        "codec": None,
     }
     assert {s["key"]: s["path"] for s in data["shards"]} == {s.key: s.path for s in found.shards()}
 
@@ -758,3 +759,19 @@ def test_no_progress_where_nobody_looks_on(commands, run):
 def test_nothing_but_the_progress_is_lost_without_standard_error(place, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["verify", "ckpt"]) == 0
+
+
+def test_inspect_says_how_layers_are_compressed(place, run, run_json):
+    counts = np.arange(200_000) % 7
+    mlstate.save("coded", {"counts": counts}, compress="zlib")
+    _, out, _ = run("inspect", "coded", "--shards")
+    assert any(" zlib" in line and "params/counts" in line for line in out)
+    assert not any("hidden" in line for line in out)
+    _, data = run_json("inspect", "coded", "--shards")
+    [tensor], [shard] = data["tensors"], data["shards"]
+    assert (tensor["codec"], tensor["bytes"]) == ("zlib", counts.nbytes)
+    [layer] = shard["layers"]
+    assert layer["bytes"] == tensor["stored_bytes"] < layer["held_bytes"] == counts.nbytes
+    assert layer["visible_bytes"] == counts.nbytes
+    status, out, _ = run("diff", "coded", "coded")
+    assert status == 0

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
 from sparse_checkpoint import as_pairs, catalog, checksums
+from tries import tries
 
 import mlstate
 from mlstate import _codecs
@@ -225,7 +226,7 @@ def change(rng, array):
         array.reshape(-1).view(np.uint8)[rng.integers(0, array.nbytes)] ^= 1
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=tries(6), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_any_saves_give_what_plain_ones_would(tmp_path_factory, seed):
     rng = np.random.default_rng(seed)
@@ -282,7 +283,7 @@ def frames_of(data, item, rng):
     return b"".join(frames), said
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=tries(15), deadline=None)
 @given(st.data())
 def test_any_frames_are_read(tmp_path_factory, data):
     """Against a model that lays each layer over those before it."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate import (
     CompatibilityError,
@@ -189,7 +190,7 @@ def test_awkward_names_survive(tmp_path):
         assert not [n for n in archive.namelist() if ".." in n.split("/") or n.startswith("/")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=8), unique=True, max_size=6))
 def test_any_names_survive(tmp_path_factory, names):
     path = tmp_path_factory.mktemp("npz") / "x.npz"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 safetensors = pytest.importorskip("safetensors", reason="reads the fixture independently of us")
 
@@ -171,7 +172,7 @@ def test_logits_have_the_same_bits_in_any_cache(model, prompt, position):
         assert again.tobytes() == expected.tobytes()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=tries(25))
 @given(contexts=st.lists(st.integers(40, 512), min_size=2, max_size=4), seed=st.integers(0, 99))
 def test_generation_has_the_same_bits_at_any_context(contexts, seed):
     model = shared_model()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 import mlstate
 from mlstate import CollectiveError, CompatibilityError, StateDict
@@ -314,7 +315,7 @@ def cuts(draw, world):
     return shape, Layout(steps)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=tries(60))
 @given(data=st.data())
 def test_any_layout_becomes_the_whole_and_parts_again(data):
     world = data.draw(st.integers(1, 4))

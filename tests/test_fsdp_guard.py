@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
+from tries import tries
 
 from mlstate import CollectiveError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
@@ -531,7 +532,7 @@ def play(script, group, *, hooks, calls):
     return None if error is None else text_of(error).partition(": ")[2], set(stored)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=tries(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(scripts, min_size=2, max_size=3), st.booleans())
 def test_whatever_ranks_do_all_of_them_hear_the_same(each, hooks):
     results = run_ranks(

@@ -21,6 +21,7 @@ from gradient_model import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import SingleGroup
@@ -99,7 +100,7 @@ cases = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(150), deadline=None)
 @given(cases)
 def test_bits_are_those_of_a_sum_in_the_order_of_ranks(case):
     """Whatever the call, the buckets, the engine, the threads."""

@@ -18,6 +18,7 @@ from kv_model import (
     layout,
     random_bits,
 )
+from tries import tries
 
 import mlstate
 from mlstate import kv
@@ -393,7 +394,7 @@ def transitions(draw, dtypes=PLAIN):
     return source, position
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=tries(150))
 @given(transitions(), st.integers(0, 50))
 def test_property_expands_as_the_model(case, more):
     source, position = case
@@ -402,7 +403,7 @@ def test_property_expands_as_the_model(case, more):
     assert_same_bits(got, expand(source, length, position))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=tries(150))
 @given(transitions(), st.integers(0, 50))
 def test_property_compacts_as_the_model(case, target):
     source, position = case
@@ -413,7 +414,7 @@ def test_property_compacts_as_the_model(case, target):
     assert_same_bits(compact_kv_state(source, target, position), expand(source, target, position))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=tries(150))
 @given(
     transitions(FLOATS),
     st.integers(0, 9),
@@ -432,7 +433,7 @@ def test_property_converts_into_out(case, more, to, of_target, pad):
     assert_same_values(out.astype(to), wanted)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=tries(60))
 @given(transitions())
 def test_property_a_round_trip_keeps_the_tokens(case):
     source, position = case

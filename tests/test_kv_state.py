@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_model import LAYOUTS, PLAIN, REGISTERED, assert_same_bits, dtype_of, random_bits
+from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import KVState
@@ -415,7 +416,7 @@ class Growing(RuleBasedStateMachine):
 
 
 TestGrowing = Growing.TestCase
-TestGrowing.settings = settings(deadline=None, max_examples=60, stateful_step_count=20)
+TestGrowing.settings = settings(deadline=None, max_examples=tries(60), stateful_step_count=20)
 
 
 # ---- threads ----

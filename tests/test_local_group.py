@@ -22,6 +22,7 @@ from group_model import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
+from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import LocalGroup, ProcessGroup, Work
@@ -266,7 +267,7 @@ CALLS = st.integers(1, 5).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tries(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(CALLS)
 def test_any_series_of_calls_gives_what_numpy_gives(drawn):
     world, calls = drawn

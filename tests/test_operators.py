@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate import _core
 from mlstate.activation import OperatorSelection, select_operators
@@ -30,7 +31,7 @@ items = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=tries(150))
 @given(items, st.integers(0, 300))
 def test_no_choice_is_better(pairs, budget):
     seconds, sizes = [s for s, _ in pairs], [b for _, b in pairs]

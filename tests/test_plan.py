@@ -11,6 +11,7 @@ import plan_model
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 import mlstate
 from mlstate.activation import Chain, Plan, Step, pareto, plan
@@ -83,14 +84,14 @@ def test_plans_of_random_chains_are_the_fastest_of_their_class(offload, chains):
             check(model, budget, best, offload=offload, slots=int(rng.integers(1, 60)))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=tries(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_model.chains(most_blocks=5, rates=True), st.integers(0, 900), st.booleans())
 def test_any_budget(model, budget, offload):
     best = plan_model.fastest(plan_model.persistent_front(model, offload), budget)
     check(model, budget, best, offload=offload)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=tries(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_model.chains(most_blocks=5, rates=True), st.booleans())
 def test_the_curve_is_that_of_the_judge(model, offload):
     curve = pareto(chain_of(model), offload=offload)
@@ -194,6 +195,7 @@ def test_more_slots_are_no_worse_than_few():
     assert max(p.predicted_peak_bytes for p in (exact, fine, coarse)) <= budget
 
 
+@pytest.mark.slow
 def test_long_chains_are_planned_by_slots():
     chain = random_chain(520)
     made = plan(chain, chain.plain_peak_bytes // 8, slots=40)

@@ -18,6 +18,7 @@ from plan_model import (
     random_chains,
     simulate,
 )
+from tries import tries
 
 TWO = ChainModel(
     forward=(1, 2),
@@ -101,7 +102,7 @@ def test_the_recursion_is_what_its_schedules_are_when_simulated(blocks, offload)
         )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=tries(25))
 @given(chains(most_blocks=4))
 def test_no_persistent_schedule_beats_all_schedules(chain):
     every, persistent = any_front(chain), persistent_front(chain)

@@ -20,6 +20,7 @@ from plan_model import (
     random_chains,
     simulate,
 )
+from tries import tries
 
 from mlstate import _core
 from mlstate.activation import Chain, Plan, plan
@@ -72,13 +73,13 @@ def test_no_schedule_beats_the_plan_with_a_host_on_longer_chains():
         check_against_every_schedule(model, offload=True)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=tries(40))
 @given(chains(most_blocks=4))
 def test_no_schedule_beats_the_plan_where_numbers_may_be_zero(model):
     check_against_every_schedule(model)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=tries(25))
 @given(chains(most_blocks=3, rates=True))
 def test_no_schedule_beats_the_plan_with_a_host_where_numbers_may_be_zero(model):
     check_against_every_schedule(model, offload=True)
@@ -290,7 +291,7 @@ def check_simulators_agree(model, chain, steps):
     return True
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=tries(60))
 @given(st.integers(0, 1 << 30), st.booleans())
 def test_simulators_agree_on_steps_without_sense(seed, offload):
     rng = np.random.default_rng(seed)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate import _core
 from mlstate.errors import CompatibilityError
@@ -19,7 +20,7 @@ def random_array(seed, length, dtype):
 # ---- reduce ----
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(
     dtype=st.sampled_from(FLOATS + INTEGERS),
     count=st.integers(1, 5),
@@ -113,7 +114,7 @@ def test_half_an_overlap_is_refused():
 # ---- accumulate ----
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(
     target=st.sampled_from(FLOATS),
     source=st.sampled_from(FLOATS),

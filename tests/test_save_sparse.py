@@ -6,6 +6,7 @@ from checkpoint_model import STEPS, part, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
+from tries import tries
 from word_model import WordModel
 
 import mlstate
@@ -187,7 +188,7 @@ def change(rng, array):
         array.reshape(-1).view(np.uint8)[rng.integers(0, array.nbytes)] ^= 1
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=tries(8), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_any_saves_give_what_plain_ones_would(tmp_path_factory, seed):
     rng = np.random.default_rng(seed)

@@ -41,7 +41,8 @@ BETWEEN_MEMBERS = {
         "as many blocks as there are": r'"blocks" (are not 8 digits|of a shard|is missing)',
         "no shard appears twice": r'"part" appears twice',
         "rows are those of the shard": r'"rows" are not rows passed over',
-        "a layer's bytes are those of its rows": r'"bytes" are not as many as the layer',
+        "a layer's bytes are those of its rows": r'"bytes" are not as many as its elements',
+        "frames are those of the layer": r'"frames" are not a length for each MiB',
         "the bytes lie in no other layer": r'"offset" is inside another of its layers',
         "ranks agree on a tensor": r"do not agree on a tensor",
     },
@@ -93,7 +94,7 @@ LAYERED = {
     "generation": "0123456789abcdef",
     "rank": 0,
     "world_size": 1,
-    "files": [{"path": "params/w.safetensors", "bytes": 4200, "header_crc32c": "01234567"}],
+    "files": [{"path": "params/w.safetensors", "bytes": 4230, "header_crc32c": "01234567"}],
     "shards": [
         {**_W, "part": 0, "version": 2, "layers": [
             {"file": 0, "offset": 4096, "bytes": 30, "crc32c": "01234567"},
@@ -102,6 +103,10 @@ LAYERED = {
         {**_W, "part": 1, "version": 1, "layers": []},
         {**_W, "name": "x", "layout": [], "part": 0, "version": 1, "file": 0, "offset": 4146,
          "bytes": 54, "crc32c": "76543210", "shape": [27]},
+        {**_W, "name": "y", "layout": [], "part": 0, "version": 1, "shape": [40], "layers": [
+            {"file": 0, "offset": 4200, "bytes": 30, "crc32c": "01234567", "codec": "zlib",
+             "frames": "30"},
+        ]},
     ],
 }  # fmt: skip
 

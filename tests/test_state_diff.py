@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tries import tries
 
 import mlstate
 from mlstate import CompatibilityError, StateDict
@@ -188,7 +189,7 @@ def pairs(draw):
 
 
 @given(pairs())
-@settings(max_examples=300)
+@settings(max_examples=tries(300))
 def test_elements_are_measured_as_numpy_would(pair):
     a, b = pair
     found = diff({"w": a}, {"w": b})

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
 
@@ -88,7 +89,7 @@ def test_any_state_is_a_small_page_that_counts_what_it_hides(names):
     assert found.tensors == len(state)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]) | st.just("."), max_size=30)))
 def test_any_names_give_a_page_that_is_well_formed(names):
     state = StateDict.fromkeys(names, np.zeros(1, np.int8))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tries import tries
 
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict, TensorNotFoundError
 from mlstate.state import diff, get_missing_keys, keys_match, load_into
@@ -174,4 +175,4 @@ class BesideDict(RuleBasedStateMachine):
 
 
 TestBesideDict = BesideDict.TestCase
-TestBesideDict.settings = settings(deadline=None, max_examples=80, stateful_step_count=30)
+TestBesideDict.settings = settings(deadline=None, max_examples=tries(80), stateful_step_count=30)

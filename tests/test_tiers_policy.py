@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate import _core, errors
 
@@ -132,7 +133,7 @@ def follow(table, model, moves):
         model.units[number].tier = tier
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(150), deadline=None)
 @given(budgets, budgets, steps)
 def test_decisions_are_those_of_a_plain_model(hot, warm, steps):
     table, model = _core.Tiers(hot, warm), Model(hot, warm)
@@ -184,7 +185,7 @@ def test_decisions_are_those_of_a_plain_model(hot, warm, steps):
             assert table.unit(u.number)[3] == u.score / 2**20
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=tries(100), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from(TIERS), st.integers(0, 5)), max_size=12)
 )

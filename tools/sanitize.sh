@@ -7,7 +7,7 @@
 # and the C tests through pytest (nothing of ours runs in them), and in `slice` the tests
 # marked long, slow, torch or coremltools, those of other processes, pictures, pages and
 # commands, what is judged by slow models in Python, and what goes over ground that the rest has
-# covered.
+# covered.  There properties are tried on fewer examples, too (tests/tries.py).
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 part=$2
@@ -24,10 +24,12 @@ ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 make --no-print-director
 
 CC=gcc MLSTATE_SANITIZE=address "$python" setup.py -q build_ext --inplace
 marks=()
+[ "$part" = all ] || export MLSTATE_FEW_EXAMPLES=1
 [ "$part" = all ] || marks=(--ignore=tests/faults --ignore=tests/integration
     --ignore-glob="tests/test_fsdp_[ghrsuv]*.py" --ignore-glob="tests/test_*html.py"
     --ignore=tests/test_docs_examples.py --ignore=tests/test_plot.py
     --ignore=tests/test_schema.py --ignore=tests/test_plan_search.py --ignore=tests/test_plan_model.py
+    --ignore=tests/test_planned.py
     --ignore-glob="tests/test_cli*.py" --ignore-glob="tests/test_demo*.py" -m "not long and not slow and not torch and not coremltools")
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
 export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too

@@ -60,38 +60,63 @@ bool mls_frames_read(mls_frames *frames, mls_text text)
 
 /* ---- bytes put apart ---- */
 
-/* Byte b of every element goes to plane b.  What is left behind the last whole element is
- * left where it is; a layer has no such bytes. */
-static void put_apart(const unsigned char *from, size_t bytes, size_t item,
-                      unsigned char *to)
+/* Clang does such loops with vectors at -O2, gcc at -O3 only: ten times as fast. */
+#if defined(__GNUC__) && !defined(__clang__)
+#    pragma GCC push_options
+#    pragma GCC optimize("O3")
+#endif
+
+/* Byte b of every element goes to plane b.  `item` is a constant wherever this is used.
+ */
+static inline void apart(const unsigned char *restrict from, size_t count, size_t item,
+                         unsigned char *restrict to)
 {
-    const size_t count = bytes / item;
-    for (size_t b = 0; b < item; b++) {
-        unsigned char *plane = to + b * count;
-        const unsigned char *next = from + b;
-        for (size_t i = 0; i < count; i++, next += item) {
-            plane[i] = *next;
+    for (size_t i = 0; i < count; i++) {
+        for (size_t b = 0; b < item; b++) {
+            to[b * count + i] = from[i * item + b];
         }
     }
 }
 
-/* The way back, some elements at a time: so both sides stay in the nearest cache. */
-static void put_together(const unsigned char *from, size_t bytes, size_t item,
-                         unsigned char *to)
+/* The way back. */
+static inline void together(const unsigned char *restrict from, size_t count, size_t item,
+                            unsigned char *restrict to)
 {
-    enum { SOME = 2048 };
-    const size_t count = bytes / item;
-    for (size_t start = 0; start < count; start += SOME) {
-        const size_t end = count - start < SOME ? count : start + SOME;
+    for (size_t i = 0; i < count; i++) {
         for (size_t b = 0; b < item; b++) {
-            const unsigned char *plane = from + b * count;
-            unsigned char *next = to + start * item + b;
-            for (size_t i = start; i < end; i++, next += item) {
-                *next = plane[i];
-            }
+            to[i * item + b] = from[b * count + i];
         }
     }
 }
+
+/* For each size that elements have, one loop of its own. */
+static void put_apart(const unsigned char *from, size_t bytes, size_t item,
+                      unsigned char *to)
+{
+    if (item == 2) {
+        apart(from, bytes / 2, 2, to);
+    } else if (item == 4) {
+        apart(from, bytes / 4, 4, to);
+    } else {
+        apart(from, bytes / 8, 8, to);
+    }
+}
+
+static void put_together(const unsigned char *from, size_t bytes, size_t item,
+                         unsigned char *to)
+{
+    if (item == 2) {
+        together(from, bytes / 2, 2, to);
+    } else if (item == 4) {
+        together(from, bytes / 4, 4, to);
+    } else {
+        together(from, bytes / 8, 8, to);
+    }
+}
+
+#if defined(__GNUC__) && !defined(__clang__)
+#    pragma GCC pop_options
+#endif
 
 /* Elements of one byte are apart already. */
 mls_code mls_frame_encode(const mls_codecs *codecs, mls_codec codec, size_t item,

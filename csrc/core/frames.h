@@ -46,7 +46,7 @@ typedef struct mls_codecs {
 /* How a layer's bytes are coded. */
 typedef struct mls_frames {
     mls_codec codec;
-    size_t item;  /* bytes of an element: a power of two, 16 at most */
+    size_t item;  /* bytes of an element: 1, 2, 4 or 8 */
     size_t bytes; /* of all elements that the layer holds, never 0 */
     size_t *ends; /* of each frame: where it ends among the coded bytes */
 } mls_frames;

@@ -143,9 +143,35 @@ static bool step(walk *w, size_t *which, mls_extent *out)
     return true;
 }
 
+/* A single layer shows all that it holds, and between its runs there are zeros: no walk
+ * is needed, of shards that were saved once and have thousands of runs. */
+static size_t resolve_one(mls_layers *layers, size_t elements, mls_extent *room)
+{
+    mls_layer *only = &layers->list[0];
+    size_t at = 0, count = 0;
+    for (size_t i = 0; i < only->run_count; i++) {
+        const mls_extent *run = &only->runs[i];
+        if (run->begin > at) {
+            room[count++] = (mls_extent){at, run->begin - at, at};
+        }
+        at = run->begin + run->count;
+    }
+    if (at < elements) {
+        room[count++] = (mls_extent){at, elements - at, at};
+    }
+    only->visible = only->runs;
+    only->visible_count = only->run_count;
+    layers->zeros = room;
+    layers->zero_count = count;
+    return count;
+}
+
 /* Twice along: the first time to count, so that each layer's extents lie together. */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_extent *room)
 {
+    if (layers->count == 1 && layers->list[0].row != 0) {
+        return resolve_one(layers, elements, room);
+    }
     size_t starts[MLS_LAYERS_MOST + 2] = {0}, which;
     mls_extent extent;
     walk w = {.layers = layers, .elements = elements};

@@ -84,8 +84,9 @@ bool mls_layer_rows_read(mls_rows *rows, mls_text text, mls_extent *runs, size_t
 size_t mls_layers_room(const mls_layers *layers);
 
 /* Fill in what is visible of each layer, and the zeros, of a shard of so many elements.
- * They lie in `room`, which is the caller's; returns how many there are.  Takes time for
- * each run and layer, none for elements. */
+ * They lie in `room`, which is the caller's, but for those of a layer that is alone:
+ * these are its runs.  Returns how many are in the room.  Takes time for each run and
+ * layer, none for elements. */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_extent *room);
 
 /* The first extent of a list that ends behind an element, or `count`. */

@@ -48,6 +48,8 @@ enum {
 typedef struct span {
     const mls_piece *piece;
     size_t from, end;
+    size_t zeros_from,
+        zeros_end; /* of what is wanted: zeros are filled in between runs */
     const char *file;
     uint64_t at; /* of `from` in the file */
 } span;
@@ -100,7 +102,17 @@ typedef struct run_reader {
     run now;
     const span *span;
     mls_stored_runs runs;
+    size_t filled, zeros; /* where zeros are to go on; how many there were */
 } run_reader;
+
+/* Zeros up to the byte `end` of what is wanted. */
+static void fill_up_to(run_reader *r, size_t end)
+{
+    if (r->filled < end) {
+        memset(r->span->piece->data + r->filled, 0, end - r->filled);
+        r->zeros += end - r->filled;
+    }
+}
 
 /* The next run becomes the present one.  Zeros that are there already go nowhere. */
 static void next_run(run_reader *r)
@@ -112,6 +124,12 @@ static void next_run(run_reader *r)
         r->now.at = next.at;
         r->now.left = next.count;
         r->now.to = data == NULL ? NULL : data + next.to;
+        if (r->filled < r->span->zeros_end) {
+            fill_up_to(r, next.to);
+            r->filled = next.to + next.count;
+        }
+    } else {
+        fill_up_to(r, r->span->zeros_end);
     }
 }
 
@@ -119,6 +137,8 @@ static void next_run(run_reader *r)
 static void start_runs(run_reader *r, const span *s)
 {
     r->span = s;
+    r->filled = s->zeros_from;
+    r->zeros = 0;
     mls_stored_runs_init(&r->runs, s->piece->shard, s->piece->to, s->from, s->end);
     next_run(r);
 }
@@ -461,6 +481,7 @@ static void read_span(worker *w, const span *s)
                : w->shared->crc == NULL        ? read_plain(w, &r, &st)
                                                : read_verified(w, &r, &st);
     }
+    w->done += r.zeros;
     if (code == MLS_E_STOPPED) {
         record_stop(w->shared, s); /* a codec was interrupted: so is everything */
     } else if (code != MLS_OK) {
@@ -495,6 +516,16 @@ static void read_task(void *context, size_t index)
 
 /* ---- the plan ---- */
 
+/* What a span costs, in bytes: what it takes besides them, what it reads, zeros. */
+static uint64_t cost_of(const span *s)
+{
+    const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
+    const uint64_t all = s->zeros_end - s->zeros_from; /* zeros, and what is read */
+    return SPAN_COST + (s->piece->shard->frames != NULL ? CODED_COST * bytes
+                        : all > bytes                   ? all
+                                                        : bytes);
+}
+
 /* A span more, at the end of those that there are. */
 static mls_code add_span(reading *shared, span s, mls_status *st)
 {
@@ -508,8 +539,7 @@ static mls_code add_span(reading *shared, span s, mls_status *st)
         shared->room = room;
     }
     shared->spans[shared->count++] = s;
-    const size_t cost = s.piece->data == NULL ? 0 : s.end - s.from;
-    shared->cost += SPAN_COST + (s.piece->shard->frames == NULL ? 1 : CODED_COST) * cost;
+    shared->cost += cost_of(&s);
     return MLS_OK;
 }
 
@@ -521,9 +551,70 @@ static size_t place_of(const mls_stored_shard *shard, size_t from)
                                  : mls_frame_begin(shard->frames, from / MLS_FRAME_BYTES);
 }
 
-/* Cut what a piece needs into spans, at multiples of SPAN from the place's first byte, so
- * that no block is in two of them.  Zeros that are there already need no cutting. */
-static mls_code plan_piece(reading *shared, const mls_piece *piece, mls_status *st)
+/* What a piece shows of its shard, and the zeros that are the rest of it: bytes `from` ..
+ * `end` of what is wanted, where these lie together. */
+typedef struct filling {
+    size_t from, end; /* the same: there are no zeros to be filled in */
+    size_t first;     /* element of the shard that is byte `from` */
+} filling;
+
+/* Elements of extents. */
+static size_t elements_of(const mls_stored_shard *shard)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < shard->visible_count; i++) {
+        count += shard->visible[i].count;
+    }
+    return count;
+}
+
+/* Whether two parts of one tensor are the same. */
+static bool same_part(const mls_part *a, const mls_part *b)
+{
+    bool same = a->begin == b->begin && a->end == b->end;
+    for (int i = 0; same && i < a->rank; i++) {
+        same = a->start[i] == b->start[i] && a->length[i] == b->length[i];
+    }
+    return same;
+}
+
+/* Whether the piece behind `piece` is of the zeros between its runs, and both go to one
+ * run of bytes: then these are written in one pass, while they are in the cache. */
+static filling zeros_between(const mls_piece *piece, const mls_piece *next)
+{
+    const filling none = {0};
+    const mls_stored_shard *shard = piece->shard;
+    const size_t item = shard->item_bytes;
+    mls_overlap overlap;
+    mls_run first, more;
+    size_t from, end;
+    if (shard->visible == NULL || shard->file == NULL || next->shard->file != NULL ||
+        piece->data == NULL || next->data != piece->data || next->to != piece->to ||
+        shard->name.data != next->shard->name.data ||
+        !same_part(&shard->part, &next->shard->part) ||
+        elements_of(shard) + elements_of(next->shard) != mls_part_count(&shard->part)) {
+        return none;
+    }
+    mls_overlap_init(&overlap, &shard->part, piece->to);
+    if (!mls_overlap_next(&overlap, &first) || mls_overlap_next(&overlap, &more) ||
+        !mls_stored_range(shard, piece->to, &from, &end)) {
+        return none;
+    }
+    return (filling){first.b * item, (first.b + first.count) * item, first.a};
+}
+
+/* Where byte `at` of a piece's place goes among what is wanted. */
+static size_t goes_to(const mls_stored_shard *shard, const filling *f, size_t at)
+{
+    const size_t element = mls_stored_element(shard, at / shard->item_bytes);
+    return f->from + (element - f->first) * shard->item_bytes;
+}
+
+/* Cut what a piece needs into spans, at multiples of a span from the place's first byte,
+ * so that no block is in two of them.  Zeros that are there already need no cutting. What
+ * is filled with zeros belongs to the span behind it, and to the last one. */
+static mls_code plan_piece(reading *shared, const mls_piece *piece, const filling *zeros,
+                           mls_status *st)
 {
     const mls_stored_shard *shard = piece->shard;
     size_t bytes, from, end;
@@ -536,12 +627,19 @@ static mls_code plan_piece(reading *shared, const mls_piece *piece, mls_status *
     if (!mls_stored_range(shard, piece->to, &from, &end)) {
         return MLS_OK;
     }
-    while (from < end) {
-        const size_t left = end - from, room = SPAN - from % SPAN;
+    for (size_t filled = zeros->from; from < end;) {
+        const bool fills = zeros->end > 0;
+        const size_t most = fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* more is written */
+        const size_t left = end - from, room = most - from % most;
         const size_t length = left < room || piece->data == NULL ? left : room;
+        const size_t until = !fills           ? 0
+                             : length == left ? zeros->end
+                                              : goes_to(shard, zeros, from + length);
         const span next = {.piece = piece,
                            .from = from,
                            .end = from + length,
+                           .zeros_from = filled,
+                           .zeros_end = until,
                            .file = shard->file == NULL ? "" : shard->file,
                            .at = shard->offset + place_of(shard, from)};
         const mls_code code = add_span(shared, next, st);
@@ -549,6 +647,7 @@ static mls_code plan_piece(reading *shared, const mls_piece *piece, mls_status *
             return blame(shard, st);
         }
         from += length;
+        filled = until;
     }
     return MLS_OK;
 }
@@ -586,10 +685,10 @@ static void sort_spans(reading *shared)
 /* Group neighbours until they cost as much as a whole span. */
 static void cut_tasks(reading *shared)
 {
-    size_t cost = 0;
+    uint64_t cost = 0;
     for (size_t i = 0; i < shared->count; i++) {
         const span *s = shared->order[i];
-        const size_t more = SPAN_COST + (s->end - s->from);
+        const uint64_t more = cost_of(s);
         if (i == 0 || cost + more > SPAN + SPAN_COST) {
             shared->tasks[shared->task_count++] = i;
             cost = 0;
@@ -607,11 +706,16 @@ static mls_code plan(reading *shared, const mls_piece *pieces, size_t count,
     mls_code code = MLS_OK;
     *planned = 0;
     while (*planned < count) {
-        code = plan_piece(shared, &pieces[*planned], st);
+        const mls_piece *piece = &pieces[*planned];
+        filling zeros = {0};
+        if (*planned + 1 < count) {
+            zeros = zeros_between(piece, piece + 1);
+        }
+        code = plan_piece(shared, piece, &zeros, st);
         if (code != MLS_OK) {
             break;
         }
-        ++*planned;
+        *planned += zeros.end > 0 ? 2 : 1;
     }
     if (code == MLS_E_MEMORY) {
         return code;

@@ -188,6 +188,16 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
     }
 }
 
+/* In the place of a whole shard they are the same. */
+size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
+{
+    if (shard->visible == NULL) {
+        return at;
+    }
+    const mls_extent *extent = &shard->visible[find_stored(shard, at)];
+    return extent->begin + (at - extent->at);
+}
+
 /* The end is that of the last element that may be wanted; there may be none so far. */
 bool mls_stored_range(const mls_stored_shard *shard, const mls_part *to, size_t *from,
                       size_t *end)

@@ -62,6 +62,9 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
 /* The next run, never empty; false after the last.  Each starts behind the one before. */
 bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out);
 
+/* Which element of the shard element `at` of a place is, one that is visible. */
+size_t mls_stored_element(const mls_stored_shard *shard, size_t at);
+
 /* Bytes `*from` .. `*end` of a place hold all that is wanted of it; `*from` is the first
  * of these.  False: nothing is.  The place's bytes are good, as mls_stored_bytes says. */
 bool mls_stored_range(const mls_stored_shard *shard, const mls_part *to, size_t *from,

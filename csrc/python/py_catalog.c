@@ -299,6 +299,12 @@ static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
     return list;
 }
 
+/* Bytes of the shard that a layer holds. */
+static unsigned long long held_bytes(const mls_layer *layer)
+{
+    return layer->frames == NULL ? layer->bytes : layer->frames->bytes;
+}
+
 /* Bytes of a layer that no later one hides. */
 static unsigned long long visible_bytes(const mls_index_shard *shard,
                                         const mls_layer *layer)
@@ -311,7 +317,8 @@ static unsigned long long visible_bytes(const mls_index_shard *shard,
 }
 
 /* New reference to None, or to a tuple of the layers of a sparse shard, each as a tuple:
- * file, offset, bytes, CRC32C, bytes that count, codec or None. */
+ * file, offset, bytes, CRC32C, bytes of the shard that it holds, those of them that count,
+ * codec or None. */
 static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     if (shard->layers == NULL) {
@@ -324,9 +331,9 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
         mls_crc_to_digits(layer->crc, crc);
         const mls_frames *frames = layer->frames;
         PyObject *one = Py_BuildValue(
-            "(sKKs#Kz)", index->files[layer->file].path,
+            "(sKKs#KKz)", index->files[layer->file].path,
             (unsigned long long)layer->offset, (unsigned long long)layer->bytes, crc,
-            (Py_ssize_t)MLS_CRC_DIGITS, visible_bytes(shard, layer),
+            (Py_ssize_t)MLS_CRC_DIGITS, held_bytes(layer), visible_bytes(shard, layer),
             frames == NULL ? NULL : mls_codec_name(frames->codec));
         if (one == NULL) {
             Py_CLEAR(tuple);

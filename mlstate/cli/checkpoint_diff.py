@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _folder
+from .._checkpoint import TensorRecord
 from .._convert import read_file
 from .._state_diff import StateDiff, table_of
 from ..state import diff
@@ -51,8 +52,9 @@ class _CheckpointSide:
         self.step = manifest.step
         self._catalog = _folder.load_catalog(where.path, manifest)
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
-        for section, key, *_, shards, nbytes, _, _, _, sparse in self._catalog.tensors():
-            self._sizes[section, key] = nbytes, nbytes if shards > 1 or sparse else 0
+        for record in map(TensorRecord._make, self._catalog.tensors()):
+            in_memory = record.shards > 1 or record.sparse_shards or record.codec
+            self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
 
     def keys(self, section: int) -> list[str]:
         """Names of the tensors of the model (0) or the optimizer (1)."""

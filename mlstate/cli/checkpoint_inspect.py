@@ -56,12 +56,13 @@ def _shard_data(record: ShardRecord) -> dict[str, Any]:
     data["layers"] = [layer._asdict() for layer in record.layers]
     for layer in data["layers"]:
         layer["bytes"] = layer.pop("nbytes")
+        layer["held_bytes"] = layer.pop("held_nbytes")
         layer["visible_bytes"] = layer.pop("visible_nbytes")
     return data
 
 
 def _shard_rows(record: ShardRecord) -> list[list[str]]:
-    """A row for the shard, and one for each layer of a sparse one."""
+    """A row for the shard, and one for each layer of a sparse or compressed one."""
     row = [
         f"{record.key} [{record.part}]",
         str(record.rank),
@@ -74,8 +75,9 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
     what = count_text(len(record.layers), "layer") if record.layers else "all zeros"
     rows = [[*row, what, ""]]
     for layer in record.layers:
-        hidden = layer.nbytes - layer.visible_nbytes
-        size = bytes_text(layer.nbytes) + (f", {bytes_text(hidden)} hidden" if hidden else "")
+        hidden = layer.held_nbytes - layer.visible_nbytes
+        size = bytes_text(layer.nbytes) + (f" {layer.codec}" if layer.codec else "")
+        size += f", {bytes_text(hidden)} hidden" if hidden else ""
         rows.append(["", "", "", size, "", layer.path, str(layer.offset)])
     return rows
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate import CompatibilityError, ModelStateDict, OptimizerStateDict, StateDict
 from mlstate.integrations.torch import arrays_of, note_written, restore_state, tensors_of
@@ -338,7 +339,7 @@ def views(draw):
     return state
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(150), deadline=None)
 @given(views())
 def test_any_layout_goes_to_torch_and_back(arrays):
     tensors = tensors_of(arrays)
