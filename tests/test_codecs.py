@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate import _codecs
 
@@ -23,7 +24,7 @@ def coded(name, data):
 
 
 @both
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=tries(25), deadline=None)
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 50))
 def test_what_goes_in_comes_out(name, data, times):
     data = data * times
@@ -59,7 +60,7 @@ def test_what_is_no_code_is_refused(name):
 
 
 @both
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tries(60), deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 60), st.integers(0, 255))
 def test_any_bytes_are_decoded_or_refused(name, data, at, bits):
     good = bytearray(coded(name, b"some text, some text, some numbers 0123456789"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_checkpoint import as_pairs, checksums, sparsen
+from sparse_checkpoint import as_pairs, catalog, checksums, sparsen
 from tries import tries
 
 import mlstate
@@ -220,19 +220,6 @@ def test_a_lost_layer_is_named(sparse):
 
 
 # ---- any layers at all ----
-
-
-def catalog(shape, item, layers, file_bytes):
-    dtype = {1: "U8", 2: "I16", 4: "F32"}[item]
-    shard = {"section": "params", "name": "w", "dtype": dtype, "shape": shape, "layout": []}
-    shard.update(part=0, version=1, layers=layers)
-    document = {"format": "mlstate.index", "format_version": 2, "generation": "0" * 16}
-    document.update(rank=0, world_size=1, shards=[shard])
-    document["files"] = [
-        {"path": "params/x.safetensors", "bytes": file_bytes, "header_crc32c": "00000000"}
-    ]
-    text = b'{"checksum":"00000000",' + json.dumps(document).encode()[1:]
-    return _core.Catalog((_core.seal(text),), ("index",))
 
 
 @settings(max_examples=tries(60), deadline=None)

@@ -317,8 +317,8 @@ static unsigned long long visible_bytes(const mls_index_shard *shard,
 }
 
 /* New reference to None, or to a tuple of the layers of a sparse shard, each as a tuple:
- * file, offset, bytes, CRC32C, bytes of the shard that it holds, those of them that count,
- * codec or None. */
+ * file, offset, bytes, CRC32C, bytes of the shard that it holds, those of them that
+ * count, codec or None. */
 static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     if (shard->layers == NULL) {

@@ -208,22 +208,22 @@ static void fill(unsigned char *data, size_t bytes, size_t item, int kind)
 
 static void what_is_coded_reads_as_it_was(void)
 {
-    static const size_t items[] = {1, 2, 4, 8, 16};
+    static const size_t items[] = {1, 2, 4, 8};
     static const size_t sizes[] = {16, 1008, FRAME, FRAME + 16, 4 * FRAME + 4096};
     unsigned char *data = malloc(5 * FRAME);
     stored s;
     REQUIRE(data != NULL);
-    for (size_t i = 0; i < 5 * 5 * 5; i++) {
-        const size_t item = items[i % 5], bytes = sizes[i / 5 % 5];
-        if (bytes > 2 * FRAME && i % 5 != i / 25 && i % 5 != (i / 25 + 2) % 5) {
-            continue; /* two of five are enough of the large ones */
+    for (size_t i = 0; i < 4 * 5 * 5; i++) {
+        const size_t item = items[i % 4], bytes = sizes[i / 4 % 5];
+        if (bytes > 2 * FRAME && i % 4 != i / 20 % 4 && i % 4 != (i / 20 + 2) % 4) {
+            continue; /* two of four are enough of the large ones */
         }
-        fill(data, bytes, item, (int)(i / 25));
+        fill(data, bytes, item, (int)(i / 20));
         REQUIRE(store(&s, data, bytes, item));
-        CHECK(i / 25 != 1 || s.coded.bytes == bytes); /* noise is stored as it was, */
-        CHECK(i / 25 != 0 ||
+        CHECK(i / 20 != 1 || s.coded.bytes == bytes); /* noise is stored as it was, */
+        CHECK(i / 20 != 0 ||
               s.coded.bytes <= bytes / 64 + 2); /* and what repeats is not */
-        CHECK(i / 25 != 2 || bytes < FRAME || s.coded.bytes <= bytes / 4 * 3);
+        CHECK(i / 20 != 2 || bytes < FRAME || s.coded.bytes <= bytes / 4 * 3);
         CHECK(all_frames_are_good(&s));
         s.coded.crc = NULL;
         s.coded.crcs = NULL;
