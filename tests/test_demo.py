@@ -169,8 +169,17 @@ def test_both_ranks_are_told_of_bad_gradients_and_keep_the_others(told):
     assert part.endswith("reduced on both ranks: hidden.bias, out.weight")
 
 
+@pytest.fixture
+def embedded(told):
+    """The demo's model and embedding, and lines that were said."""
+    made = story._Story(Path(story.__file__).parent / "data", lambda line: None)
+    weights = mlstate.load_file(made.data / "model.safetensors")
+    return made.model, weights["embed.weight"], []
+
+
 @pytest.mark.parametrize("where", ["_reduce", "_train"])
-def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, where):
+def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, embedded, where):
+    model, embedding, lines = embedded
     real = getattr(gradients, where)
 
     def other(group, network, *size):
@@ -181,8 +190,7 @@ def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, where):
         return found
 
     monkeypatch.setattr(gradients, where, other)
-    lines = []
-    reduced = story.run(None, say=lines.append).reduced
+    reduced = gradients.show_gradients(model, embedding, lines.append)
     assert not reduced.identical
     assert sum("DIFFERENT" in line for line in lines) == 1
 
@@ -205,7 +213,8 @@ def test_plans_take_the_memory_that_they_predict_and_give_the_same_bits(told):
     assert planned.refused in part
 
 
-def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch):
+def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch, embedded):
+    model, embedding, lines = embedded
     real = activations._run
 
     def other(made, blocks, x):
@@ -215,8 +224,7 @@ def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch):
         return peak
 
     monkeypatch.setattr(activations, "_run", other)
-    lines = []
-    assert not story.run(None, say=lines.append).planned.identical
+    assert not activations.show_activations(model, embedding, lines.append).identical
     assert sum("DIFFERENT" in line for line in lines) == 1
 
 
@@ -240,14 +248,6 @@ def test_one_expert_goes_to_the_disk_and_comes_back(told):
     assert "demoted: digit.weight with m and v, to a file of" in part
     assert "digit: cold" in part and part.count("cold") == 1
     assert part.rstrip().endswith("promoted: bit-identical; the other experts: untouched")
-
-
-@pytest.fixture
-def embedded(told):
-    """The demo's model and embedding, and lines that were said."""
-    made = story._Story(Path(story.__file__).parent / "data", lambda line: None)
-    weights = mlstate.load_file(made.data / "model.safetensors")
-    return made.model, weights["embed.weight"], []
 
 
 def test_a_save_that_holds_other_bits_would_be_noticed(monkeypatch, embedded):

@@ -105,7 +105,8 @@ def test_the_module_behind_the_packages_agrees_with_numpy(
 ):
     torch, tool, peer = torch_models
     stateful = tool.StatefulTransformer(peer, context, length)
-    tokens, cache = model.encode(prompt)[:128], model.new_cache(context)
+    tokens = model.encode(prompt)[: 128 if length > 1 else 40]  # a step takes a tenth of a second
+    cache = model.new_cache(context)
     for begin in range(0, len(tokens), length):
         part = tokens[begin : begin + length]
         with torch.no_grad():

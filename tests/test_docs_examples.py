@@ -8,7 +8,8 @@ A page's blocks share one namespace and one temporary working directory:
 - ``pycon`` blocks are doctests: what they print is compared.
 - ``console`` blocks: lines that start with ``$ mlstate``, ``$ python FILE`` or ``$ torchrun``
   run, and what they print is compared, in scripts with ``...`` as in doctests. Other commands
-  are not run. ``needs=NAME`` is for these too.
+  are not run. ``needs=NAME`` is for these too. Several ranks of ``torchrun`` are started here,
+  as it does, but by one process that has imported torch, which takes each of them seconds.
 
 The directory has the demo's packages where a checkout has them, so that a reader can do
 the same from the repository's root.
@@ -19,11 +20,13 @@ import importlib.util
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import forked
 import pytest
 
 import mlstate
@@ -86,15 +89,37 @@ def run_script(words):
     start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     package = str(Path(mlstate.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if words[:2] == ["torchrun", "--nproc-per-node"] and int(words[2]) > 1:
+        return run_ranks(int(words[2]), words[3], words[4:], environment)
     process = subprocess.run(
         [sys.executable, *start, *words[1:]],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert process.returncode == 0, process.stderr
     return process.stdout
+
+
+def run_ranks(world, program, arguments, environment):
+    """What the ranks of a job print, one after the other, with the variables that torchrun sets."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    job = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    variables = [
+        {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        for rank in range(world)
+    ]
+    environment = environment | {"MASTER_ADDR": "localhost"}
+    modules = forked.TORCH + forked.OPTIMIZERS
+    ranks = forked.run(
+        Path(program).absolute(), [arguments] * world, environment, 200, modules, variables
+    )
+    for status, _, err in ranks:
+        assert status == 0, err
+    return "".join(out for _, out, _ in ranks)
 
 
 def run_commands(block, where, capsys):

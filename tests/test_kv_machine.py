@@ -51,10 +51,10 @@ def results(name, to):
     wide = source(name, (2, 3, 41, 33))
     for view in (wide, wide[:, ::-1, :, 1:], wide[..., ::2], wide.transpose(0, 3, 2, 1)):
         yield transition_kv_state(view, 50, 37, dtype=to)
-    # large enough to go round the cache, into memory that was used before
-    large = source(name, (2, 1, 1 << 16, 67))
-    out = np.ones((2, 1, 70001, 67), to if to != "bfloat16" else ml_dtypes.bfloat16)
-    yield transition_kv_state(large, 70001, 65531, 0, out=out)
+    # large enough to go round the cache (4 MiB in int8), into memory that was used before
+    large = source(name, (2, 1, 1 << 15, 67))
+    out = np.ones((2, 1, 36001, 67), to if to != "bfloat16" else ml_dtypes.bfloat16)
+    yield transition_kv_state(large, 36001, 32763, 0, out=out)
 
 for name in NAMES:
     for to in FLOATS & set(NAMES) if name in FLOATS else (name,):

@@ -42,7 +42,7 @@ syntax: $(patsubst %,%.checked,$(wildcard csrc/core/*.c) $(TEST_SOURCES))
 	@$(CC) $(FLAGS) -fsyntax-only $<
 
 run: tests
-	@failed=0; for test in $(TESTS); do $(RUN) $$test || failed=1; done; exit $$failed
+	@printf '%s\n' $(TESTS) | xargs -n 1 -P 2 env $(RUN)
 
 $(BUILD)/core/%.o: csrc/core/%.c tools/core.mk
 	@mkdir -p $(@D)

@@ -31,13 +31,16 @@ clang=$(command -v clang-19 || command -v clang) ||
     { echo "lint: no clang; apt-get install clang-19 (or: xcode-select --install)" >&2; exit 1; }
 
 # warnings COMPILER: core, C tests and fuzz targets as the core's makefile builds them, then core
-# and bindings as setup.py does.  What clang warns of does not take code: it makes none.
+# and bindings as setup.py does.  What clang warns of does not take code: it makes none.  What gcc
+# makes is run by the tests (tests/core_build.py), which may come at the same time.
 warnings() {
-    local name=${1##*/} build goal=tests only=()
+    local name=${1##*/} build goal=tests only=() lock=()
     build=build/lint/$name
     [ "$name" = gcc ] || { goal=syntax; only=(CFLAGS=-fsyntax-only LDSHARED=true); }
-    make --no-print-directory -j2 -k -f tools/core.mk CC="$1" EXTRA=-Werror OPT=-O2 \
-        BUILD="$build/core" $goal || return
+    mkdir -p build
+    command -v flock >/dev/null && lock=(flock build/core.lock)
+    ${lock[@]+"${lock[@]}"} make --no-print-directory -j2 -k -f tools/core.mk \
+        CC="$1" EXTRA=-Werror OPT=-O2 BUILD="$build/core" $goal || return
     for file in fuzz/fuzz_*.c; do
         "$1" -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla \
             -Wundef -Werror -D_GNU_SOURCE -Icsrc/core -fsyntax-only "$file" || return

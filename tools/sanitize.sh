@@ -7,7 +7,8 @@
 # and the C tests through pytest (nothing of ours runs in them), and in `slice` the tests
 # marked long, slow, torch or coremltools, those of other processes, pictures, pages and
 # commands, what is judged by slow models in Python, and what goes over ground that the rest has
-# covered.  There properties are tried on fewer examples, too (tests/tries.py).
+# covered.  There properties are tried on fewer examples, too (tests/tries.py), and C tests on
+# fewer random cases (tests/core/runner.h).
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 part=$2
@@ -19,8 +20,10 @@ sanitizers="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 "$python" tools/copy_tree.py build/asan/tree
 cd build/asan/tree
 
+fewer=
+[ "$part" = all ] || fewer=-DMLS_FEWER_TRIES
 ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 make --no-print-directory -s -j2 \
-    -f tools/core.mk CC=gcc OPT="-O1 -g" EXTRA="$sanitizers -fno-omit-frame-pointer" run
+    -f tools/core.mk CC=gcc OPT="-O1 -g1" EXTRA="$sanitizers -fno-omit-frame-pointer $fewer" run
 
 CC=gcc MLSTATE_SANITIZE=address "$python" setup.py -q build_ext --inplace
 marks=()

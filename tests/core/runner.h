@@ -14,6 +14,17 @@ typedef struct test_case {
     void (*run)(void);
 } test_case;
 
+/* TRIES: so many random cases; EVERY: each of many cases, as a step. In the slices of
+ * sanitizers and emulators, which look at memory and at kernels, it is an eighth of the
+ * random ones and each so-manieth of the others: the plain run tries all. */
+#ifdef MLS_FEWER_TRIES
+#    define TRIES(n) (((n) + 7) / 8)
+#    define EVERY(n) (n)
+#else
+#    define TRIES(n) (n)
+#    define EVERY(n) 1
+#endif
+
 static int runner_failures; /* of the test that is running */
 
 #define CHECK(condition)                                                                 \

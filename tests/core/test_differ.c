@@ -280,7 +280,7 @@ static void every_set_agrees_where_little_changed(void)
     uint64_t seed = 5;
     fill_random(left, sizeof left, 44);
     memcpy(right, left, sizeof right);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < TRIES(6); i++) {
         right[next_random(&seed) % ROOM] ^= 1;
         check_all_sets();
     }
@@ -354,7 +354,7 @@ static uint16_t near_float(uint64_t *seed, unsigned digits, unsigned exponent,
 static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
 {
     uint64_t seed = 2024;
-    for (unsigned run = 0; run < 12000; run++) {
+    for (unsigned run = 0; run < TRIES(12000); run++) {
         const int dtype = run % 2 == 0 ? MLS_F16 : MLS_BF16;
         const unsigned digits = dtype == MLS_F16 ? 10 : 7;
         const unsigned exponent = run / 2 % (0x8000U >> digits);
@@ -469,7 +469,7 @@ static void check_next_ratio(mls_dtype dtype, unsigned above, unsigned below,
 static void every_set_agrees_on_ratios_next_to_each_other(void)
 {
     uint64_t seed = 7;
-    for (unsigned run = 0; run < 2000; run++) {
+    for (unsigned run = 0; run < TRIES(2000); run++) {
         const mls_dtype dtype = run % 2 == 0 ? MLS_F16 : MLS_BF16;
         const unsigned least = dtype == MLS_F16 ? 1024 : 128;
         const unsigned below = least + (unsigned)(next_random(&seed) % least);
@@ -551,7 +551,7 @@ static void any_two_views_are_compared_element_by_element(void)
     enum { PATTERNS = sizeof strides / sizeof strides[0] };
     fill_random(memory[0], sizeof memory[0], 1);
     fill_random(memory[1], sizeof memory[1], 2);
-    for (int p = 0; p < PATTERNS * PATTERNS * 4; p++) {
+    for (int p = 0; p < PATTERNS * PATTERNS * 4; p += EVERY(7)) {
         const ptrdiff_t *s = strides[p / 4 % PATTERNS], *t = strides[p / 4 / PATTERNS];
         for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
             mls_tensor a = {.data = memory[0] + 200001,

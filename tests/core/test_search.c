@@ -87,7 +87,7 @@ static void nothing_is_better_on_the_shortest_chains(void)
 {
     uint64_t seed = 42;
     int found_some = 0;
-    for (int round = 0; round < 40; round++) {
+    for (int round = 0; round < TRIES(40); round++) {
         random_chain r;
         random_chain_fill(&r, 1 + (size_t)round % TINY, &seed, false);
         const mls_chain *c = &r.chain;
@@ -110,7 +110,7 @@ static void nothing_is_better_on_the_shortest_chains(void)
             mls_schedule_fini(&found.runs);
         }
     }
-    CHECK(found_some > 100);
+    CHECK(found_some > TRIES(100));
 }
 
 /* ---- limits ---- */

@@ -161,7 +161,7 @@ static void every_flipped_bit_is_found(void)
     size_t length = 0, missed = 0, wrong = 0;
     unsigned char *all = read_pool_file(file->path, &length);
     REQUIRE(all != NULL && length == PAYLOAD + 67 && file->bytes == length);
-    for (size_t at = 0; at < length; at++) {
+    for (size_t at = 0; at < length; at += EVERY(7)) {
         const bool padding = at < PAYLOAD && all[at] == ' ' && all[at - 1] == ' ';
         for (unsigned bit = padding ? 7 - at % 8 : 0; bit < 8; bit += padding ? 8 : 1) {
             CHECK(flip(file->path, at, 1U << bit));

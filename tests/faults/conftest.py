@@ -1,10 +1,44 @@
-"""The shim, built once, and a server for each scenario."""
+"""The shim, built once, a server for each scenario, and which of them try what."""
 
 import contextlib
+from typing import NamedTuple
 
 import harness
 import pytest
 import scenarios
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out, in the ordinary test run, what is not a scenario's turn: see harness.turns."""
+    others = []
+    for function, cases in marked(items).items():
+        for scenario, name in enumerate(dict.fromkeys(name for name, _ in cases)):
+            own = [item for other, item in cases if other == name]
+            turns = harness.turns(scenario, len(own), function.turns)
+            others += [item for number, item in enumerate(own) if number not in turns]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
+
+
+class Function(NamedTuple):
+    """A test function, and how many of its cases a scenario tries."""
+
+    file: str
+    name: str
+    turns: int
+
+
+def marked(items):
+    """(scenario, item) of the items that take turns, by function."""
+    functions = {}
+    for item in items:
+        mark = item.get_closest_marker("turns")
+        if mark is not None:
+            function = Function(str(item.path), item.originalname, *mark.args)
+            functions.setdefault(function, []).append((item.callspec.params["bench"], item))
+    return functions
 
 
 @pytest.fixture(scope="session")

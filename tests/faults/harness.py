@@ -1,7 +1,8 @@
 """Run scenarios under faults and judge what they leave.
 
-How much is tried is set by MLSTATE_FAULTS: "few" (the default, for the ordinary test run),
-"slice" (about a minute in all) or "all" (every call of every kind).
+How much is tried is set by MLSTATE_FAULTS: "few" (the default, for the ordinary test run: each
+scenario and each kind of fault, but not each of the one with each of the other), "slice" (some
+minutes in all) or "all" (every call of every kind).
 """
 
 import errno
@@ -37,6 +38,14 @@ def spread(count, most):
     if most == 1:
         return [1]
     return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def turns(scenario, count, each):
+    """Which of a test's `count` cases the scenario of this number tries: all, if more than few
+    are asked for; otherwise `each` of them, from where the scenario before it ended."""
+    if AMOUNT != "few":
+        return set(range(count))
+    return {(scenario * each + number) % count for number in range(min(each, count))}
 
 
 def unsupported():

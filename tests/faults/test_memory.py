@@ -13,8 +13,10 @@ OBJECTS = {"library": "mlstate/_core.", "NumPy": "_multiarray_umath."}
 
 CASES = [
     pytest.param((name, where), marks=[getattr(pytest.mark, mark) for mark in scenario.marks])
-    for name, scenario in scenarios.ALL.items()
+    for number, (name, scenario) in enumerate(scenarios.ALL.items())
     for where in OBJECTS
+    # NumPy's requests fail in a third of the scenarios of the ordinary test run
+    if where == "library" or number % harness.amount(3, 1, 1) == harness.amount(1, 0, 0)
 ]
 # Python's own allocations fail wherever they come from: one object and light scenarios do.
 LIGHT = [
@@ -51,6 +53,7 @@ def test_loading_without(bench, call, how):
     complain(complaints)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("bench", LIGHT, ids="-".join, indirect=True)
 @pytest.mark.parametrize("action", ["saving", "loading"])
 def test_python_has_no_memory(bench, action):

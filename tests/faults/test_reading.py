@@ -22,6 +22,7 @@ def test_loading_changes_nothing(bench):
     assert all(counts["change"] == 0 for counts in bench.counts(None))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("fault", ["mmap:1:ENOMEM", "mmap:1+:ENOMEM", "mmap:2+:EACCES"])
 def test_mapping_fails(bench, fault):
     complain(bench.try_loading(fault, mmap=True))

@@ -26,13 +26,21 @@ def _name(kind, optimizer, world):
     return f"{kind}-{optimizer}-{world}"
 
 
-def train_and_kill(world, cases, folder, staging=False):
+def train_and_kill(world, cases, *runs):
     """Train (kind, optimizer) twice on new processes, and kill them by signal 9.
 
     Once without an interruption, which is what the others are compared with; once half of it,
-    up to a save and a step more. With `staging`, bytes or None for all, that save is written
-    during the step.
+    up to a save and a step more. Each of `runs` is a folder, or a folder and the staging memory
+    of a save that is written during the step: bytes, or None for all.
     """
+    jobs = []
+    for folder, *staging in (run if isinstance(run, tuple) else (run,) for run in runs):
+        folder.mkdir(exist_ok=True)
+        jobs += _jobs_that_save(world, cases, folder, {"staging": staging[0]} if staging else {})
+    _start(world, jobs, folder, killed=True)
+
+
+def _jobs_that_save(world, cases, folder, options):
     jobs = []
     for kind, optimizer in cases:
         name = _name(kind, optimizer, world)
@@ -40,21 +48,23 @@ def train_and_kill(world, cases, folder, staging=False):
         jobs += [
             {"do": "train", **what, "until": UNTIL, "out": str(folder / f"{name}-whole")},
             {"do": "save", **what, "until": SAVED, "out": str(folder / f"{name}-saved"),
-             "folder": str(folder / name)} | ({} if staging is False else {"staging": staging}),
+             "folder": str(folder / name), **options},
         ]  # fmt: skip
-    _start(world, jobs, folder, killed=True)
+    return jobs
 
 
-def resume(world, cases, folder):
-    """Resume (kind, optimizer, world that saved, kind that resumes) on other processes."""
+def resume(world, cases, *folders):
+    """Resume (kind, optimizer, world that saved, kind that resumes) on other processes, from
+    each of the folders."""
     jobs = []
-    for kind, optimizer, saved, other in cases:
-        name = f"{_name(kind, optimizer, saved)}-{other}-{world}"
-        jobs.append(
-            {"do": "resume", "kind": other, "optimizer": optimizer, "until": UNTIL,
-             "folder": str(folder / _name(kind, optimizer, saved)),
-             "loaded": str(folder / f"{name}-loaded"), "out": str(folder / f"{name}-resumed")}
-        )  # fmt: skip
+    for folder in folders:
+        for kind, optimizer, saved, other in cases:
+            name = f"{_name(kind, optimizer, saved)}-{other}-{world}"
+            jobs.append(
+                {"do": "resume", "kind": other, "optimizer": optimizer, "until": UNTIL,
+                 "folder": str(folder / _name(kind, optimizer, saved)),
+                 "loaded": str(folder / f"{name}-loaded"), "out": str(folder / f"{name}-resumed")}
+            )  # fmt: skip
     _start(world, jobs, folder)
 
 

@@ -3,12 +3,10 @@
 import ast
 import json
 import os
-import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 
+import forked
 import pytest
 
 import mlstate
@@ -40,31 +38,14 @@ def run_ranks(world, names, folder):
     """
     paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, str(RANKS), str(folder / "store"), str(folder)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), *names],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + LIMIT_SECONDS
+    arguments = [(folder / "store", folder, rank, world, *names) for rank in range(world)]
     outcomes = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            found = {"stderr": err[-2000:]}
-            for line in out.splitlines():
-                if line.startswith("{"):
-                    found.update(json.loads(line))
-            outcomes.append((process.returncode, found))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    for status, out, err in forked.run(RANKS, arguments, environment, LIMIT_SECONDS):
+        found = {"stderr": err[-2000:]}
+        for line in out.splitlines():
+            if line.startswith("{"):
+                found.update(json.loads(line))
+        outcomes.append((status, found))
     return outcomes
 
 

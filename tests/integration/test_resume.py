@@ -26,8 +26,18 @@ ALL += [("plain", "adafactor"), ("fsdp1", "adafactor")]
 
 
 def check_resumed(folder, cases, saved, world, *, same_bits):
+    check_each_resumed([folder], cases, saved, world, same_bits=same_bits)
+
+
+def check_each_resumed(folders, cases, saved, world, *, same_bits):
+    """One start of processes resumes from all folders."""
     resumed = [(kind, name, saved, other) for kind, name, other in cases]
-    resume_jobs.resume(world, resumed, folder)
+    resume_jobs.resume(world, resumed, *folders)
+    for folder in folders:
+        compare(folder, cases, saved, world, same_bits)
+
+
+def compare(folder, cases, saved, world, same_bits):
     for kind, name, other in cases:
         what = f"{kind} with {name} as {other}, {saved} -> {world}"
         found = resume_jobs.state_difference(folder, kind, name, saved, other, world)
@@ -43,17 +53,17 @@ def check_resumed(folder, cases, saved, world, *, same_bits):
 
 
 def test_two_ranks_go_on_with_the_same_bits(tmp_path):
-    resume_jobs.train_and_kill(2, FEW, tmp_path)
-    check_resumed(tmp_path, [(k, n, k) for k, n in FEW], 2, 2, same_bits=True)
+    """From saves that the training waits for, and from one that is written while it goes on."""
+    waited, written = tmp_path / "waited", tmp_path / "written"
+    resume_jobs.train_and_kill(2, FEW, waited, (written, 20_000))
+    cases = [(k, n, k) for k, n in FEW]
+    check_each_resumed([waited, written], cases, 2, 2, same_bits=True)
 
 
-@pytest.mark.parametrize(
-    ("world", "staging"),
-    [(2, 20_000), pytest.param(2, None, marks=pytest.mark.long),
-     pytest.param(4, 0, marks=pytest.mark.long)],
-)  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "staging"), [(2, None), (4, 0)])
 def test_saves_that_are_written_while_training_goes_on(tmp_path, world, staging):
-    resume_jobs.train_and_kill(world, FEW, tmp_path, staging)
+    resume_jobs.train_and_kill(world, FEW, (tmp_path, staging))
     check_resumed(tmp_path, [(k, n, k) for k, n in FEW], world, world, same_bits=True)
 
 

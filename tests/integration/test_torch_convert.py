@@ -97,11 +97,22 @@ def read_by_torch(path, tree):
 # ---- whole trips ----
 
 
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize(("start", "end"), [("pt", "dcp"), ("dcp", "pt")])
-@pytest.mark.parametrize("way", [*FORMATS, "all"])
-def test_training_goes_on_bit_for_bit(tmp_path, make_optimizer, start, way, end):
+# "all" passes each optimizer's state through every format, so one of them shows each by itself.
+TRIPS = [
+    pytest.param(
+        way, start, end, name,
+        marks=[] if way == "all" or (name == "Adam" and start == "pt") else [pytest.mark.long],
+    )
+    for way in (*FORMATS, "all")
+    for start, end in (("pt", "dcp"), ("dcp", "pt"))
+    for name in OPTIMIZERS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "start", "end", "optimizer_name"), TRIPS)
+def test_training_goes_on_bit_for_bit(tmp_path, way, start, end, optimizer_name):
     """From torch's file, through another format, to torch's file again."""
+    make_optimizer = OPTIMIZERS[optimizer_name]
     whole, optimizer = make(make_optimizer)
     train(whole, optimizer, 0, 6)
     first, old = make(make_optimizer)

@@ -3,12 +3,11 @@
 import ast
 import json
 import os
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
 
+import forked
 import pytest
 
 import mlstate
@@ -54,30 +53,15 @@ def run_ranks(world, names, store):
 
     Every process has ended when this returns: those that take too long are killed.
     """
-    command = [sys.executable, str(RANKS), str(store)]
-    pipe = subprocess.PIPE
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), *names],
-            stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment(),
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    deadline = time.monotonic() + LIMIT_SECONDS
+    arguments = [(store, rank, world, *names) for rank in range(world)]
     outcomes = []
-    try:
-        for process in processes:
-            # the first rank to end lets the others go on: their input ends
-            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            found = {}
-            for line in out.splitlines():
-                if line.startswith("{"):
-                    found.update(json.loads(line))
-            outcomes.append((found, f"exit {process.returncode}\n{err[-3000:]}"))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    # the first rank to end lets the others go on: their input ends
+    for status, out, err in forked.run(RANKS, arguments, environment(), LIMIT_SECONDS):
+        found = {}
+        for line in out.splitlines():
+            if line.startswith("{"):
+                found.update(json.loads(line))
+        outcomes.append((found, f"exit {status}\n{err[-3000:]}"))
     return outcomes
 
 
@@ -110,12 +94,11 @@ works = [group.all_reduce(np.ones(100_000), async_op=True) for _ in range(20)]
 
 
 def test_a_process_may_end_with_operations_under_way(tmp_path):
-    for number in range(2):
-        command = [sys.executable, "-c", UNDER_WAY, str(tmp_path / f"store{number}")]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env=environment()
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+    program = tmp_path / "under_way.py"
+    program.write_text(UNDER_WAY, encoding="utf-8")
+    arguments = [[tmp_path / f"store{number}"] for number in range(2)]
+    for status, _, err in forked.run(program, arguments, environment(), 60):
+        assert (status, err) == (0, "")
 
 
 @pytest.mark.parametrize("name", FAILURES)

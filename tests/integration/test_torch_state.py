@@ -649,21 +649,26 @@ else:
 """
 
 
+def run_saved(path, imports, load):
+    code = SAVED.format(imports=imports, load=load, path=str(path))
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "state.pt"
+    assert run_saved(path, "import mlstate", False).returncode == 0
+    return path
+
+
 @pytest.mark.parametrize(
     "imports", ["import torch, mlstate", "import mlstate, mlstate.integrations.torch"]
 )
-def test_a_fresh_process_reads_what_another_saved(tmp_path, imports):
-    path = str(tmp_path / "state.pt")
-
-    def run(imports, load):
-        code = SAVED.format(imports=imports, load=load, path=path)
-        command = [sys.executable, "-W", "ignore", "-c", code]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-    assert run("import mlstate", False).returncode == 0
-    read = run(imports, True)
+def test_a_fresh_process_reads_what_another_saved(saved, imports):
+    read = run_saved(saved, imports, True)
     assert read.stdout == "x\n", read.stderr
-    assert b"_state_dict" not in (tmp_path / "state.pt").read_bytes(), "no private names"
+    assert b"_state_dict" not in saved.read_bytes(), "no private names"
 
 
 def test_an_unregistered_process_is_told_what_to_import(tmp_path):

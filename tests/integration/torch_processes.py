@@ -7,17 +7,18 @@ starts its processes by `run_ranks`.
 import ast
 import json
 import os
-import subprocess
 import sys
-import time
 import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import forked
+
 import mlstate
 
 LIMIT_SECONDS = 100
+MODULES = forked.TORCH + forked.OPTIMIZERS
 SCENARIOS = {}
 
 
@@ -38,7 +39,7 @@ def scenarios(file):
     ]
 
 
-def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS):
+def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS, modules=MODULES):
     """Run scenarios on `world` processes; return each rank's outcomes by name, and its log.
 
     Every process has ended when this returns: those that take too long are killed.
@@ -46,28 +47,14 @@ def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS):
     paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(file), str(store), str(rank), str(world), *names],
-            stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    deadline = time.monotonic() + limit_seconds
+    arguments = [(store, rank, world, *names) for rank in range(world)]
     outcomes = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            found = {}
-            for line in out.splitlines():
-                if line.startswith("{"):
-                    found.update(json.loads(line))
-            outcomes.append((found, f"exit {process.returncode}\n{err[-3000:]}"))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    for status, out, err in forked.run(file, arguments, environment, limit_seconds, modules):
+        found = {}
+        for line in out.splitlines():
+            if line.startswith("{"):
+                found.update(json.loads(line))
+        outcomes.append((found, f"exit {status}\n{err[-3000:]}"))
     return outcomes
 
 

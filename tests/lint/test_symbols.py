@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 
+import core_build
 import house
 import pytest
 
@@ -28,14 +29,12 @@ def test_only_the_init_function_is_exported():
 
 @needs_nm
 def test_the_core_has_no_writable_data():
-    if shutil.which("make") is None or shutil.which("cc") is None:
-        pytest.skip("needs make and a C compiler")
-    # those of the C tests, where they were built
-    make = ["make", "-s", "-j2", "-f", "tools/core.mk", "objects"]
-    subprocess.run(make, cwd=house.ROOT, check=True, capture_output=True)
+    if core_build.missing():
+        pytest.skip(core_build.missing())
+    folder, log = core_build.make("objects")
     sources = (house.ROOT / "csrc" / "core").glob("*.c")
-    objects = [house.ROOT / "build" / "core" / "core" / f"{path.stem}.o" for path in sources]
-    assert objects
+    objects = [folder / "core" / f"{path.stem}.o" for path in sources]
+    assert objects and all(path.exists() for path in objects), log
     bad = []
     for path in objects:
         command = [nm, "--format=sysv", "--defined-only", str(path)]
