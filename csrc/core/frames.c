@@ -66,25 +66,13 @@ bool mls_frames_read(mls_frames *frames, mls_text text)
 #    pragma GCC optimize("O3")
 #endif
 
-/* Byte b of every element goes to plane b.  `item` is a constant wherever this is used.
- */
+/* Byte b of every element goes to plane b.  `item` is a constant where it is called. */
 static inline void apart(const unsigned char *restrict from, size_t count, size_t item,
                          unsigned char *restrict to)
 {
     for (size_t i = 0; i < count; i++) {
         for (size_t b = 0; b < item; b++) {
             to[b * count + i] = from[i * item + b];
-        }
-    }
-}
-
-/* The way back. */
-static inline void together(const unsigned char *restrict from, size_t count, size_t item,
-                            unsigned char *restrict to)
-{
-    for (size_t i = 0; i < count; i++) {
-        for (size_t b = 0; b < item; b++) {
-            to[i * item + b] = from[b * count + i];
         }
     }
 }
@@ -102,6 +90,19 @@ static void put_apart(const unsigned char *from, size_t bytes, size_t item,
     }
 }
 
+#if !defined(_WIN32)
+
+/* The way back. */
+static inline void together(const unsigned char *restrict from, size_t count, size_t item,
+                            unsigned char *restrict to)
+{
+    for (size_t i = 0; i < count; i++) {
+        for (size_t b = 0; b < item; b++) {
+            to[i * item + b] = from[b * count + i];
+        }
+    }
+}
+
 static void put_together(const unsigned char *from, size_t bytes, size_t item,
                          unsigned char *to)
 {
@@ -113,6 +114,8 @@ static void put_together(const unsigned char *from, size_t bytes, size_t item,
         together(from, bytes / 8, 8, to);
     }
 }
+
+#endif
 
 #if defined(__GNUC__) && !defined(__clang__)
 #    pragma GCC pop_options
