@@ -444,7 +444,7 @@ static void free_solver(solver *v)
     mls_free(v->blank);
 }
 
-/* The table's memory and the solver's.  Values come as untouched pages: each tile is
+/* The table's memory and the solver's.  Values are anything to begin with: each tile is
  * cleared by the thread that fills it.  Segments that are read together lie far apart, a
  * small page each, so that large pages are asked for. */
 static bool make_tables(solver *v, mls_plan_table *out)
@@ -458,7 +458,8 @@ static bool make_tables(solver *v, mls_plan_table *out)
     v->sweep = mls_alloc(cells, sizeof *v->sweep);
     v->blank = mls_alloc(out->stride, sizeof *v->blank);
     out->rows = mls_alloc(padded, sizeof *out->rows);
-    out->values = mls_alloc(padded * (padded + 1) / 2, out->stride * sizeof(float));
+    out->values =
+        mls_realloc(NULL, padded * (padded + 1) / 2, out->stride * sizeof(float));
     if (out->values != NULL) { /* neighbours of a segment lie a small page away each */
         mls_advise_pages(out->values, mls_plan_table_bytes(n, v->entries - 1), true);
     }
