@@ -103,6 +103,8 @@ static inline void together(const unsigned char *restrict from, size_t count, si
     }
 }
 
+/* The same the other way round: what was decoded becomes elements again, where whoever
+ * asked for the frame looks. */
 static void put_together(const unsigned char *from, size_t bytes, size_t item,
                          unsigned char *to)
 {
@@ -254,7 +256,8 @@ mls_code mls_frame_read(mls_frame_room *room, const mls_coded *coded, size_t num
         return mls_fail(st, MLS_E_VALUE, "nothing here decodes %s",
                         mls_codec_name(frames->codec));
     }
-    /* what is to be put together goes aside first */
+    /* what is to be put together goes aside first; the codec's bytes stay in the blocks,
+     * of which the last may be the first of the next frame */
     unsigned char *to = room->room + (frames->item > 1 ? APART : DATA);
     code =
         codecs->decode(codecs->context, frames->codec, from, end - begin, to, bytes, st);

@@ -512,6 +512,8 @@ static mls_code read_frames(reader *r, const member *m, size_t item, size_t elem
                            .item = item,
                            .bytes = mls_layer_held(layer, elements) * item,
                            .ends = r->index.ends + r->ends_used};
+    /* as many lengths as frames: what a layer claims to hold is bounded by the text, or
+     * there would be no room for all of them */
     const mls_text text = mls_json_text(r->json, m[FRAMES].node);
     const size_t count = mls_frames_count(frames->bytes);
     if (count == 0 || count != mls_frames_text_count(text) ||
