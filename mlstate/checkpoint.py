@@ -141,7 +141,7 @@ def save(
     compress : {"zlib", "zstd"}, optional
         Compress what gets smaller by a quarter or more, as samples of each tensor tell: numbers
         that were rounded, counts, masks; trained float32 mostly does not. ``zlib`` is
-        everywhere; ``zstd`` is ten times as fast and needs ``mlstate[zstd]``, here and where it
+        everywhere; ``zstd`` is quicker both ways and needs ``mlstate[zstd]``, here and where it
         is read.
     progress : callable, optional
         Called now and then with the number of bytes that were done since the last call. What
