@@ -303,6 +303,29 @@ def test_large_layers_are_read_block_by_block(tmp_path):
     assert caught.value.offset == layers[1]["offset"] + (1 << 20)
 
 
+@pytest.mark.parametrize("verified", [False, True])
+def test_zeros_of_a_part_end_where_it_ends(verified, tmp_path):
+    """One layer of many blocks: what is stored behind a part is nothing to it."""
+    rng = np.random.default_rng(6)
+    state = {"w": rng.normal(size=(4000, 300))}
+    state["w"][rng.random(4000) < 0.6] = 0
+    mlstate.save(tmp_path / "ckpt", state, sparse=True)
+    room = np.empty(2 * state["w"].size)
+    for layout in (Layout.flat(3), Layout.axis(0, 3), Layout.axis(0, 2) * Layout.flat(3)):
+        for rank in range(layout.parts):
+            expected = layout.take(state["w"], rank)
+            room[:] = 7
+            target = room[: expected.size].reshape(expected.shape)
+            cut = {"rank": rank, "world_size": layout.parts, "layout": layout}
+            counts = []
+            into = {"model": {"w": target}}
+            progress = counts.append
+            found = load(tmp_path / "ckpt", into=into, verify=verified, progress=progress, **cut)
+            same(found.model, {"w": expected})
+            assert (room[expected.size :] == 7).all()
+            assert sum(counts) == expected.nbytes
+
+
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

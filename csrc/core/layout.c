@@ -203,14 +203,26 @@ static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *str
     }
 }
 
+/* Where, in `a`, the last element ends that lies in front of b's end: of the last row that
+ * starts there, as much as does. */
+static size_t end_by_b(const mls_overlap *o)
+{
+    size_t rest = o->b_end > o->b_at ? o->b_end - o->b_at : 0, at = o->a_at;
+    for (int axis = 0; axis < o->rank - 1 && rest > 0; axis++) {
+        const size_t last = o->length[axis] - 1, among = (rest - 1) / o->b_stride[axis];
+        const size_t row = among < last ? among : last;
+        at += row * o->a_stride[axis];
+        rest -= row * o->b_stride[axis];
+    }
+    const size_t length = o->length[o->rank - 1];
+    return at + (rest < length ? rest : length);
+}
+
 /* Only the rows between the flat ranges' ends need to be walked: a small part of a large
  * tensor costs no more than it has rows. */
 static void skip_ends(mls_overlap *o)
 {
-    size_t end = o->a_at + o->length[o->rank - 1];
-    for (int axis = 0; axis < o->rank - 1; axis++) {
-        end += (o->length[axis] - 1) * o->a_stride[axis];
-    }
+    const size_t end = end_by_b(o);
     o->a_end = end < o->a_end ? end : o->a_end;
     skip_rows(o, o->a_at, o->a_begin, o->a_stride);
     skip_rows(o, o->b_at, o->b_begin, o->b_stride);

@@ -469,6 +469,7 @@ static void read_span(worker *w, const span *s)
     run_reader r;
     start_runs(&r, s);
     if (r.now.left == 0) {
+        w->done += r.zeros;
         return; /* what the shard has between its first and its last run may be a gap */
     }
     if (s->piece->shard->file == NULL) {
@@ -603,11 +604,13 @@ static filling zeros_between(const mls_piece *piece, const mls_piece *next)
     return (filling){first.b * item, (first.b + first.count) * item, first.a};
 }
 
-/* Where byte `at` of a piece's place goes among what is wanted. */
+/* Where byte `at` of a piece's place goes among what is wanted; of what goes nowhere, as
+ * it lies behind all that does, the end. */
 static size_t goes_to(const mls_stored_shard *shard, const filling *f, size_t at)
 {
     const size_t element = mls_stored_element(shard, at / shard->item_bytes);
-    return f->from + (element - f->first) * shard->item_bytes;
+    const size_t to = f->from + (element - f->first) * shard->item_bytes;
+    return to < f->end ? to : f->end;
 }
 
 /* Cut what a piece needs into spans, at multiples of a span from the place's first byte,

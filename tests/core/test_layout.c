@@ -150,7 +150,11 @@ static void check_overlap(const mls_part *a, const mls_part *b, const size_t *sh
             i++;
         }
         last = run;
+        CHECK(run.a + run.count <= overlap.a_end - overlap.a_begin);
     }
+    /* only a's own end, which may be in a gap of the box, lies behind the last run */
+    CHECK(last.count == 0 || overlap.a_end == a->end ||
+          overlap.a_end - overlap.a_begin == last.a + last.count);
     for (; i < a_count; i++) {
         for (size_t j = 0; j < b_count; j++) {
             CHECK(in_b[j] != in_a[i]);
