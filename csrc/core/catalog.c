@@ -294,7 +294,7 @@ static void list_place(listing *l, const mls_layer *place, const mls_extent *vis
 static void list_layers(listing *l)
 {
     const mls_layers *layers = l->from->shard->layers;
-    size_t from, end;
+    mls_stored_range range;
     for (size_t i = 0; i <= layers->count; i++) {
         const mls_layer *layer = i < layers->count ? &layers->list[i] : NULL;
         const mls_extent *visible = layer == NULL ? layers->zeros : layer->visible;
@@ -302,7 +302,7 @@ static void list_layers(listing *l)
         if (count > 0) {
             list_place(l, layer, visible, count);
             /* asked of what was listed, which is taken back where nothing is wanted */
-            if (!mls_stored_range(&l->stored[l->count - 1], l->to, &from, &end)) {
+            if (!mls_stored_range_of(&l->stored[l->count - 1], l->to, &range)) {
                 l->count--;
             }
         }

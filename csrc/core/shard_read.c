@@ -48,6 +48,8 @@ enum {
 typedef struct span {
     const mls_piece *piece;
     size_t from, end;
+    size_t to; /* byte of what is wanted that `from` is; all others follow. SIZE_MAX: there
+                * are several runs */
     size_t zeros_from,
         zeros_end; /* of what is wanted: zeros are filled in between runs */
     const char *file;
@@ -114,33 +116,43 @@ static void fill_up_to(run_reader *r, size_t end)
     }
 }
 
-/* The next run becomes the present one.  Zeros that are there already go nowhere. */
-static void next_run(run_reader *r)
+/* A run becomes the present one.  Zeros that are there already go nowhere. */
+static void take_run(run_reader *r, const mls_stored_run *next)
 {
     unsigned char *data = r->span->piece->data;
+    r->now.at = next->at;
+    r->now.left = next->count;
+    r->now.to = data == NULL ? NULL : data + next->to;
+    if (r->filled < r->span->zeros_end) {
+        fill_up_to(r, next->to);
+        r->filled = next->to + next->count;
+    }
+}
+
+/* The next run, or the end of the span. */
+static void next_run(run_reader *r)
+{
     mls_stored_run next;
-    r->now.left = 0;
-    if (mls_stored_runs_next(&r->runs, &next)) {
-        r->now.at = next.at;
-        r->now.left = next.count;
-        r->now.to = data == NULL ? NULL : data + next.to;
-        if (r->filled < r->span->zeros_end) {
-            fill_up_to(r, next.to);
-            r->filled = next.to + next.count;
-        }
+    if (r->span->to == SIZE_MAX && mls_stored_runs_next(&r->runs, &next)) {
+        take_run(r, &next);
     } else {
+        r->now.left = 0;
         fill_up_to(r, r->span->zeros_end);
     }
 }
 
-/* Only what the span touches is walked. */
+/* Only what the span touches is walked; one run needs no walk. */
 static void start_runs(run_reader *r, const span *s)
 {
     r->span = s;
     r->filled = s->zeros_from;
     r->zeros = 0;
-    mls_stored_runs_init(&r->runs, s->piece->shard, s->piece->to, s->from, s->end);
-    next_run(r);
+    if (s->to != SIZE_MAX) {
+        take_run(r, &(mls_stored_run){s->from, s->end - s->from, s->to});
+    } else {
+        mls_stored_runs_init(&r->runs, s->piece->shard, s->piece->to, s->from, s->end);
+        next_run(r);
+    }
 }
 
 /* `bytes` of the present run are done; the next one follows when all are. */
@@ -588,7 +600,7 @@ static filling zeros_between(const mls_piece *piece, const mls_piece *next)
     const size_t item = shard->item_bytes;
     mls_overlap overlap;
     mls_run first, more;
-    size_t from, end;
+    mls_stored_range range;
     if (shard->visible == NULL || shard->file == NULL || next->shard->file != NULL ||
         piece->data == NULL || next->data != piece->data || next->to != piece->to ||
         shard->name.data != next->shard->name.data ||
@@ -598,7 +610,7 @@ static filling zeros_between(const mls_piece *piece, const mls_piece *next)
     }
     mls_overlap_init(&overlap, &shard->part, piece->to);
     if (!mls_overlap_next(&overlap, &first) || mls_overlap_next(&overlap, &more) ||
-        !mls_stored_range(shard, piece->to, &from, &end)) {
+        !mls_stored_range_of(shard, piece->to, &range)) {
         return none;
     }
     return (filling){first.b * item, (first.b + first.count) * item, first.a};
@@ -620,20 +632,22 @@ static mls_code plan_piece(reading *shared, const mls_piece *piece, const fillin
                            mls_status *st)
 {
     const mls_stored_shard *shard = piece->shard;
-    size_t bytes, from, end;
+    size_t bytes;
+    mls_stored_range range;
     if (!mls_stored_bytes(shard, &bytes)) {
         mls_fail_at(st, shard->offset, "its records place bytes of it beyond the file");
         mls_status_expected(st, "at most %llu bytes",
                             (unsigned long long)shard->file_bytes);
         return blame(shard, st);
     }
-    if (!mls_stored_range(shard, piece->to, &from, &end)) {
+    if (!mls_stored_range_of(shard, piece->to, &range)) {
         return MLS_OK;
     }
-    for (size_t filled = zeros->from; from < end;) {
+    size_t from = range.from;
+    for (size_t filled = zeros->from; from < range.end;) {
         const bool fills = zeros->end > 0;
         const size_t most = fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* more is written */
-        const size_t left = end - from, room = most - from % most;
+        const size_t left = range.end - from, room = most - from % most;
         const size_t length = left < room || piece->data == NULL ? left : room;
         const size_t until = !fills           ? 0
                              : length == left ? zeros->end
@@ -641,6 +655,8 @@ static mls_code plan_piece(reading *shared, const mls_piece *piece, const fillin
         const span next = {.piece = piece,
                            .from = from,
                            .end = from + length,
+                           .to = range.together ? range.to + (from - range.from)
+                                                : SIZE_MAX,
                            .zeros_from = filled,
                            .zeros_end = until,
                            .file = shard->file == NULL ? "" : shard->file,

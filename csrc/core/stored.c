@@ -199,8 +199,8 @@ size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
 }
 
 /* The end is that of the last element that may be wanted; there may be none so far. */
-bool mls_stored_range(const mls_stored_shard *shard, const mls_part *to, size_t *from,
-                      size_t *end)
+bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
+                         mls_stored_range *out)
 {
     mls_stored_runs runs;
     mls_stored_run first;
@@ -222,8 +222,8 @@ bool mls_stored_range(const mls_stored_shard *shard, const mls_part *to, size_t 
         last = inside ? list[at].at + (last - list[at].begin)
                       : list[at - 1].at + list[at - 1].count;
     }
-    *from = first.at;
-    *end = last * shard->item_bytes;
+    last *= shard->item_bytes;
+    *out = (mls_stored_range){first.at, last, first.to, first.at + first.count == last};
     return true;
 }
 

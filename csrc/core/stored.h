@@ -65,10 +65,17 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out);
 /* Which element of the shard element `at` of a place is, one that is visible. */
 size_t mls_stored_element(const mls_stored_shard *shard, size_t at);
 
-/* Bytes `*from` .. `*end` of a place hold all that is wanted of it; `*from` is the first
- * of these.  False: nothing is.  The place's bytes are good, as mls_stored_bytes says. */
-bool mls_stored_range(const mls_stored_shard *shard, const mls_part *to, size_t *from,
-                      size_t *end);
+/* Bytes `from` .. `end` of a place hold all that is wanted of it; `from` is the first of
+ * these, and goes to byte `to` of what is wanted.  `together`: so do all others, one
+ * behind the other. */
+typedef struct mls_stored_range {
+    size_t from, end, to;
+    bool together;
+} mls_stored_range;
+
+/* False: nothing is wanted of the place.  Its bytes are good, as mls_stored_bytes says. */
+bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
+                         mls_stored_range *out);
 
 /* What reading takes of a file: bytes `begin` .. `end` of it, of which `bytes` are read.
  * Where they are verified these are whole blocks. */

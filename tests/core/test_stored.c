@@ -165,7 +165,8 @@ static void ranges_hold_all_that_is_wanted(void)
     for (int round = 0; round < 20000; round++) {
         make(s);
         map_bytes(s, map);
-        size_t first = SIZE_MAX, last = 0, all = 0, from = 0, end = 0;
+        size_t first = SIZE_MAX, last = 0, all = 0;
+        mls_stored_range range = {0};
         for (size_t i = 0; i < s->bytes; i++) {
             if (map[i] != SIZE_MAX) {
                 first = first == SIZE_MAX ? i : first;
@@ -173,9 +174,14 @@ static void ranges_hold_all_that_is_wanted(void)
                 all++;
             }
         }
-        const bool some = mls_stored_range(&s->shard, &s->wanted, &from, &end);
+        const bool some = mls_stored_range_of(&s->shard, &s->wanted, &range);
         CHECK(some == (all > 0));
-        CHECK(!some || (from == first && end >= last && end <= s->bytes));
+        CHECK(!some || (range.from == first && range.end >= last &&
+                        range.end <= s->bytes && range.to == map[first]));
+        CHECK(!range.together || range.end == last);
+        for (size_t i = first; range.together && i < last; i++) {
+            CHECK(map[i] == range.to + (i - first));
+        }
         const mls_stored_reads plain = mls_stored_reads_of(&s->shard, &s->wanted, false);
         CHECK(plain.bytes == all);
         CHECK(all == 0 || (plain.begin == 8 + first && plain.end == 8 + last));
