@@ -64,6 +64,8 @@ class Indexes:
         else:
             self.ranks = self._first(_patterns_with(manifest, names))
         self.catalog = self._first_catalog = self._read(self.ranks)
+        if len(self.ranks) == manifest.world_size:
+            self._texts.clear()  # no more will be read
 
     def _read(self, ranks: list[int]) -> Any:
         return _folder.load_catalog(self._folder, self._manifest, ranks, self._texts)

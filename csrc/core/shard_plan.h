@@ -23,12 +23,12 @@ typedef struct mls_planned {
     const mls_index_shard *before; /* the same shard as committed; NULL: there is none */
     bool same;                     /* its bytes did not change */
     bool kept;                     /* what is stored of it stays where it is */
-    const size_t *shape;           /* of the part */
     int rank;
-    mls_text key;       /* its name in a file */
-    mls_layers *layers; /* what it will be stored as; NULL: plain.  One block */
-    mls_layer *fresh;   /* of these the one that is written now, the last, or NULL */
-    mls_frames *frames; /* how that one is coded, or NULL.  One block with its lengths */
+    const size_t *shape; /* of the part */
+    mls_text key;        /* its name in a file */
+    mls_layers *layers;  /* what it will be stored as; NULL: plain.  One block */
+    mls_layer *fresh;    /* of these the one that is written now, the last, or NULL */
+    mls_frames *frames;  /* how that one is coded, or NULL.  One block with its lengths */
 } mls_planned;
 
 /* A file to write. */

@@ -31,11 +31,11 @@ typedef struct mls_shard_item {
     mls_layout layout;
     size_t part;
     mls_tier tier;
-    uint64_t version;          /* as the caller counts; 0: decided by comparing bytes */
+    bool staged;      /* the memory is a copy, which nobody changes (staging.h) */
+    uint64_t version; /* as the caller counts; 0: decided by comparing bytes */
     const unsigned char *data; /* packed, in this machine's byte order; NULL where ... */
     const mls_tensor *strided; /* ... this is used, which need not be */
     size_t first; /* of the memory's elements in C order, the first one of the part */
-    bool staged;  /* the memory is a copy, which nobody changes (staging.h) */
 } mls_shard_item;
 
 /* What is to be stored, and where. */
