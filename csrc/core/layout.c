@@ -203,8 +203,8 @@ static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *str
     }
 }
 
-/* Where, in `a`, the last element ends that lies in front of b's end: of the last row that
- * starts there, as much as does. */
+/* Where, in `a`, the last element ends that lies in front of b's end: of the last row
+ * that starts there, as much as does. */
 static size_t end_by_b(const mls_overlap *o)
 {
     size_t rest = o->b_end > o->b_at ? o->b_end - o->b_at : 0, at = o->a_at;

@@ -48,8 +48,8 @@ enum {
 typedef struct span {
     const mls_piece *piece;
     size_t from, end;
-    size_t to; /* byte of what is wanted that `from` is; all others follow. SIZE_MAX: there
-                * are several runs */
+    size_t to; /* byte of what is wanted that `from` is; all others follow. SIZE_MAX:
+                * there are several runs */
     size_t zeros_from,
         zeros_end; /* of what is wanted: zeros are filled in between runs */
     const char *file;
@@ -655,8 +655,8 @@ static mls_code plan_piece(reading *shared, const mls_piece *piece, const fillin
         const span next = {.piece = piece,
                            .from = from,
                            .end = from + length,
-                           .to = range.together ? range.to + (from - range.from)
-                                                : SIZE_MAX,
+                           .to =
+                               range.together ? range.to + (from - range.from) : SIZE_MAX,
                            .zeros_from = filled,
                            .zeros_end = until,
                            .file = shard->file == NULL ? "" : shard->file,

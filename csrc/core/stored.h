@@ -73,7 +73,8 @@ typedef struct mls_stored_range {
     bool together;
 } mls_stored_range;
 
-/* False: nothing is wanted of the place.  Its bytes are good, as mls_stored_bytes says. */
+/* False: nothing is wanted of the place.  Its bytes are good, as mls_stored_bytes says.
+ */
 bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
                          mls_stored_range *out);
 
