@@ -844,3 +844,22 @@ def test_paths_may_be_relative_and_folders_may_be_moved(tmp_path, monkeypatch):
     Path("ckpt").rename("moved")
     assert same({"w": random(3)}, mlstate.load("moved").model)
     assert isinstance(CheckpointManager("moved").directory, str)
+
+
+def test_loads_hold_no_text_of_indexes(path, monkeypatch):
+    """Of twenty thousand tensors it is megabytes, and nobody asks for it again."""
+    from mlstate import _folder
+
+    gone, seen = [], []
+
+    class Text(bytes):
+        def __del__(self):
+            gone.append(len(self))
+
+    read = _folder.load_index
+    monkeypatch.setattr(_folder, "load_index", lambda *args: Text(read(*args)))
+    mlstate.save(path, {"w": random(3)})
+    loaded = mlstate.load(path, progress=lambda count: seen.append(list(gone)))
+    assert same({"w": random(3)}, loaded.model)
+    assert seen
+    assert all(seen)  # it was let go before the first byte was read
