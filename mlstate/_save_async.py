@@ -137,16 +137,19 @@ class _Job:
             save.fail(error)
         return save.run(self.advance, freed)
 
-    def memory(self, wanted: int) -> Any:
-        """Memory of so many bytes, or of what the budget allows."""
-        wanted = wanted if self.most is None else min(wanted, self.most)
+    def memory(self, wanted: int, besides: int = 0) -> Any:
+        """Memory of so many bytes, or of what the budget allows, and what is needed `besides`."""
+        if self.most is not None:
+            # a budget that is too small for the writer is not spent on it alone
+            wanted = min(wanted, max(self.most - besides, self.most // 4))
         return self.staging._take(wanted)
 
     def stage(self, copies: _Copies) -> bool:
         """Copy what fits, behind the copies that are there; whether anything did not fit."""
         memory = copies.memory
         if memory is None:
-            memory = self.memory(self.save.nbytes)
+            besides = _core.shards_besides(self.save.gathered, self.save.how[3] is not None)
+            memory = self.memory(self.save.nbytes, besides)
         _, lent = _core.shards_stage(self.save.gathered, memory, copies.used)
         return lent > 0
 
@@ -521,14 +524,11 @@ def _check_group(group: ProcessGroup | None) -> None:
         )
 
 
-def _budget(staging: Staging, most: int | None) -> int | None:
-    """Bytes that may be taken; None: as many as the state has."""
+def _check_budget(most: int | None) -> None:
     if most is not None and not hasattr(most, "__index__"):
         raise TypeError(f"max_staging_bytes must be an int or None, got {type(most).__name__}")
     if most is not None and most < 0:
         raise ValueError(f"max_staging_bytes must be 0 or more, got {most}")
-    bounds = [bound for bound in (staging._most(), most) if bound is not None]
-    return min(bounds) if bounds else None
 
 
 def _devices(save: Save) -> list[Any]:
@@ -564,8 +564,8 @@ def begin_save(
         raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable, got {type(progress).__name__}")
+    _check_budget(max_staging_bytes)
     memory = OwnStaging(kept=False) if staging is None else staging
-    most = _budget(memory, max_staging_bytes)
     save = Save(path, **options)
     _check_group(save.group)
     save.prepare(model, optimizer, metadata, step)
@@ -575,7 +575,7 @@ def begin_save(
     memory._begin()
     if save.group.world_size > 1:
         _groups.add(id(save.group))
-    job = _Job(save, memory, most, progress, began)
+    job = _Job(save, memory, max_staging_bytes, progress, began)
     job.ready = [event for event in map(_event, devices) if event is not None]
     handle = SaveHandle(job)
     job.start()

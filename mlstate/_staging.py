@@ -72,10 +72,6 @@ class Staging:
     def _end(self) -> None:
         self._in_use = False
 
-    def _most(self) -> int | None:
-        """How many bytes there can be; None: as many as are asked for."""
-        return self.nbytes
-
     def _take(self, wanted: int) -> Any:
         """Memory of `wanted` bytes, or of as many as there are."""
         return self._memory[:wanted]
@@ -87,9 +83,6 @@ class OwnStaging(Staging):
     def __init__(self, *, kept: bool) -> None:
         super().__init__(0)
         self._kept = kept
-
-    def _most(self) -> int | None:
-        return None
 
     def _end(self) -> None:
         if not self._kept:

@@ -253,9 +253,9 @@ def save_async(
     sparse, incremental, compress
         As for `save`.
     max_staging_bytes : int, optional
-        Bytes that copies may take; 0: none. Small shards are copied first. What does not fit
-        is written from where it lies before `staged` returns. Default: as many as the state
-        has.
+        Bytes that the save may take in all, with 2 MiB for each of its threads and about 500
+        bytes a shard; 0: no copies. What does not fit is written from where it lies before
+        `staged` returns. Default: copies of the whole state, and what the writer takes.
     staging : Staging, optional
         Memory for the copies, allocated and touched beforehand. Default: allocated now and
         given back at the end.
@@ -279,8 +279,9 @@ def save_async(
 
     Notes
     -----
-    Extra memory: `max_staging_bytes` or the state's, and at most 16 MiB for the writer with
-    about 400 bytes a shard. References to arrays are dropped when they are staged, so that
+    Extra memory: `max_staging_bytes`; by default the state's and at most 16 MiB for the
+    writer with about 400 bytes a shard. Below some 7 MiB a quarter of `max_staging_bytes` is
+    for copies, and the writer has what it needs. References to arrays are dropped when they are staged, so that
     the memory of arrays that training replaces is free. Copies are made by the threads of
     `mlstate.set_num_threads` without the GIL; the writer has up to four threads of its own.
 

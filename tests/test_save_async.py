@@ -214,13 +214,14 @@ small = {"w": np.zeros(3)}
 save_async(path + "-first", small).wait()  # modules, threads
 for kept in (False, True):
     staging = Staging(budget) if kept else None
-    state["w3"] += 1
+    for array in state.values():
+        array += 1
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here on
     before = status("VmRSS")
     save_async(path, state, max_staging_bytes=budget, staging=staging).wait()
     # memory that was touched beforehand is there already
-    print(status("VmHWM") - before, 0 if kept else budget)
+    print(status("VmHWM") - before, int(kept), budget)
 """
 
 
@@ -235,8 +236,9 @@ for kept in (False, True):
 def test_extra_memory_is_within_the_budget(tmp_path, share):
     code = f"import sys; sys.argv[1:] = {[str(tmp_path / 'ckpt'), str(share)]}\n{PEAK}"
     for line in child.run(code).splitlines():
-        extra, allowed = map(int, line.split())
-        assert extra <= allowed + (16 << 20), line
+        extra, kept, budget = map(int, line.split())
+        # what the writer takes is part of the budget, where that is more than the writer needs
+        assert extra <= (budget if budget and not kept else 16 << 20), line
 
 
 @pytest.mark.parametrize("share", [1, 0.25, 0])
@@ -533,7 +535,7 @@ def test_a_manager_has_one_save_under_way_and_keeps_its_memory(path):
         assert len(places) == 1
         bounded = manager.save_async(5, state, max_staging_bytes=1000)
         bounded.wait()
-        assert manager._staging.nbytes == 1000
+        assert manager._staging.nbytes <= 1000
         manager.save_async(6, state)
         manager.save(7, state)
         assert manager.steps() == [6, 7]

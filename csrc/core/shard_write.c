@@ -32,7 +32,6 @@
 #    endif
 
 enum {
-    BUFFER_BYTES = 2 << 20,
     ALIGNMENT = 4096,       /* of memory, places and lengths of direct writes */
     TASK_BYTES = 8 << 20,   /* of a large shard, of whole blocks */
     DIRECT_LEAST = 1 << 20, /* smaller files are left to the cache */
@@ -82,7 +81,7 @@ typedef struct writer {
 /* An aligned block; the address of the whole one lies in front of it. */
 static void *new_buffer(void)
 {
-    unsigned char *whole = mls_alloc(BUFFER_BYTES + ALIGNMENT + sizeof(void *), 1);
+    unsigned char *whole = mls_alloc(MLS_WRITE_BUFFER + ALIGNMENT + sizeof(void *), 1);
     if (whole == NULL) {
         return NULL;
     }
@@ -281,10 +280,10 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
             start += step;
             continue;
         }
-        if (s->used == BUFFER_BYTES) {
+        if (s->used == MLS_WRITE_BUFFER) {
             code = flush(s);
         }
-        const size_t room = BUFFER_BYTES - s->used;
+        const size_t room = MLS_WRITE_BUFFER - s->used;
         step = step < room ? step : room;
         if (code == MLS_OK) {
             put_buffered(s, item, first, step, crc);
@@ -309,7 +308,7 @@ static mls_code put_coded(sink *s, const mls_header_tensor *tensor,
             /* two blocks are as much as the buffer takes */
             *crc = s->w->job->crc->copy(*crc, s->buffer + s->used, coded + start, step);
             s->used += step;
-            code = s->used == BUFFER_BYTES ? flush(s) : MLS_OK;
+            code = s->used == MLS_WRITE_BUFFER ? flush(s) : MLS_OK;
         }
         start += step;
     }
@@ -398,9 +397,9 @@ static mls_code write_header(sink *s)
     mls_index_file *record = &s->w->plan.index.files[s->out->planned->file];
     record->header_crc = mls_header_finish(header, s->w->job->crc);
     s->used = 0;
-    for (s->offset = 0; s->offset < length; s->offset += BUFFER_BYTES) {
+    for (s->offset = 0; s->offset < length; s->offset += MLS_WRITE_BUFFER) {
         const size_t left = length - (size_t)s->offset;
-        const size_t step = left < BUFFER_BYTES ? left : BUFFER_BYTES;
+        const size_t step = left < MLS_WRITE_BUFFER ? left : MLS_WRITE_BUFFER;
         memcpy(s->buffer, header->text.data + s->offset, step);
         const mls_code code = write_aligned(s, step);
         if (code != MLS_OK) {

@@ -63,7 +63,10 @@ typedef struct mls_shard_job {
     void *freed_context;
 } mls_shard_job;
 
-enum { MLS_INDEX_PATH_BYTES = 64 };
+enum {
+    MLS_INDEX_PATH_BYTES = 64,
+    MLS_WRITE_BUFFER = 2 << 20 /* of each thread that writes */
+};
 
 /* What became of it. */
 typedef struct mls_shards_written {

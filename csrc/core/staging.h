@@ -1,9 +1,9 @@
 /* staging: items of a save copied aside, within a budget, so that their arrays may be
  * changed while the copies are written.
  *
- * The smallest items are copied first: each of them costs a write as many operations as a
- * large one.  What does not fit is written from where it lies, before all else; see
- * mls_shard_job.freed.
+ * What does not fit is written from where it lies, before all else, while somebody waits;
+ * see mls_shard_job.freed.  So as few bytes as can be found quickly are left out, and few
+ * items: each costs a write as many operations, however small it is.
  */
 #ifndef MLS_STAGING_H
 #define MLS_STAGING_H
@@ -35,8 +35,15 @@ typedef struct mls_staged {
 mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out,
                           mls_status *st);
 
-/* Copy as many items as there is room for, the smallest first, one behind the other and
- * packed; each that was copied points to its copy and is `staged`.  Items that are staged
+/* What a save of these items takes besides, at most: what `threads` have on its way to
+ * the disk, records of the items, and with `compress` what the largest of them become.
+ * Errors as above. */
+mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t threads,
+                             bool compress, size_t *out, mls_status *st);
+
+/* Copy what there is room for, one behind the other and packed.  Left out are the largest
+ * items, until one will do; then the smallest that does.  Each that was copied points to
+ * its copy and is `staged`.  Items that are staged
  * already stay as they are.  Errors as above, and MLS_E_MEMORY (24 bytes an item are
  * taken meanwhile); then no item was changed. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,

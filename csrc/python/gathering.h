@@ -54,4 +54,7 @@ void mlsp_gathering_fini(mlsp_gathering *g);
 /* That of a capsule from shards_gather, which owns it.  NULL with an exception set. */
 mlsp_gathering *mlsp_gathering_of(PyObject *capsule);
 
+/* Threads of a save that goes on while others work. */
+size_t mlsp_threads_aside(const mls_pool *pool);
+
 #endif

@@ -122,16 +122,12 @@ static void arrays_are_free(void *context)
     w->progress->saved = PyEval_SaveThread();
 }
 
-enum { BACKGROUND_THREADS = 4 }; /* each has a buffer of 2 MiB */
-
 /* What is written while others work has threads of its own: the module's pool serves one
  * call at a time, and would be taken for as long as the disk takes. */
 static mls_code write_aside(mls_shard_job *job, mls_shards_written *out, mls_status *st)
 {
     mls_pool *pool = NULL;
-    const size_t threads = mls_pool_threads(job->pool);
-    mls_code code = mls_pool_new(
-        threads < BACKGROUND_THREADS ? threads : BACKGROUND_THREADS, &pool, st);
+    mls_code code = mls_pool_new(mlsp_threads_aside(job->pool), &pool, st);
     if (code == MLS_OK) {
         job->pool = pool;
         code = mls_shards_write(job, out, st);

@@ -25,6 +25,14 @@ mlsp_gathering *mlsp_gathering_of(PyObject *capsule)
     return PyCapsule_GetPointer(capsule, NAME);
 }
 
+enum { BACKGROUND_THREADS = 4 }; /* each has a buffer */
+
+size_t mlsp_threads_aside(const mls_pool *pool)
+{
+    const size_t threads = mls_pool_threads(pool);
+    return threads < BACKGROUND_THREADS ? threads : BACKGROUND_THREADS;
+}
+
 /* Fill in what is known before arrays are looked at.  -1 with an exception set. */
 static int take_arguments(mlsp_gathering *g, PyObject *const *args, PyObject **dicts)
 {
@@ -91,6 +99,29 @@ static void note_copies(mlsp_gathering *g, size_t used)
         const uintptr_t at = (uintptr_t)data;
         item->staged = at >= start && at - start < used;
     }
+}
+
+/* shards_besides(gathering, compress) -> bytes
+ *
+ * What writing these shards, while others work, takes at most beyond their copies. */
+static PyObject *shards_besides(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    size_t bytes = 0;
+    mls_status st;
+    if (mlsp_take_count("shards_besides", 2, count) < 0) {
+        return NULL;
+    }
+    const mlsp_gathering *g = mlsp_gathering_of(args[0]);
+    const int compress = g == NULL ? -1 : PyObject_IsTrue(args[1]);
+    if (compress < 0) {
+        return NULL;
+    }
+    if (mls_staging_besides(g->items, g->count, mlsp_threads_aside(state->pool), compress,
+                            &bytes, &st) != MLS_OK) {
+        return mlsp_raise(state, &st, NULL);
+    }
+    return PyLong_FromSize_t(bytes);
 }
 
 /* shards_stage(gathering, memory, used) -> (bytes used, shards not copied)
@@ -168,6 +199,9 @@ PyMethodDef mlsp_staging_methods[] = {
     {"shards_stage", MLSP_FASTCALL(shards_stage),
      "shards_stage(gathering, memory, used, /)\n--\n\nCopy shards aside, small ones "
      "first, as far as there is room."},
+    {"shards_besides", MLSP_FASTCALL(shards_besides),
+     "shards_besides(gathering, compress, /)\n--\n\nBytes that writing takes beyond "
+     "copies."},
     {"memory_touch", memory_touch, METH_O,
      "memory_touch(memory, /)\n--\n\nWrite zeros to all of a buffer."},
     {NULL, NULL, 0, NULL},

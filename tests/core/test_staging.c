@@ -118,6 +118,44 @@ static void small_items_come_first(void)
     CHECK(stage(28 + 3996 + 4000, true, &staged) == 4);
 }
 
+/* Of what does not fit as little as can be: somebody waits for it to be written. */
+static void little_is_left_out(void)
+{
+    size_t all = 0;
+    mls_staged staged;
+    for (size_t i = 0; i < COUNT; i++) {
+        all += 4 * sizes[i];
+    }
+    CHECK(stage(all - 29, true, &staged) == COUNT - 1 && staged.bytes == all - 3996);
+    CHECK(stage(all - 3997, true, &staged) == COUNT - 1 && staged.bytes == all - 4000);
+    /* two that are just enough together, rather than one that is a hundred times as large
+     */
+    CHECK(stage(all - 4001, true, &staged) == COUNT - 2);
+    CHECK(staged.bytes == all - 4000 - 28);
+    CHECK(stage(all - 8025, true, &staged) == COUNT - 1);
+    CHECK(staged.bytes == all - 4 * sizes[5]);
+}
+
+/* Threads have a buffer each; what is coded is there as a whole. */
+static void what_a_save_takes_besides_is_known_before(void)
+{
+    state s;
+    mls_status st;
+    size_t none = 0, one = 0, two = 0, coded = 0;
+    make_state(&s);
+    CHECK(mls_staging_besides(s.items, 0, 1, false, &none, &st) == MLS_OK);
+    CHECK(mls_staging_besides(s.items, COUNT, 1, false, &one, &st) == MLS_OK);
+    CHECK(mls_staging_besides(s.items, COUNT, 2, false, &two, &st) == MLS_OK);
+    CHECK(mls_staging_besides(s.items, COUNT, 2, true, &coded, &st) == MLS_OK);
+    CHECK(none > MLS_WRITE_BUFFER && one > none && one < none + MIB);
+    CHECK(two - one >= MLS_WRITE_BUFFER && two - one < MLS_WRITE_BUFFER + MIB);
+    CHECK(coded - two >= 2 * (3 * (5 * MIB / 4)) && coded - two < 2 * 8 * MIB);
+    s.items[0].part = 4;
+    CHECK(mls_staging_besides(s.items, COUNT, 2, true, &coded, &st) == MLS_E_VALUE);
+    CHECK(strcmp(st.name, "large") == 0);
+    free_state(&s);
+}
+
 /* Those that were copied by somebody else stay where they are. */
 static void what_is_staged_already_stays(void)
 {
@@ -264,6 +302,8 @@ int main(void)
     static const test_case tests[] = {
         TEST(a_budget_of_all_holds_all),
         TEST(small_items_come_first),
+        TEST(little_is_left_out),
+        TEST(what_a_save_takes_besides_is_known_before),
         TEST(what_is_staged_already_stays),
         TEST(what_is_needed_is_the_part_and_a_bad_one_is_named),
         TEST(touching_clears_just_that),
