@@ -281,9 +281,10 @@ def save_async(
     -----
     Extra memory: `max_staging_bytes`; by default the state's and at most 16 MiB for the
     writer with about 400 bytes a shard. Below some 7 MiB a quarter of `max_staging_bytes` is
-    for copies, and the writer has what it needs. References to arrays are dropped when they are staged, so that
-    the memory of arrays that training replaces is free. Copies are made by the threads of
-    `mlstate.set_num_threads` without the GIL; the writer has up to four threads of its own.
+    for copies, and the writer has what it needs. References to arrays are dropped when they
+    are staged, so that the memory of arrays that training replaces is free. Copies are made
+    by the threads of `mlstate.set_num_threads` without the GIL; the writer has up to four
+    threads of its own.
 
     A thread does the work, which the interpreter waits for when it ends. A save whose error
     nobody asked for shows it. In a forked child the handle is of no use, and the save is not
