@@ -145,6 +145,7 @@ _Cutting: TypeAlias = tuple[_Steps | None, int, int]
 _Place: TypeAlias = tuple[tuple[int, ...], _Steps | int, int]
 _Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
 
+def manifest_indexes(text: Any, /) -> tuple[Any, ...] | None: ...
 def layout_part(
     layout: _Steps, shape: tuple[int, ...], index: int, /
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int, bool]: ...
@@ -289,7 +290,7 @@ class Catalog:
         section: int,
         keys: list[str],
         cutting: _Cutting | list[_Place],
-        patterns: tuple[tuple[bytes, bytes, int], ...],
+        patterns: tuple[tuple[Any, Any, int], ...],
         own: int,
         world_size: int,
         /,

@@ -8,10 +8,10 @@ number does not grow with that of the ranks.
 from __future__ import annotations
 
 import re
-from array import array
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
+from ._manifest import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,7 +56,7 @@ class Indexes:
         self._folder = folder
         self._manifest = manifest
         self._own = -1 if rank is None else rank
-        self._known: tuple[tuple[bytes, bytes, int], ...] = ()
+        self._known: tuple[tuple[Any, Any, int], ...] = ()
         self._needed: set[int] = set()
         self._texts: dict[int, bytes] = {}  # those that were read to begin with
         if manifest.patterns is None:
@@ -72,25 +72,13 @@ class Indexes:
 
     def _first(self, patterns: Iterable[int]) -> list[int]:
         """One rank of each pattern: this one, where it has it, else the first."""
-        members: dict[int, tuple[array[int], array[int]]] = {
-            number: (array("Q"), array("Q")) for number in patterns
-        }
-        first: dict[int, int] = {}
-        groups: dict[int, int] = {}
-        for rank, record in enumerate(self._manifest.indexes):
-            number = record.pattern
-            if number not in members or number is None:
-                continue
-            members[number][0].append(rank)
-            members[number][1].extend(record.parts)
-            if number not in first or rank == self._own:
-                first[number] = rank
-            groups.setdefault(number, len(record.parts))
-        self._known = tuple(
-            (members[number][0].tobytes(), members[number][1].tobytes(), groups[number])
-            for number in first
-        )
-        return list(first.values())
+        records = self._manifest.indexes
+        assert isinstance(records, Ranks)
+        found = [records.of_pattern(number) for number in patterns]
+        found = [(ranks, parts) for ranks, parts in found if len(ranks)]
+        found.sort(key=lambda pair: int(pair[0][0]))
+        self._known = tuple((ranks, parts, parts.shape[1]) for ranks, parts in found)
+        return [self._own if self._own in ranks else int(ranks[0]) for ranks, _ in found]
 
     def read_all(self) -> None:
         """Read the indexes of all ranks."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from itertools import chain
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from . import _core
 from ._state_kind import describe
 from .errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
 FORMAT = "mlstate.manifest"
 VERSION = 1
@@ -47,6 +47,39 @@ class Pattern(NamedTuple):
     names: str  # checksums of the tensors' names, and of what is above them
 
 
+class Ranks:
+    """The records of a manifest that was read: columns, since there may be many thousands."""
+
+    def __init__(self, generation: str, columns: tuple[Any, ...]) -> None:
+        self._generation = generation
+        self._numbers, self._patterns = columns[:4], columns[4]
+        self._ends, self._parts = columns[5:]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[IndexRecord]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, rank: int) -> IndexRecord:
+        nbytes, crc, shards, data_bytes = (int(column[rank]) for column in self._numbers)
+        record = IndexRecord(
+            f"index/{self._generation}.{rank}.json", nbytes, f"{crc:08x}", shards, data_bytes
+        )
+        if self._patterns is None:
+            return record
+        begin = int(self._ends[rank - 1]) if rank else 0
+        parts = tuple(self._parts[begin : int(self._ends[rank])].tolist())
+        return record._replace(pattern=int(self._patterns[rank]), parts=parts)
+
+    def of_pattern(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ranks of a pattern, rising, and a row with the parts of each."""
+        ranks = np.flatnonzero(self._patterns == number)
+        ends = self._ends[ranks].astype(np.int64)
+        groups = len(self[int(ranks[0])].parts) if len(ranks) else 0
+        return ranks.astype(np.uint64), self._parts[ends[:, None] - groups + np.arange(groups)]
+
+
 class Manifest(NamedTuple):
     """A root: what there is besides the indexes, and which they are."""
 
@@ -59,7 +92,7 @@ class Manifest(NamedTuple):
     model: dict[str, Any] | None
     optimizer: dict[str, Any] | None
     metadata: dict[str, Any]
-    indexes: tuple[IndexRecord, ...]
+    indexes: tuple[IndexRecord, ...] | Ranks
     patterns: tuple[Pattern, ...] | None = None
 
 
@@ -160,70 +193,45 @@ def _patterns(found: dict[str, Any]) -> tuple[Pattern, ...] | None:
     return tuple(patterns)
 
 
-def _parts(value: dict[str, Any], patterns: int) -> tuple[int, tuple[int, ...]]:
+def _check_parts(value: dict[str, Any], patterns: int, groups: dict[int, int]) -> None:
+    """`groups`: how many parts ranks of a pattern have, as far as they were seen."""
     parts = _member(value, "parts", list)
     if len(parts) > _MOST_GROUPS:
         raise _WrongError(f'"parts" has {len(parts)} of them, and {_MOST_GROUPS} are the most')
     for part in parts:
         if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part <= _INT64:
             raise _WrongError('"parts" holds what is no number of a part')
-    return _number(value, "pattern", 0, patterns - 1), tuple(parts)
+    pattern = _number(value, "pattern", 0, patterns - 1)
+    if groups.setdefault(pattern, len(parts)) != len(parts):
+        raise _WrongError('"parts" are other ones than those of the pattern')
 
 
-def _index(value: Any, generation: str, rank: int, patterns: int | None) -> IndexRecord:
+def _check_index(
+    value: Any, generation: str, rank: int, patterns: int | None, groups: dict[int, int]
+) -> None:
     if not isinstance(value, dict):
         raise _WrongError('"indexes" holds what is no object')
     path = _member(value, "path", str)
     if path != f"index/{generation}.{rank}.json":
         raise _WrongError(f"the index of rank {rank} has the path {path[:80]!r}")
-    return IndexRecord(
-        path,
-        _number(value, "bytes", 1),
-        _matching(value, "crc32c", _CRC),
-        _number(value, "shards", 0),
-        _number(value, "data_bytes", 0),
-        *(() if patterns is None else _parts(value, patterns)),
-    )
+    _number(value, "bytes", 1)
+    _matching(value, "crc32c", _CRC)
+    _number(value, "shards", 0)
+    _number(value, "data_bytes", 0)
+    if patterns is not None:
+        _check_parts(value, patterns, groups)
 
 
-def _all(kind: type, values: Iterable[Any]) -> bool:
-    return set(map(type, values)) <= {kind}
+def _refuse_indexes(listed: list[Any], generation: str, patterns: int | None) -> NoReturn:
+    """Say what the core found to be wrong: slowly, one rank after the other."""
+    groups: dict[int, int] = {}
+    for rank, value in enumerate(listed):
+        _check_index(value, generation, rank, patterns, groups)
+    raise _WrongError('"indexes" is not as it should be')
 
 
-def _in_order(
-    values: list[Any], generation: str, patterns: int | None
-) -> tuple[IndexRecord, ...] | None:
-    """Make the records of all ranks, if nothing is wrong with any; `_index` says what is.
-
-    Column by column: there may be many thousands, and a rank of a large world reads them all.
-    """
-    names = IndexRecord._fields if patterns is not None else IndexRecord._fields[:5]
-    try:
-        rows = list(map(itemgetter(*names), values))
-    except (KeyError, TypeError):
-        return None
-    paths, sizes, crcs, shards, held, *more = (list(column) for column in zip(*rows, strict=True))
-    good = (
-        paths == [f"index/{generation}.{rank}.json" for rank in range(len(rows))]
-        and _all(int, chain(sizes, shards, held))
-        and min(sizes) >= 1
-        and min(chain(shards, held)) >= 0
-        and max(chain(sizes, shards, held)) <= _INT64
-        and _all(str, crcs)
-        and all(map(_CRC.match, crcs))
-    )
-    if good and patterns is not None:
-        numbers, parts = more
-        good = _all(int, numbers) and min(numbers) >= 0 and max(numbers) < patterns
-        good = good and _all(list, parts) and max(map(len, parts)) <= _MOST_GROUPS
-        listed = list(chain.from_iterable(parts)) if good else []
-        good = good and _all(int, listed) and min(listed, default=0) >= 0
-        good = good and max(listed, default=0) <= _INT64
-        more = [numbers, list(map(tuple, parts)) if good else []]
-    return tuple(map(IndexRecord, paths, sizes, crcs, shards, held, *more)) if good else None
-
-
-def _read(found: Any) -> Manifest:
+def _read(found: Any, columns: tuple[Any, ...] | None) -> Manifest:
+    """Understand the text's object, whose "indexes" were read before: `columns`."""
     if not isinstance(found, dict):
         raise _WrongError("the text is no object")
     if _member(found, "format", str) != FORMAT:
@@ -233,19 +241,15 @@ def _read(found: Any) -> Manifest:
         raise _WrongError(f"its format version is {version}, and this mlstate reads {VERSION}")
     generation = _matching(found, "generation", _GENERATION)
     world_size = _number(found, "world_size", 1, _MOST_RANKS)
-    indexes = _member(found, "indexes", list)
-    if len(indexes) != world_size:
-        raise _WrongError(f"there are {len(indexes)} indexes for {world_size} ranks")
+    listed = _member(found, "indexes", list)
+    count = len(listed if columns is None else columns[0])
+    if count != world_size:
+        raise _WrongError(f"there are {count} indexes for {world_size} ranks")
     step = _member(found, "step", (int, type(None)))
     patterns = _patterns(found)
-    known = None if patterns is None else len(patterns)
-    records = _in_order(indexes, generation, known) or tuple(
-        _index(value, generation, rank, known) for rank, value in enumerate(indexes)
-    )
-    groups: dict[int | None, int] = {}
-    for rank, record in enumerate(records):
-        if groups.setdefault(record.pattern, len(record.parts)) != len(record.parts):
-            raise _WrongError(f"rank {rank} has other parts than those of its pattern")
+    if columns is None:
+        _refuse_indexes(listed, generation, None if patterns is None else len(patterns))
+    records = Ranks(generation, columns)
     return Manifest(
         generation=generation,
         sequence=_number(found, "sequence", 1),
@@ -269,12 +273,17 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
         if len(data) > _MOST_BYTES:
             raise _WrongError(f"it is {len(data)} bytes long, and {_MOST_BYTES} are the most")
         _core.seal_check(data, path)
+        listed = _core.manifest_indexes(data)
+        columns = None
+        if listed is not None:  # the rest is small
+            (begin, end), columns = listed[:2], listed[2:]
+            data = data[:begin] + b"[]" + data[end:]
         found = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
         )
         if _SURROGATE.search(data):
             json.dumps(found, ensure_ascii=False).encode()  # half of a pair is no UTF-8
-        return _read(found)
+        return _read(found, columns)
     except FormatError:
         raise
     except (_WrongError, ValueError, RecursionError) as reason:

@@ -257,6 +257,7 @@ extern PyMethodDef mlsp_local_methods[];
 extern PyMethodDef mlsp_activation_methods[];
 extern PyMethodDef mlsp_chain_methods[];
 extern PyMethodDef mlsp_plan_methods[];
+extern PyMethodDef mlsp_manifest_methods[];
 extern PyMethodDef mlsp_search_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */

@@ -18,6 +18,7 @@
 #include "plan.h"
 #include "random_chain.h"
 #include "rename.h"
+#include "roster.h"
 #include "runner.h"
 #include "safetensors.h"
 #include "shard_plan.h"
@@ -744,6 +745,26 @@ static void placing_units_survives_every_failure(void)
     CHECK(fail_each(place_units) >= 8);
 }
 
+/* ---- manifests ---- */
+
+static mls_code read_roster(mls_status *st)
+{
+    static const char list[] =
+        "{\"generation\":\"0123456789abcdef\",\"patterns\":[0],\"indexes\":[{\"path\":"
+        "\"index/0123456789abcdef.0.json\",\"bytes\":1,\"crc32c\":\"00000000\","
+        "\"shards\":0,\"data_bytes\":0,\"pattern\":0,\"parts\":[4]}]}";
+    mls_roster r = {0};
+    const mls_code code = mls_roster_read(list, sizeof list - 1, &r, st);
+    CHECK((code == MLS_OK) == (r.count == 1));
+    mls_roster_fini(&r);
+    return code;
+}
+
+static void reading_a_list_of_indexes_survives_every_failure(void)
+{
+    CHECK(fail_each(read_roster) >= 10);
+}
+
 static const test_case tests[] = {
     TEST(parsing_json_survives_every_failure),
     TEST(reading_a_file_survives_every_failure),
@@ -752,6 +773,7 @@ static const test_case tests[] = {
     TEST(reading_a_shard_survives_every_failure),
     TEST(building_an_index_survives_every_failure),
     TEST(parsing_an_index_survives_every_failure),
+    TEST(reading_a_list_of_indexes_survives_every_failure),
     TEST(checkpoints_survive_every_failure),
     TEST(planning_to_load_survives_every_failure),
     TEST(a_tree_of_names_survives_every_failure),
