@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/scale.py [--worlds 64 256 1024 4096] [--layers 61]
 
 Nothing but manifests and indexes is written; docs/scale.md says what is simulated. Each figure
-of time and memory is that of a process of its own: the best of three runs of the plan, and the
+of time and memory is that of a process of its own: the best of nine runs of the plan, and the
 peak of its resident memory over what it had before.
 """
 
@@ -46,7 +46,7 @@ def one(what, folder, world, across, layers, stacked, rank):
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, seconds = kibibytes("VmRSS"), []
-    for _ in range(3):
+    for _ in range(9):
         start = time.perf_counter()
         plan()
         seconds.append(time.perf_counter() - start)

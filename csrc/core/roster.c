@@ -68,7 +68,8 @@ static bool find_list(reader *r)
     return r->generation.length == MLS_GENERATION_DIGITS;
 }
 
-/* Values inside arrays inside the list's objects, of which parts are some. */
+/* Values inside arrays inside the list's objects, of which parts are some.  A record that
+ * is none, and one that has other arrays, only makes the room larger than it need be. */
 static size_t count_parts(const reader *r)
 {
     size_t sum = 0;
@@ -124,7 +125,9 @@ static bool path_is(const reader *r, mls_json_node node, size_t rank)
     return text.length == (size_t)length && memcmp(text.data, expected, text.length) == 0;
 }
 
-/* Which pattern a rank's index has, and which parts by the pattern's groups. */
+/* Which pattern a rank's index has, and which parts by the pattern's groups.  The first
+ * rank of a pattern says how many groups that has: nobody knows better here, and indexes
+ * are compared with the manifest when they are read. */
 static bool read_parts(reader *r, const mls_json_member *m, size_t rank)
 {
     uint64_t pattern;
@@ -145,7 +148,8 @@ static bool read_parts(reader *r, const mls_json_member *m, size_t rank)
     return true;
 }
 
-/* One rank's record.  Members that are not known are passed over. */
+/* One rank's record.  Members that are not known are passed over: later versions may have
+ * more.  Without patterns, so are those two of the members. */
 static bool read_record(reader *r, mls_json_node record, mls_json_member *m, size_t rank)
 {
     const size_t count = r->patterns == SIZE_MAX ? PATTERN : MEMBERS;
@@ -169,7 +173,7 @@ static bool read_record(reader *r, mls_json_node record, mls_json_member *m, siz
 }
 
 /* Where the list's bracket is closed: looked for from the last of its values on, which
- * are few, in a text that is known to be good. */
+ * are few, in a text that is known to be good, so that the end is never passed. */
 static size_t end_of_list(const reader *r, const char *text, mls_json_node last)
 {
     size_t at = mls_json_offset(r->json, last), open = 0;
