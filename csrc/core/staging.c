@@ -113,7 +113,8 @@ static int compare_chosen(const void *a, const void *b)
                                 : (x->number < y->number ? -1 : x->number > y->number);
 }
 
-/* The first of `count` items, smallest first, that has so many bytes; `count`: none. */
+/* The first of `count` items, smallest first, that has so many bytes or more; `count`:
+ * none. */
 static size_t first_of(const chosen *order, size_t count, size_t bytes)
 {
     size_t low = 0, high = count;
@@ -130,7 +131,10 @@ static size_t first_of(const chosen *order, size_t count, size_t bytes)
 
 /* Leave out items that together have `excess` bytes or more, which all of them have: mark
  * them by a place beyond any.  The largest that is too small goes, again and again; the
- * smallest that is enough for the rest goes last, at whichever step that costs least. */
+ * smallest that is enough for the rest goes last, at whichever step that costs least.
+ *
+ * There always is such a last one: as long as none was found nothing was passed over, so
+ * that what is left still has all that must go. */
 static void leave_out(chosen *order, size_t count, size_t excess)
 {
     size_t gone = 0, least = SIZE_MAX, last = count, best = 0;
