@@ -34,7 +34,6 @@ enum {
     STEP = 256 << 10,                 /* stays in the cache between reading and use */
     DIRECT = 64 << 10,                /* so long a run is read by itself */
     GAP = 4 << 10,                    /* reading it takes no longer than a system call */
-    GROUP = 256,                      /* short runs that are read as one */
     SPAN_COST = 16 << 10,             /* in bytes: what a span costs besides its bytes */
     CODED_COST = 8,                   /* what a coded byte costs more than a plain one */
     SHARED_BYTES = 8 << 20,           /* less is read by the calling thread */
@@ -284,56 +283,7 @@ static mls_code borrow(worker *w, unsigned char **out, mls_status *st)
     return MLS_OK;
 }
 
-/* ---- unverified: only what is needed ---- */
-
-/* Runs from the present one on that are better read together: short ones with small gaps.
- * Returns how many; at least one, which may be long. */
-static size_t gather(run_reader *r, run *group)
-{
-    size_t count = 0, end;
-    do {
-        group[count++] = r->now;
-        end = r->now.at + r->now.left;
-        advance(r, r->now.left);
-    } while (group[0].left < DIRECT && count < GROUP && r->now.left > 0 &&
-             r->now.left < DIRECT && r->now.at - end <= GAP &&
-             r->now.at + r->now.left - group[0].at <= STEP);
-    return count;
-}
-
-/* Read the runs of a group with one call, and spread them. */
-static mls_code read_group(worker *w, uint64_t offset, const run *group, size_t count,
-                           mls_status *st)
-{
-    const run *last = &group[count - 1];
-    const size_t bytes = last->at + last->left - group[0].at;
-    unsigned char *to = group[0].to;
-    mls_code code = count == 1 ? MLS_OK : borrow(w, &to, st);
-    if (code == MLS_OK) {
-        code = mls_file_read_at(w->fd, to, bytes, offset + group[0].at, st);
-    }
-    for (size_t i = 0; code == MLS_OK && i < count; i++) {
-        if (count > 1) {
-            memcpy(group[i].to, to + (group[i].at - group[0].at), group[i].left);
-        }
-        w->done += group[i].left;
-    }
-    return code;
-}
-
-/* All runs of a span, without looking at checksums. */
-static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
-{
-    run group[GROUP];
-    mls_code code = MLS_OK;
-    while (code == MLS_OK && r->now.left > 0) {
-        const size_t count = gather(r, group);
-        code = read_group(w, r->span->piece->shard->offset, group, count, st);
-    }
-    return code;
-}
-
-/* ---- verified: whole blocks ---- */
+/* ---- from a buffer to places ---- */
 
 /* Bytes `at` .. `at + bytes` of the shard lie in `data`: bring what is wanted of them to
  * its places. */
@@ -348,6 +298,52 @@ static void scatter(worker *w, run_reader *r, const unsigned char *data, size_t 
         advance(r, length);
     }
 }
+
+/* ---- unverified: only what is needed ---- */
+
+/* Where runs end that are better read together with the present one, itself included:
+ * short ones with small gaps.  They are walked ahead, and no zeros are filled in: those
+ * go to memory right before what stands behind them. */
+static size_t end_together(const run_reader *r)
+{
+    run_reader ahead = *r;
+    const size_t start = r->now.at;
+    size_t end;
+    ahead.filled = SIZE_MAX;
+    do {
+        end = ahead.now.at + ahead.now.left;
+        advance(&ahead, ahead.now.left);
+    } while (ahead.now.left > 0 && ahead.now.left < DIRECT && ahead.now.at - end <= GAP &&
+             ahead.now.at + ahead.now.left - start <= STEP);
+    return end;
+}
+
+/* All runs of a span, without looking at checksums: a long one into its place, short ones
+ * together into a buffer that stays in the cache. */
+static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    while (code == MLS_OK && r->now.left > 0) {
+        const size_t at = r->now.at;
+        const size_t alone = at + r->now.left;
+        const size_t end = r->now.left < DIRECT ? end_together(r) : alone;
+        unsigned char *to = r->now.to;
+        code = end == alone ? MLS_OK : borrow(w, &to, st);
+        if (code == MLS_OK) {
+            code = mls_file_read_at(w->fd, to, end - at,
+                                    r->span->piece->shard->offset + at, st);
+        }
+        if (code == MLS_OK && end == alone) {
+            w->done += end - at;
+            advance(r, end - at);
+        } else if (code == MLS_OK) {
+            scatter(w, r, to, at, end - at);
+        }
+    }
+    return code;
+}
+
+/* ---- verified: whole blocks ---- */
 
 /* Read `bytes` of a block, add them to its checksum and bring them where they are wanted:
  * at once where all of them go on in one run. */
