@@ -21,9 +21,11 @@
 
 enum {
     SMALL = MLS_PLAN_TILE,
-    LARGE = 16, /* segments along each side of a large tile, and restarts in a block */
+    LARGE = 32, /* segments along each side of a large tile, and restarts in a block */
+    WORTH = 64, /* blocks from which on helpers are worth waking, ... */
+    MANY = 256, /* ... and up to here they have enough to do with smaller tiles only */
     TILES = (LARGE / SMALL) * (LARGE / SMALL),
-    STRIP = 64, /* entries that are worked on at a time */
+    STRIP = MLS_PLAN_STRIP,
     LANES = MLS_PLAN_LANES,
     NEVER = INT32_MAX / 4 /* slots that no budget has */
 };
@@ -35,6 +37,7 @@ typedef struct solver {
     mls_plan_table *table;
     mls_poll poll;
     size_t n, entries;
+    size_t large;    /* segments along each side of a large tile: LARGE or half of it */
     uint32_t *shift; /* activations, in slots */
     int32_t *need;   /* by mls_plan_cell: first entry that is finite */
     int32_t *full;   /* by mls_plan_cell: first entry without recomputation */
@@ -81,12 +84,12 @@ static size_t fewest(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Sizes of 4 KiB and its multiples would put all segments into the same few places of the
- * cache. */
+/* An odd number of cache lines: with an even one, what is worked on at a time would lie
+ * in a few places of the caches, and push itself out of there. */
 static size_t stride_of(size_t slots)
 {
     const size_t stride = round_up(slots + 1, LANES);
-    return stride % 1024 == 0 ? stride + LANES : stride;
+    return stride / LANES % 2 == 0 ? stride + LANES : stride;
 }
 
 /* What make_tables asks for, but for small arrays. */
@@ -141,18 +144,16 @@ static size_t natural_of(const solver *v, size_t s, size_t t, size_t k)
     return most(left, v->shift[k] + (size_t)v->need[mls_plan_cell(v->n, k, t)]);
 }
 
-/* What a kernel leaves out: entries of one segment from its own first one to the tile's.
- */
-static void fill_gap(const solver *v, size_t s, size_t t, size_t k, size_t begin)
+/* A restart from k for one segment, entries below `end` alone. */
+static void restart(const solver *v, size_t s, size_t t, size_t k, size_t end)
 {
-    float *c = values_of(v->table, s, t);
-    const float *a = values_of(v->table, s, k - 1);
-    const float *b = values_of(v->table, k, t);
-    const float again = again_of(v, s, k);
     const size_t first = most(bound_of(v, s, t, k), natural_of(v, s, t, k));
-    for (size_t m = first; m < fewest(begin, v->entries); m++) {
-        const float sum = a[m] + (b[m - v->shift[k]] + again);
-        c[m] = sum < c[m] ? sum : c[m];
+    end = fewest(end, v->entries);
+    if (first < end) {
+        v->kernels->row(values_of(v->table, s, t) + first,
+                        values_of(v->table, s, k - 1) + first,
+                        values_of(v->table, k, t) + first - v->shift[k],
+                        again_of(v, s, k), end - first);
     }
 }
 
@@ -180,7 +181,7 @@ static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
     const size_t begin = round_up(bound, LANES);
     for (size_t i = s; i < s_end; i++) {
         for (size_t l = t; l < t_end; l++) {
-            fill_gap(v, i, l, k, begin);
+            restart(v, i, l, k, begin);
         }
     }
     return (uint32_t)begin;
@@ -271,20 +272,6 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
 
 /* ---- single segments ---- */
 
-/* A restart from k for one segment.  Beyond `full` nothing is recomputed, and a restart
- * wins nothing. */
-static void restart(const solver *v, size_t s, size_t t, size_t k)
-{
-    const size_t first = most(bound_of(v, s, t, k), natural_of(v, s, t, k));
-    const size_t end = fewest((size_t)v->full[mls_plan_cell(v->n, s, t)], v->entries);
-    if (first < end) {
-        v->kernels->row(values_of(v->table, s, t) + first,
-                        values_of(v->table, s, k - 1) + first,
-                        values_of(v->table, k, t) + first - v->shift[k],
-                        again_of(v, s, k), end - first);
-    }
-}
-
 /* Saving s, with `moved` slots held beside what follows and `seconds` more. */
 static void save(const solver *v, size_t s, size_t t, int64_t moved, double seconds)
 {
@@ -322,9 +309,10 @@ static void finish(const solver *v, size_t s, size_t t)
     float *values = values_of(v->table, s, t);
     const size_t cell = mls_plan_cell(v->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
+    /* beyond `full` nothing is recomputed, and a restart wins nothing */
     for (size_t k = s + 1; k <= t; k++) {
         if (k < s_end || k > t_begin) {
-            restart(v, s, t, k);
+            restart(v, s, t, k, (size_t)v->full[cell]);
         }
     }
     if (s == t) {
@@ -383,16 +371,17 @@ static bool go_on(solver *v)
 static void fill_large(solver *v, size_t s, size_t t)
 {
     const size_t padded = v->table->padded;
-    const size_t s_end = fewest(s + LARGE, padded), t_end = fewest(t + LARGE, padded);
+    const size_t s_end = fewest(s + v->large, padded);
+    const size_t t_end = fewest(t + v->large, padded);
     if (!go_on(v)) {
         return;
     }
     clear_tile(v, s, t, s_end, t_end);
-    for (size_t k = s_end; s < t && k <= t; k += LARGE) {
+    for (size_t k = s_end; s < t && k <= t; k += v->large) {
         if (!go_on(v)) {
             return;
         }
-        multiply_large(v, s, t, s_end, t_end, k, fewest(k + LARGE, t + 1));
+        multiply_large(v, s, t, s_end, t_end, k, fewest(k + v->large, t + 1));
     }
     /* the restarts s_end .. t are in; within one tile on the diagonal, none is */
     const size_t early = s < t ? s_end : padded, late = s < t ? t : padded;
@@ -407,7 +396,7 @@ static void fill_large(solver *v, size_t s, size_t t)
 static void work(void *context, size_t index)
 {
     solver *v = context;
-    fill_large(v, index * LARGE, (index + v->distance) * LARGE);
+    fill_large(v, index * v->large, (index + v->distance) * v->large);
 }
 
 /* ---- all of it ---- */
@@ -485,8 +474,7 @@ void mls_plan_table_fini(mls_plan_table *table)
  * handed out one by one: whoever began the work comes back to poll between its own. */
 static void run_diagonals(solver *v, mls_pool *pool)
 {
-    enum { WORTH = 64 }; /* blocks from which on helpers are worth waking */
-    const size_t larges = (v->table->padded + LARGE - 1) / LARGE;
+    const size_t larges = (v->table->padded + v->large - 1) / v->large;
     for (v->distance = 0; v->distance < larges; v->distance++) {
         mls_pool_run(v->n < (size_t)WORTH ? NULL : pool, work, v, larges - v->distance);
         if (atomic_load(&v->stopped)) {
@@ -505,6 +493,7 @@ mls_code mls_plan_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool
                 .poll = poll,
                 .n = costs->blocks,
                 .entries = (size_t)costs->budget + 1};
+    v.large = v.n < (size_t)WORTH || v.n >= (size_t)MANY ? LARGE : LARGE / 2;
     mls_code code = MLS_OK;
     if (!make_tables(&v, out)) {
         code = mls_fail(st, MLS_E_MEMORY,

@@ -12,8 +12,9 @@
 #include <stdint.h>
 
 enum {
-    MLS_PLAN_TILE = 4,  /* segments along each side of a kernel's tile */
-    MLS_PLAN_LANES = 16 /* every kernel's vector divides this many entries */
+    MLS_PLAN_TILE = 4,   /* segments along each side of a kernel's tile */
+    MLS_PLAN_LANES = 16, /* every kernel's vector divides this many entries */
+    MLS_PLAN_STRIP = 64  /* entries that are worked on at a time */
 };
 
 /* A tile of segments s .. s + 3 by t .. t + 3, and the restarts k from `first` to before

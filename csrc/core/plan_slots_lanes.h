@@ -22,7 +22,9 @@
 #endif
 
 /* One register's worth of entries of a tile, `COLUMNS` segments wide, for all restarts.
- * The sums stay in registers from the first restart to the last. */
+ * The sums stay in registers from the first restart to the last.  What the next strip
+ * will read is asked for meanwhile: it lies in many places, none of them long enough for
+ * the machine to see what comes. */
 TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 {
     floats sums[MLS_PLAN_TILE][COLUMNS];
@@ -45,10 +47,12 @@ TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
         MLS_UNROLL
         for (size_t l = 0; l < COLUMNS; l++) {
             columns[l] = add(load(right + l * j->stride), plus);
+            __builtin_prefetch(right + l * j->stride + MLS_PLAN_STRIP, 0, 2);
         }
         MLS_UNROLL
         for (size_t i = 0; i < MLS_PLAN_TILE; i++) {
             const floats left = load(cells[i] + (k - 1) * j->stride);
+            __builtin_prefetch(cells[i] + (k - 1) * j->stride + MLS_PLAN_STRIP, 0, 2);
             MLS_UNROLL
             for (size_t l = 0; l < COLUMNS; l++) {
                 sums[i][l] = least(sums[i][l], add(left, columns[l]));

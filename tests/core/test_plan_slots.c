@@ -160,7 +160,7 @@ static void a_poll_stops_it(void)
 static void bytes_of_a_table_are_known(void)
 {
     CHECK(mls_plan_table_bytes(4, 15) == 10 * 16 * sizeof(float));
-    CHECK(mls_plan_table_bytes(5, 16) == 36 * 32 * sizeof(float));
+    CHECK(mls_plan_table_bytes(5, 16) == 36 * 48 * sizeof(float));
     CHECK(mls_plan_table_bytes(SIZE_MAX / 8, 500) == SIZE_MAX);
 }
 
