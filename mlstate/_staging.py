@@ -12,6 +12,9 @@ import numpy as np
 from . import _core
 
 
+_NOTHING = np.empty(0, np.uint8)  # made now: giving memory back must not need any
+
+
 class Staging:
     """Memory that `save_async` copies arrays to, kept for the next save.
 
@@ -86,11 +89,11 @@ class OwnStaging(Staging):
 
     def _end(self) -> None:
         if not self._kept:
-            self._memory = np.empty(0, np.uint8)
+            self._memory = _NOTHING
         super()._end()
 
     def _take(self, wanted: int) -> Any:
         if self.nbytes != wanted:  # what is kept is within the budget, too
-            self._memory = np.empty(0, np.uint8)  # first: never both at once
+            self._memory = _NOTHING  # first: never both at once
             self._memory = np.empty(wanted, np.uint8)
         return self._memory

@@ -272,6 +272,23 @@ def test_staging_memory_serves_one_save_at_a_time(path, held):
     assert second.wait().load().model["w"].sum() == 40
 
 
+def test_memory_is_given_back_without_taking_any(path, held, monkeypatch):
+    """Else nobody would be told of the end where memory is short."""
+
+    class Short:
+        """NumPy, of which no array is to be had."""
+
+        @staticmethod
+        def empty(*_):
+            raise MemoryError
+
+    handle = save_async(path, {"w": np.ones(3)})
+    handle.staged()
+    monkeypatch.setattr(mlstate._staging, "np", Short)
+    held.set()
+    assert handle.wait(SECONDS).load().model["w"].sum() == 3
+
+
 def test_staging_refuses_what_is_no_size():
     with pytest.raises(ValueError, match="0 or more, got -1"):
         Staging(-1)

@@ -325,7 +325,7 @@ class SaveCompressed(SaveIncremental):
 class SaveAsync(SaveCheckpoint):
     """A checkpoint that is written while its state is overwritten, as soon as that is allowed.
 
-    Half of it fits the staging memory: the rest is written before.
+    A part of it fits the staging memory: the rest is written before.
     """
 
     name = "async"
