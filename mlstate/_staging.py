@@ -11,7 +11,6 @@ import numpy as np
 
 from . import _core
 
-
 _NOTHING = np.empty(0, np.uint8)  # made now: giving memory back must not need any
 
 
