@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -77,7 +78,9 @@ class Simulation(NamedTuple):
 def _steps_array(steps: Any) -> NDArray:
     """Take steps as the core has them, or as pairs of a kind and an index."""
     if isinstance(steps, np.ndarray):
-        array = np.array(steps, np.int32, order="C")
+        flags = steps.flags
+        frozen = flags.owndata and not flags.writeable  # as the core makes them
+        array = (np.asarray if frozen else np.array)(steps, np.int32, order="C")
     else:
         pairs: list[tuple[int, int]] = []
         for step in steps:
@@ -90,7 +93,8 @@ def _steps_array(steps: Any) -> NDArray:
         array = np.array(pairs, np.int32).reshape(-1, 2)
     if array.ndim != 2 or array.shape[1] != 2:
         raise ValueError(f"steps have shape {array.shape}: expected (steps, 2)")
-    array.flags.writeable = False
+    if array.flags.writeable:
+        array.flags.writeable = False
     return array
 
 
@@ -370,6 +374,8 @@ class Plan:
         ------
         IndexError
             There is no such block.
+        TypeError
+            A mask: ``np.flatnonzero(mask)`` has its numbers.
         CapacityError
             If the peak exceeds the budget.
 
@@ -383,7 +389,9 @@ class Plan:
         n = chain.blocks
         again = np.zeros(n, bool)
         for block in blocks:
-            if not 0 <= block < n:
+            if isinstance(block, bool | np.bool_):
+                raise TypeError(f"{block} is no number of a block: np.flatnonzero(mask) has them")
+            if not 0 <= index(block) < n:
                 raise IndexError(f"block {block}: this chain has {n}, counted from 0")
             again[block] = True
         every = np.arange(n, dtype=np.int32)

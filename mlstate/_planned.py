@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import _core, _folder
 from ._indexes import Indexes
 from ._layout import Layout, Shard, steps_of
-from ._load import _names, chosen_keys, ranks_of
+from ._load import chosen_keys, ranks_of
 from ._manifest import IndexRecord, described
-from ._save import PACK_BELOW, by_section, states_of, whole_names
+from ._names import listed_names
+from ._save import PACK_BELOW, states_of
+from ._share_out import by_section, whole_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -291,10 +293,10 @@ def plan_load(
     """
     folder = os.path.abspath(os.fspath(path))
     cutting = ranks_of(rank, world_size, layout, None)
-    listed = _names(names)
+    listed = listed_names(names)
     manifest = _folder.read_manifest(folder, root)
     indexes = Indexes(folder, manifest, listed, rank)
-    chosen = list(enumerate(chosen_keys(indexes.catalog, listed, folder)))
+    chosen = list(enumerate(chosen_keys(indexes.catalog, listed, folder)[1]))
     read = set(indexes.ranks)
     indexes.need((section, keys, cutting) for section, keys in chosen)
     read.update(indexes.ranks)

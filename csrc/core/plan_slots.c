@@ -129,31 +129,30 @@ static float again_of(const solver *v, size_t s, size_t k)
     return (float)(v->costs->before[k] - v->costs->before[s]);
 }
 
-/* First entry of a restart from k for one segment, apart from that it finds finite values
- * in its two parts. */
-static size_t bound_of(const solver *v, size_t s, size_t t, size_t k)
+/* Restarts `from` to before `to` for one segment, entries below `end` alone.  Each begins
+ * where the rules allow it and both of its parts are finite.  Cells of a row lie side by
+ * side, those of a column each a cell closer to the next than the ones before. */
+static void restart(const solver *v, size_t s, size_t t, size_t from, size_t to,
+                    size_t end)
 {
-    const size_t sweep = (size_t)v->sweep[mls_plan_cell(v->n, s, k - 1)];
-    return most(sweep + (size_t)v->costs->hold[t], v->shift[k]);
-}
-
-/* First entry at which both parts of a restart are finite. */
-static size_t natural_of(const solver *v, size_t s, size_t t, size_t k)
-{
-    const size_t left = (size_t)v->need[mls_plan_cell(v->n, s, k - 1)];
-    return most(left, v->shift[k] + (size_t)v->need[mls_plan_cell(v->n, k, t)]);
-}
-
-/* A restart from k for one segment, entries below `end` alone. */
-static void restart(const solver *v, size_t s, size_t t, size_t k, size_t end)
-{
-    const size_t first = most(bound_of(v, s, t, k), natural_of(v, s, t, k));
+    if (from >= to) { /* may lie beyond the last block */
+        return;
+    }
+    const size_t row = mls_plan_cell(v->n, s, 0), hold = (size_t)v->costs->hold[t];
+    const int32_t *below = v->need + mls_plan_cell(v->n, from, t);
+    float *values = values_of(v->table, s, t);
     end = fewest(end, v->entries);
-    if (first < end) {
-        v->kernels->row(values_of(v->table, s, t) + first,
-                        values_of(v->table, s, k - 1) + first,
-                        values_of(v->table, k, t) + first - v->shift[k],
-                        again_of(v, s, k), end - first);
+    for (size_t k = from; k < to; k++) {
+        const size_t shift = v->shift[k], left = row + k - 1;
+        const size_t bound = most((size_t)v->sweep[left] + hold, shift);
+        const size_t finite = most((size_t)v->need[left], shift + (size_t)*below);
+        const size_t first = most(bound, finite);
+        if (first < end) {
+            v->kernels->row(values + first, values_of(v->table, s, k - 1) + first,
+                            values_of(v->table, k, t) + first - shift, again_of(v, s, k),
+                            end - first);
+        }
+        below += v->n - k - 1;
     }
 }
 
@@ -173,7 +172,7 @@ static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
         natural = fewest(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
         hold = most(hold, (size_t)v->costs->hold[l]);
     }
-    const size_t bound = most(sweep + hold, v->shift[k]); /* of bound_of, the largest */
+    const size_t bound = most(sweep + hold, v->shift[k]); /* the largest of all */
     natural = most(natural + v->shift[k], lowest) / LANES * LANES;
     if (natural >= bound) {
         return (uint32_t)natural;
@@ -181,7 +180,7 @@ static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
     const size_t begin = round_up(bound, LANES);
     for (size_t i = s; i < s_end; i++) {
         for (size_t l = t; l < t_end; l++) {
-            restart(v, i, l, k, begin);
+            restart(v, i, l, k, k + 1, begin);
         }
     }
     return (uint32_t)begin;
@@ -310,11 +309,8 @@ static void finish(const solver *v, size_t s, size_t t)
     const size_t cell = mls_plan_cell(v->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
     /* beyond `full` nothing is recomputed, and a restart wins nothing */
-    for (size_t k = s + 1; k <= t; k++) {
-        if (k < s_end || k > t_begin) {
-            restart(v, s, t, k, (size_t)v->full[cell]);
-        }
-    }
+    restart(v, s, t, s + 1, fewest(s_end, t + 1), (size_t)v->full[cell]);
+    restart(v, s, t, most(s_end, t_begin + 1), t + 1, (size_t)v->full[cell]);
     if (s == t) {
         for (size_t m = (size_t)mls_plan_save_need(c, s, t); m < v->entries; m++) {
             values[m] = 0;
@@ -343,9 +339,20 @@ static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t
     }
 }
 
+/* A segment's memory into the cache, soon to be written. */
+static void ask_for(const solver *v, size_t s, size_t t)
+{
+    const float *values = values_of(v->table, s, t);
+    for (size_t m = 0; s <= t && m < v->table->stride; m += LANES) {
+        __builtin_prefetch(values + m, 1, 3);
+    }
+}
+
 /* One small tile, once the tiles to the left and below are complete.  Restarts before
- * `early` and after `late` are still to come. */
-static void finish_small(const solver *v, size_t s, size_t t, size_t early, size_t late)
+ * `early` and after `late` are still to come.  What the tile at `next` will be written to
+ * is asked for meanwhile, segment by segment; NEVER: nothing is. */
+static void finish_small(const solver *v, size_t s, size_t t, size_t early, size_t late,
+                         size_t next_s, size_t next_t)
 {
     if (s < t) {
         multiply(v, s, t, s + SMALL, fewest(early, t + 1));
@@ -353,7 +360,28 @@ static void finish_small(const solver *v, size_t s, size_t t, size_t early, size
     }
     for (size_t i = fewest(s + SMALL, v->n); i-- > s;) {
         for (size_t l = most(i, t); l < fewest(t + SMALL, v->n); l++) {
+            if (next_s < NEVER) {
+                ask_for(v, next_s + i - s, next_t + l - t);
+            }
             finish(v, i, l);
+        }
+    }
+}
+
+/* A large tile on the diagonal: small tiles are cleared one by one, each right before it
+ * is worked on.  Short chains have no other, and to clear memory that is out of the
+ * cache all at once takes them a quarter of their time. */
+static void fill_diagonal(const solver *v, size_t begin, size_t end)
+{
+    const size_t padded = v->table->padded;
+    for (size_t s = end; s > begin;) {
+        s -= SMALL;
+        for (size_t t = s; t < end; t += SMALL) {
+            const bool down = t + SMALL == end; /* then comes the row above */
+            const size_t above = s > begin ? s - SMALL : NEVER;
+            clear_tile(v, s, t, s + SMALL, t + SMALL);
+            finish_small(v, s, t, padded, padded, down ? above : s,
+                         down ? above : t + SMALL);
         }
     }
 }
@@ -376,18 +404,20 @@ static void fill_large(solver *v, size_t s, size_t t)
     if (!go_on(v)) {
         return;
     }
+    if (s == t) {
+        fill_diagonal(v, s, s_end);
+        return;
+    }
     clear_tile(v, s, t, s_end, t_end);
-    for (size_t k = s_end; s < t && k <= t; k += v->large) {
+    for (size_t k = s_end; k <= t; k += v->large) {
         if (!go_on(v)) {
             return;
         }
         multiply_large(v, s, t, s_end, t_end, k, fewest(k + v->large, t + 1));
     }
-    /* the restarts s_end .. t are in; within one tile on the diagonal, none is */
-    const size_t early = s < t ? s_end : padded, late = s < t ? t : padded;
-    for (size_t i = s_end; i > s; i -= SMALL) {
-        for (size_t l = most(i - SMALL, t); l < t_end; l += SMALL) {
-            finish_small(v, i - SMALL, l, early, late);
+    for (size_t i = s_end; i > s; i -= SMALL) { /* the restarts s_end .. t are in */
+        for (size_t l = t; l < t_end; l += SMALL) {
+            finish_small(v, i - SMALL, l, s_end, t, NEVER, NEVER);
         }
     }
 }

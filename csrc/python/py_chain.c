@@ -124,6 +124,9 @@ PyObject *mlsp_steps_array(const mls_schedule *schedule)
         memcpy(PyArray_DATA((PyArrayObject *)array), schedule->steps,
                schedule->count * sizeof *schedule->steps);
     }
+    if (array != NULL) { /* a plan keeps it as it is */
+        PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
+    }
     return array;
 }
 
