@@ -37,7 +37,12 @@ AT_SECOND = "mlstate plan, at Interval(2)'s peak"
 AT_SEQUENTIAL = "mlstate plan, at sequential's peak"
 ANY_SECOND = 'schedules="any", at Interval(2)\'s peak'
 ANY_SEQUENTIAL = 'schedules="any", at sequential\'s peak'
-MINE = (AT_SECOND, ANY_SECOND, AT_SEQUENTIAL, ANY_SEQUENTIAL)
+LAYERS_SECOND = "plan of single layers, Interval(2)'s peak"
+LAYERS_SEQUENTIAL = "plan of single layers, sequential's peak"
+MINE = (
+    *(AT_SECOND, ANY_SECOND, LAYERS_SECOND),
+    *(AT_SEQUENTIAL, ANY_SEQUENTIAL, LAYERS_SEQUENTIAL),
+)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,8 +59,7 @@ class Way:
     gradients: str = ""
     buffers: str = ""
     seconds: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
-    runs: int = 0
+    again: list[int] = field(default_factory=list)  # places of the blocks that ran again
 
 
 def schedule(segments: list[tuple[int, int, bool]]) -> list[tuple[str, int]]:
@@ -90,19 +94,27 @@ class Ways:
         self.begin = [buffer.clone() for buffer in self.buffers]
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self.chain = Chain.from_torch(plain, model.sample, repeats=7)
+        self.chain = Chain.from_torch(plain, model.sample, repeats=15)
         plain.eval()  # leaves the buffers as they are
         with torch.no_grad():
             self.gradient = torch.randn_like(plain(model.sample))
         plain.train()
         self.expected: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        # Blocks that are sequences of layers can be planned layer by layer, too.
+        sequences = [block for block in model.blocks if isinstance(block, nn.Sequential)]
+        self.layers = [layer for block in sequences for layer in block]
+        self.modules = [*model.blocks, *self.layers]
+        # All ways run the same modules again, only not the same ones: one time for each,
+        # whichever way it was that ran it, compares them by what they run.
+        self.module_seconds: list[list[float]] = [[] for _ in self.modules]
 
     # ---- the ways ----
 
-    def timed(self) -> tuple[nn.Sequential, Clock]:
-        """Wrap the blocks anew."""
+    def timed(self, *, layers: bool = False) -> tuple[nn.Sequential, Clock]:
+        """Wrap the blocks anew, or the layers."""
         clock = Clock()
-        return nn.Sequential(*(Timed(block, clock) for block in self.model.blocks)), clock
+        timed = [Timed(module, i, clock) for i, module in enumerate(self.modules)]
+        return nn.Sequential(*timed[self.blocks :] if layers else timed[: self.blocks]), clock
 
     def add(
         self,
@@ -155,22 +167,28 @@ class Ways:
 
     def plans(self) -> None:
         """Add the planner's schedules, at the peaks that were measured."""
-        for name, other, schedules in (
-            (AT_SECOND, SECOND, "persistent"),
-            (AT_SEQUENTIAL, self.sequential, "persistent"),
-            (ANY_SECOND, SECOND, "any"),
-            (ANY_SEQUENTIAL, self.sequential, "any"),
+        for other, *names in (
+            (SECOND, AT_SECOND, ANY_SECOND, LAYERS_SECOND),
+            (self.sequential, AT_SEQUENTIAL, ANY_SEQUENTIAL, LAYERS_SEQUENTIAL),
         ):
             budget = self.ways[other].peak_bytes
-            began = time.perf_counter()
-            try:
-                made = plan(self.chain, budget, schedules=schedules)
-            except CapacityError as error:
-                self.say(f"{name} is left out: {error}")
-                continue
-            self.say(f"{name}: {1e3 * (time.perf_counter() - began):.3g} ms to plan, {made.method}")
-            module, clock = self.timed()
-            self.add(name, made.apply(module), clock, made)
+            self.add_plan(names[0], self.chain, budget, "persistent")
+            self.add_plan(names[1], self.chain, budget, "any")
+            if self.layers:
+                chain = Chain.from_torch(nn.Sequential(*self.layers), self.model.sample, repeats=15)
+                self.add_plan(names[2], chain, budget, "persistent")
+
+    def add_plan(self, name: str, chain: Chain, budget: int, schedules: Any) -> None:
+        """Add a plan for a chain of the blocks, or of the layers."""
+        began = time.perf_counter()
+        try:
+            made = plan(chain, budget, schedules=schedules)
+        except CapacityError as error:
+            self.say(f"{name} is left out: {error}")
+            return
+        self.say(f"{name}: {1e3 * (time.perf_counter() - began):.3g} ms to plan, {made.method}")
+        module, clock = self.timed(layers=chain is not self.chain)
+        self.add(name, made.apply(module), clock, made)
 
     # ---- measuring ----
 
@@ -207,8 +225,9 @@ class Ways:
                     if number:
                         way.seconds.append(seconds)
                         if way.clock is not None:
-                            way.again.append(way.clock.again)
-                            way.runs = way.clock.runs
+                            way.again = [place for place, _ in way.clock.again]
+                            for place, took in way.clock.again:
+                                self.module_seconds[place].append(took)
         finally:
             gc.enable()
 
@@ -228,16 +247,16 @@ class Ways:
                 error = round(100 * (predicted / way.peak_bytes - 1), 2)
                 row.extra["error"] = f"{error + 0.0:+.2f} %"
             if way.clock is not None:
-                row.extra["run again"] = way.runs
-                row.extra["their ms"] = f"{1e3 * middle(way.again):.1f}"
+                row.extra["run again"] = len(way.again)
+                row.extra["their ms"] = f"{1e3 * self.again(row.name):.1f}"
             row.extra["gradients"] = way.gradients
             if self.buffers:
                 row.extra["buffers"] = way.buffers
         return {row.name: row for row in rows}
 
     def again(self, name: str) -> float:
-        """Median time that blocks took after their first run, in seconds."""
-        return middle(self.ways[name].again)
+        """Time of the modules that ran again, each by its median over all ways, in seconds."""
+        return sum(middle(self.module_seconds[place]) for place in self.ways[name].again)
 
     def extra(self, name: str) -> float:
         """Median of what a step took longer than the plain step of its round, in seconds."""

@@ -186,8 +186,8 @@ def on_model(run: Run, name: str) -> None:
     ways.measure(run.rounds(7, 3))
     rows: dict[str, Row] = ways.rows()
     note = (
-        "peak: what torch allocated during a step, its input included; run again: runs of blocks "
-        "after their first, and their time"
+        "peak: what torch allocated during a step, its input included; run again: runs of blocks, "
+        "or of layers, after their first, and their time, each one's median over all ways"
     )
     run.report.table(ways.model.name, list(rows.values()), note=note)
     run.judge(verdicts_of(ways, aim=0.5 if name == "pyramid" else None))
@@ -195,7 +195,7 @@ def on_model(run: Run, name: str) -> None:
 
 def verdicts_of(ways: Any, aim: float | None) -> list[str]:
     """Compare plans with what has the same peak."""
-    from activation_ways import AT_SECOND, MINE, SECOND
+    from activation_ways import LAYERS_SECOND, MINE, SECOND
 
     lines = []
     for mine in (name for name in MINE if name in ways.ways):
@@ -207,7 +207,7 @@ def verdicts_of(ways: Any, aim: float | None) -> list[str]:
             f"{mine}: {100 * share:.0f} % of its recomputation at {100 * peak:.1f} % of its peak; "
             f"the step takes {longer[0]} longer than without checkpointing, {longer[1]} there"
         )
-        if aim is not None and mine == AT_SECOND:
+        if aim is not None and mine == LAYERS_SECOND:
             line += f"; <= {100 * aim:.0f} % at no higher peak: {met(share <= aim and peak <= 1)}"
         lines.append(line)
     ours = [w for w in ways.ways.values() if w.name in MINE]
