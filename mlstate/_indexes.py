@@ -7,18 +7,16 @@ number does not grow with that of the ranks.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
 from ._manifest import Ranks
+from ._names import GLOB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ._manifest import Manifest
-
-GLOB = re.compile(r"[*?\[]")
 
 
 def _patterns_with(manifest: Manifest, names: Sequence[str] | None) -> list[int]:

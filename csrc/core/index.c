@@ -1,11 +1,15 @@
 /* index: reading.
  *
+ * Most texts are in our own words and are read by index_lines.c; this one reads all the
+ * others, and says what is wrong.
+ *
  * The reader goes over the document twice: once to check its outline and to count what
  * will be needed, once to fill it in.  Each count is a number of JSON values, so memory
  * stays in proportion to the text.  Whatever is wrong with a shard is said with its name.
  */
 #include "index.h"
 
+#include "index_lines.h"
 #include "mem.h"
 #include "safetensors.h"
 #include "seal.h"
@@ -853,16 +857,12 @@ static mls_code read_index(reader *r)
     return mls_index_arrange(&r->index, r->st);
 }
 
-/* The seal comes first: of a text that was damaged nothing is parsed, and whatever is
- * found wrong behind it was written so. */
-mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
-                         mls_index *out, mls_status *st)
+/* As any JSON, whoever wrote it. */
+static mls_code parse_any(const char *text, size_t length, mls_index *out, mls_status *st)
 {
     mls_json *json = NULL;
-    mls_code code = mls_seal_check(text, length, crc, st);
-    if (code == MLS_OK) {
-        code = mls_json_parse(text, length, (mls_json_limits){DEPTH, NODES}, &json, st);
-    }
+    mls_code code =
+        mls_json_parse(text, length, (mls_json_limits){DEPTH, NODES}, &json, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -876,4 +876,18 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
     mls_json_forget(json); /* names stay, values are not asked for any more */
     *out = r.index;
     return MLS_OK;
+}
+
+/* The seal comes first: of a text that was damaged nothing is parsed, and whatever is
+ * found wrong behind it was written so.  What is not in our own words, or is not good, is
+ * read once more. */
+mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
+                         mls_index *out, mls_status *st)
+{
+    mls_code code = mls_seal_check(text, length, crc, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_index_lines_read(text, length, out, st);
+    return code == MLS_E_FORMAT ? parse_any(text, length, out, st) : code;
 }

@@ -96,7 +96,8 @@ typedef struct mls_index {
                                 places */
     size_t shard_count;
     /* what the shards point to; NULL where somebody else owns that */
-    mls_json *json;
+    mls_json *json; /* names lie here, or there */
+    char *names;
     size_t *dims;
     signed char *axes;
     uint32_t *crcs;

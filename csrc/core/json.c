@@ -220,26 +220,6 @@ static mls_code read_escape(json_parser *p, size_t *write)
     return MLS_OK;
 }
 
-/* How many of eight characters are plain before the first that is not, at once.  Each
- * term lifts the top bit of a byte that is not: a quote, a backslash, DEL, less than a
- * space, more than ASCII.  Borrows only reach bytes above one that is lifted anyway, so
- * the lowest one that is lifted is the first that is not plain. */
-static inline size_t eight_plain(const char *text)
-{
-    static const uint64_t ones = 0x0101010101010101U;
-    uint64_t x;
-    memcpy(&x, text, sizeof x);
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    x = __builtin_bswap64(x); /* the first character lowest */
-#endif
-    const uint64_t quote = (x ^ (ones * '"')) - ones;
-    const uint64_t slash = (x ^ (ones * '\\')) - ones;
-    const uint64_t control = x - ones * ' ';
-    const uint64_t beyond = x + ones; /* DEL becomes 0x80 */
-    const uint64_t lifted = (quote | slash | control | beyond | x) & (ones * 0x80U);
-    return lifted == 0 ? 8 : (size_t)__builtin_ctzll(lifted) / 8;
-}
-
 /* Take the characters up to the next one that needs a look: most texts are plain ASCII.
  */
 static inline void take_plain(json_parser *p, size_t *write)
@@ -248,7 +228,7 @@ static inline void take_plain(json_parser *p, size_t *write)
     const size_t start = p->at;
     size_t at = start, plain = 8;
     while (plain == 8 && p->end - at >= 8) {
-        plain = eight_plain(text + at);
+        plain = mls_text_eight_plain(text + at);
         at += plain;
     }
     /* the last few of the text, which are less than eight */

@@ -6,6 +6,8 @@
  */
 #include "seal.h"
 
+#include "size.h"
+
 #include <string.h>
 
 /* Where the digits start: the closing quote is the last character of the start. */
@@ -22,21 +24,27 @@ void mls_crc_to_digits(uint32_t crc, char *digits)
 }
 
 /* Exactly what mls_crc_to_digits writes.  Capitals are refused, so that a flipped bit
- * that makes one of a small letter is noticed. */
+ * that makes one of a small letter is noticed.
+ *
+ * All eight at once, since an index has one for each shard: a sum lifts the top bit of
+ * each byte that is at least some character, and no sum of a byte of ASCII and less than
+ * 0x80 reaches the byte above. */
 bool mls_crc_from_digits(const char *digits, uint32_t *out)
 {
-    uint32_t value = 0;
-    for (int i = 0; i < MLS_CRC_DIGITS; i++) {
-        const char c = digits[i];
-        if (c >= '0' && c <= '9') {
-            value = value * 16 + (uint32_t)(c - '0');
-        } else if (c >= 'a' && c <= 'f') {
-            value = value * 16 + (uint32_t)(c - 'a' + 10);
-        } else {
-            return false;
-        }
+    const uint64_t ones = 0x0101010101010101U, tops = ones * 0x80U;
+    unsigned char bytes[MLS_CRC_DIGITS];
+    memcpy(bytes, digits, sizeof bytes);
+    const uint64_t x = mls_load_le64(bytes);
+    const uint64_t digit = (x + ones * (0x80U - '0')) & ~(x + ones * (0x7FU - '9'));
+    const uint64_t letter = (x + ones * (0x80U - 'a')) & ~(x + ones * (0x7FU - 'f'));
+    if ((x & tops) != 0 || ((digit | letter) & tops) != tops) {
+        return false;
     }
-    *out = value;
+    /* letters alone have the bit of 0x40, and 'a' ends in 1; the first is the lowest */
+    uint64_t value = (x & ones * 0x0FU) + (x >> 6 & ones) * 9;
+    value = (value << 4 | value >> 8) & 0x00FF00FF00FF00FFU;
+    value = (value << 8 | value >> 16) & 0x0000FFFF0000FFFFU;
+    *out = (uint32_t)((value << 16 | value >> 32) & UINT32_MAX);
     return true;
 }
 

@@ -42,8 +42,8 @@ enum {
 };
 
 /* Bytes `from` .. `end` of a piece's shard.  Whole blocks, but for the ends of what the
- * piece needs.  File and place are the shard's, which is out of the cache by the time
- * that spans are put in order. */
+ * piece needs.  File, place and cost are kept here: the shard that they come from is out
+ * of the cache by the time that spans are put in order. */
 typedef struct span {
     const mls_piece *piece;
     size_t from, end;
@@ -52,7 +52,8 @@ typedef struct span {
     size_t zeros_from,
         zeros_end; /* of what is wanted: zeros are filled in between runs */
     const char *file;
-    uint64_t at; /* of `from` in the file */
+    uint64_t at;   /* of `from` in the file */
+    uint64_t cost; /* as cost_of says */
 } span;
 
 /* Lent to the task that takes it; allocated at its first use. */
@@ -547,8 +548,9 @@ static mls_code add_span(reading *shared, span s, mls_status *st)
         shared->spans = grown;
         shared->room = room;
     }
+    s.cost = cost_of(&s);
     shared->spans[shared->count++] = s;
-    shared->cost += cost_of(&s);
+    shared->cost += s.cost;
     return MLS_OK;
 }
 
@@ -703,12 +705,11 @@ static void cut_tasks(reading *shared)
     uint64_t cost = 0;
     for (size_t i = 0; i < shared->count; i++) {
         const span *s = shared->order[i];
-        const uint64_t more = cost_of(s);
-        if (i == 0 || cost + more > SPAN + SPAN_COST) {
+        if (i == 0 || cost + s->cost > SPAN + SPAN_COST) {
             shared->tasks[shared->task_count++] = i;
             cost = 0;
         }
-        cost += more;
+        cost += s->cost;
     }
     shared->tasks[shared->task_count] = shared->count;
 }

@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 /* Borrowed; `data` may be NULL where `length` is 0. */
 typedef struct mls_text {
@@ -39,6 +40,27 @@ int mls_text_compare(mls_text a, mls_text b);
 
 /* Whether `text` starts with all of `prefix`; true for an empty one. */
 bool mls_text_starts(mls_text text, mls_text prefix);
+
+/* How many of the eight characters at `text` are plain before the first that is not, all
+ * looked at together: no quote, no backslash, no DEL, nothing below a space or beyond
+ * ASCII.  In JSON such a character can only stand for itself. */
+static inline size_t mls_text_eight_plain(const char *text)
+{
+    static const uint64_t ones = 0x0101010101010101U;
+    uint64_t x;
+    memcpy(&x, text, sizeof x);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    x = __builtin_bswap64(x); /* the first character lowest */
+#endif
+    /* Each term lifts the top bit of a byte that is not plain.  Borrows only reach bytes
+     * above one that is lifted anyway, so the lowest one that is lifted is the first. */
+    const uint64_t quote = (x ^ (ones * '"')) - ones;
+    const uint64_t slash = (x ^ (ones * '\\')) - ones;
+    const uint64_t control = x - ones * ' ';
+    const uint64_t beyond = x + ones; /* DEL becomes 0x80 */
+    const uint64_t lifted = (quote | slash | control | beyond | x) & (ones * 0x80U);
+    return lifted == 0 ? 8 : (size_t)__builtin_ctzll(lifted) / 8;
+}
 
 /* The decimal number at `*at`, which moves behind it and the comma that follows, where
  * one does: lists of numbers that are one string.  False: there is none, or not in its

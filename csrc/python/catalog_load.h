@@ -12,6 +12,7 @@ typedef struct wanted {
     unsigned char *data; /* of a target that is packed */
     mls_tensor *strided; /* of one that is not; owned */
     size_t first, count; /* of the job's pieces */
+    bool long_zeros;     /* a new array pays that is zero to begin with */
     mls_part part;       /* last: most of it is room that is never touched */
 } wanted;
 

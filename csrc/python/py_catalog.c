@@ -542,6 +542,9 @@ static PyMethodDef catalog_methods[] = {
     {"holders", MLSP_FASTCALL(mlsp_catalog_holders),
      "holders($self, folder, section, keys, cutting, patterns, own, world_size, "
      "/)\n--\n\nRanks that have what is wanted."},
+    {"check_parts", MLSP_FASTCALL(mlsp_catalog_check_parts),
+     "check_parts($self, patterns, world_size, /)\n--\n\nRefuse tensors that the ranks "
+     "did not store all of."},
     {"reads", MLSP_FASTCALL(mlsp_catalog_reads),
      "reads($self, folder, section, keys, cutting, verify, /)\n--\n\nBytes of files "
      "that loading reads."},

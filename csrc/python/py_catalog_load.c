@@ -231,6 +231,7 @@ static int choose(load_job *job, mls_section section, PyObject *keys, const cutt
         w->data = NULL;
         w->strided = NULL;
         w->first = w->count = 0;
+        w->long_zeros = false;
         job->count++;
         job->piece_count += w->tensor->places;
     }
@@ -238,6 +239,23 @@ static int choose(load_job *job, mls_section section, PyObject *keys, const cutt
 }
 
 /* ---- loading: what must be read ---- */
+
+/* Whether memory that is zero to begin with saves work: where what was never stored lies
+ * in ranges of many pages, which are then not even touched.  Between short ones all pages
+ * are touched all the same, and zeroing them beforehand would be done for nothing. */
+static bool has_long_zeros(const load_job *job, const wanted *w)
+{
+    enum { LONG = 64 << 10 };
+    size_t bytes = 0, count = 0;
+    for (size_t j = w->first; j < w->first + w->count; j++) {
+        const mls_stored_shard *stored = &job->stored[j];
+        for (size_t i = 0; stored->file == NULL && i < stored->visible_count; i++) {
+            bytes += stored->visible[i].count * stored->item_bytes; /* of a shard's */
+            count++;
+        }
+    }
+    return count > 0 && bytes / count >= LONG;
+}
 
 /* Without the GIL: the pieces of all that is wanted, and whether their files are what was
  * recorded.  `*file` is the one that is not. */
@@ -256,6 +274,7 @@ static mls_code find_pieces(load_job *job, const char **file, mls_status *st)
         }
         w->first = used;
         used += w->count;
+        w->long_zeros = has_long_zeros(job, w);
         for (size_t j = w->first; j < used; j++) {
             const mls_stored_shard *stored = &job->stored[j];
             if (stored->file != NULL && stored->file != seen) {
@@ -410,23 +429,6 @@ static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules
     return new_array(w, mlsp_mapping_data(capsule) + offset, capsule, false);
 }
 
-/* Whether memory that is zero to begin with saves work: where what was never stored lies
- * in ranges of many pages, which are then not even touched.  Between short ones all pages
- * are touched all the same, and zeroing them beforehand would be done for nothing. */
-static bool has_long_zeros(const load_job *job, const wanted *w)
-{
-    enum { LONG = 64 << 10 };
-    size_t bytes = 0, count = 0;
-    for (size_t j = w->first; j < w->first + w->count; j++) {
-        const mls_stored_shard *stored = &job->stored[j];
-        for (size_t i = 0; stored->file == NULL && i < stored->visible_count; i++) {
-            bytes += stored->visible[i].count * stored->item_bytes; /* of a shard's */
-            count++;
-        }
-    }
-    return count > 0 && bytes / count >= LONG;
-}
-
 /* Say where the bytes of a new array go; `zeros` that it began with stay. */
 static void place_new(load_job *job, const wanted *w, bool zeros)
 {
@@ -438,45 +440,40 @@ static void place_new(load_job *job, const wanted *w, bool zeros)
     }
 }
 
-/* Arrays for all that is wanted; what is mapped needs no reading, so its pieces are left
- * out and those of the others move up. */
-static int make_arrays(load_job *job, bool maps)
+/* Arrays for all that is wanted, as {key: array}; what is mapped needs no reading, so its
+ * pieces are left out and those of the others move up.
+ *
+ * Each goes into the dict at once, while both of them are in the cache.  The job keeps
+ * the arrays as well: their memory must last while it is read to, whoever may get hold of
+ * the dict meanwhile. */
+static PyObject *make_arrays(load_job *job, bool maps)
 {
     size_t used = 0;
-    PyObject *capsules = maps ? PyDict_New() : NULL;
-    bool good = !maps || capsules != NULL;
+    PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
+    bool good = result != NULL && (!maps || capsules != NULL);
     for (size_t i = 0; good && i < job->count; i++) {
         wanted *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, w, capsules) : Py_NewRef(Py_None);
-        const bool read = array == Py_None, zeros = read && has_long_zeros(job, w);
+        const bool read = array == Py_None, zeros = read && w->long_zeros;
         if (read) {
             Py_DECREF(array);
             array = new_array(w, NULL, NULL, zeros);
         }
         w->array = array;
-        good = array != NULL;
-        if (good && read) {
+        if (array != NULL && read) {
             place_new(job, w, zeros);
             memmove(job->pieces + used, job->pieces + w->first,
                     w->count * sizeof *job->pieces);
             used += w->count;
         }
+        good = array != NULL && PyDict_SetItem(result, w->key, array) == 0;
     }
     job->piece_count = used;
     Py_XDECREF(capsules);
-    return good ? 0 : -1;
-}
-
-/* {key: array} */
-static PyObject *arrays_dict(const load_job *job)
-{
-    PyObject *dict = PyDict_New();
-    for (size_t i = 0; dict != NULL && i < job->count; i++) {
-        if (PyDict_SetItem(dict, job->wanted[i].key, job->wanted[i].array) < 0) {
-            Py_CLEAR(dict);
-        }
+    if (!good) {
+        Py_CLEAR(result);
     }
-    return dict;
+    return result;
 }
 
 /* The arguments that all ways of loading begin with, and what is wrong with them before
@@ -528,9 +525,11 @@ PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t 
     }
     const int verify = PyObject_IsTrue(args[4]), maps = PyObject_IsTrue(args[5]);
     if (verify >= 0 && maps >= 0 &&
-        load_init(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
-        make_arrays(&job, maps != 0) == 0 && read_all(&job, verify != 0, args[6]) == 0) {
-        result = arrays_dict(&job);
+        load_init(&job, object, args[0], args[1], args[2], args[3]) == 0) {
+        result = make_arrays(&job, maps != 0);
+    }
+    if (result != NULL && read_all(&job, verify != 0, args[6]) < 0) {
+        Py_CLEAR(result);
     }
     mlsp_load_fini(&job);
     return result;

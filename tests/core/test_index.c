@@ -59,28 +59,48 @@ static bool same_index(const mls_index *a, const mls_index *b)
     return same;
 }
 
-/* Build, read, compare, and build again: the same text. */
-static void check_round_trip(const mls_index *index)
+/* Read, compare, and build again: the same text, of which `b` may have more. */
+static void check_read(const mls_index *index, const mls_buffer *b, size_t length)
 {
-    mls_buffer b = {0}, again = {0};
+    mls_buffer again = {0};
     mls_index back = {0};
     mls_status st = {0};
-    uint32_t sum = 0, sum_again = 1;
-    if (mls_index_build(index, crc, &b, &sum, &st) == MLS_OK &&
-        mls_index_parse(b.data, b.length, crc, &back, &st) == MLS_OK) {
+    uint32_t sum = 0;
+    if (mls_index_parse(b->data, b->length, crc, &back, &st) == MLS_OK) {
         CHECK(same_index(index, &back));
-        CHECK(sum == crc->update(0, b.data, b.length));
-        CHECK(mls_index_build(&back, crc, &again, &sum_again, &st) == MLS_OK);
-        CHECK(again.length == b.length && sum_again == sum &&
-              memcmp(again.data, b.data, b.length) == 0);
+        CHECK(mls_index_build(&back, crc, &again, &sum, &st) == MLS_OK);
+        CHECK(again.length == length && sum == crc->update(0, again.data, length));
+        if (length == b->length) {
+            CHECK(memcmp(again.data, b->data, length) == 0);
+        }
     } else {
         printf("    refused: %s (%s)\n", st.text, st.name);
         CHECK(false);
     }
     mls_index_fini(&back);
     mls_index_fini(&back);
-    mls_buffer_fini(&b);
     mls_buffer_fini(&again);
+}
+
+/* Build, read and build again; and once more as a text that is not quite what is built,
+ * which another reader reads. */
+static void check_round_trip(const mls_index *index)
+{
+    mls_buffer b = {0};
+    mls_status st = {0};
+    uint32_t sum = 0;
+    if (mls_index_build(index, crc, &b, &sum, &st) == MLS_OK) {
+        const size_t length = b.length;
+        CHECK(sum == crc->update(0, b.data, b.length));
+        check_read(index, &b, length);
+        mls_buffer_text(&b, "\n");
+        (void)mls_seal(b.data, b.length, crc);
+        check_read(index, &b, length);
+    } else {
+        printf("    not built: %s (%s)\n", st.text, st.name);
+        CHECK(false);
+    }
+    mls_buffer_fini(&b);
 }
 
 static mls_index one_file(mls_index_file *file, mls_index_shard *shards, size_t count)
@@ -444,7 +464,7 @@ static void every_flipped_bit_of_an_index_is_found(void)
         b.data[bit / 8] = (char)(b.data[bit / 8] ^ (1 << bit % 8));
         const mls_code code = mls_index_parse(b.data, b.length, crc, &back, &st);
         CHECK(code == MLS_E_CHECKSUM || code == MLS_E_FORMAT);
-        CHECK(back.json == NULL && back.shards == NULL);
+        CHECK(back.json == NULL && back.names == NULL && back.shards == NULL);
         b.data[bit / 8] = (char)(b.data[bit / 8] ^ (1 << bit % 8));
     }
     for (size_t length = 0; length < b.length; length++) {

@@ -7,25 +7,27 @@
 
 enum { ROOM = 16384 };
 
-/* A good index: a parameter's part, a long one, a state with axes, one without bytes. */
+/* A good index, in our own words: a parameter's part, a long one, a state with axes, one
+ * without bytes. */
 static const char good[] = MLS_SEAL_START
-    ",\"format\":\"mlstate.index\",\"format_version\":1,"
-    "\"generation\":\"0123456789abcdef\",\"rank\":3,\"world_size\":4,"
-    "\"files\":["
-    "{\"path\":\"params/w.safetensors\",\"bytes\":1052720,\"header_crc32c\":\"01234567\"}"
-    ",{\"path\":\"optim_state/w.safetensors\",\"bytes\":4120,\"header_crc32c\":"
+    ",\n\"format\":\"mlstate.index\",\"format_version\":1,"
+    "\n\"generation\":\"0123456789abcdef\",\"rank\":3,\"world_size\":4,"
+    "\n\"files\":["
+    "\n{\"path\":\"params/"
+    "w.safetensors\",\"bytes\":1052720,\"header_crc32c\":\"01234567\"}"
+    ",\n{\"path\":\"optim_state/w.safetensors\",\"bytes\":4120,\"header_crc32c\":"
     "\"89abcdef\"}],"
-    "\"shards\":["
-    "{\"section\":\"params\",\"name\":\"long\",\"dtype\":\"U8\",\"shape\":[1048577],"
+    "\n\"shards\":["
+    "\n{\"section\":\"params\",\"name\":\"long\",\"dtype\":\"U8\",\"shape\":[1048577],"
     "\"layout\":[],\"part\":0,\"version\":1,\"file\":0,\"offset\":4096,"
     "\"bytes\":1048577,\"crc32c\":\"11111111\",\"blocks\":\"2222222233333333\"},"
-    "{\"section\":\"params\",\"name\":\"w\",\"dtype\":\"F32\",\"shape\":[4,6],"
+    "\n{\"section\":\"params\",\"name\":\"w\",\"dtype\":\"F32\",\"shape\":[4,6],"
     "\"layout\":[[0,2],[\"flat\",3]],\"part\":5,\"version\":7,\"file\":0,"
     "\"offset\":1052680,\"bytes\":16,\"crc32c\":\"fedcba98\"},"
-    "{\"section\":\"optim_state\",\"name\":\"w\",\"state\":\"col\",\"dtype\":\"F16\","
+    "\n{\"section\":\"optim_state\",\"name\":\"w\",\"state\":\"col\",\"dtype\":\"F16\","
     "\"shape\":[1,12],\"layout\":[],\"part\":0,\"axes\":[null,1],\"tier\":\"cold\","
     "\"version\":2,\"file\":1,\"offset\":4096,\"bytes\":24,\"crc32c\":\"00000001\"},"
-    "{\"section\":\"optim_state\",\"name\":\"x.y\",\"state\":\"m\",\"dtype\":\"F64\","
+    "\n{\"section\":\"optim_state\",\"name\":\"x.y\",\"state\":\"m\",\"dtype\":\"F64\","
     "\"shape\":[2],\"layout\":[[0,3]],\"part\":2,\"version\":1,\"file\":1,"
     "\"offset\":4120,\"bytes\":0,\"crc32c\":\"00000000\"}]}\n";
 
@@ -116,10 +118,10 @@ static void what_is_no_index_is_refused(void)
         {"\"format_version\":1", "\"format_version\":true", "", "not a number"},
         {"\"format_version\":1,", "", "", "missing"},
         /* a later version may lack anything else */
-        {"\"format_version\":1,\"generation\"", "\"format_version\":3,\"g\"", "",
+        {"\"format_version\":1,\n\"generation\"", "\"format_version\":3,\"g\"", "",
          "newer"},
-        {",\"format\"", "}\n{\"format\"", "", "JSON"},
-        {",\"format\"", "", "", "JSON"},
+        {",\n\"format\"", "}\n{\"format\"", "", "JSON"},
+        {",\n\"format\"", "", "", "JSON"},
         {"]}\n", "]}x", "", "JSON"},
         {"]}\n", "]", "", "JSON"},
         {"\"rank\":3", "\"rank\":3,\"rank\":3", "rank", "twice"},

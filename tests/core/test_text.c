@@ -71,12 +71,40 @@ static void order_is_that_of_the_bytes(void)
     CHECK(mls_text_compare((mls_text){0}, text_of("")) == 0);
 }
 
+/* One by one, as RFC 8259 has it: what may stand in a string for itself, of ASCII. */
+static size_t plain_of(const char *text)
+{
+    size_t at = 0;
+    while (at < 8 && text[at] >= ' ' && text[at] < 0x7F && text[at] != '"' &&
+           text[at] != '\\') {
+        at++;
+    }
+    return at;
+}
+
+static void plain_characters_are_counted_as_one_by_one(void)
+{
+    static const char fillers[] = " !#[]~a0";
+    for (size_t place = 0; place < 8; place++) {
+        for (int c = 0; c < 256; c++) {
+            for (int d = 0; d < 256; d += EVERY(7)) {
+                char text[8];
+                memcpy(text, fillers, sizeof text);
+                text[(place + 1) % 8] = (char)(unsigned char)d;
+                text[place] = (char)(unsigned char)c;
+                CHECK(mls_text_eight_plain(text) == plain_of(text));
+            }
+        }
+    }
+}
+
 static const test_case tests[] = {
     TEST(utf8_is_told_from_other_bytes),
     TEST(a_code_point_becomes_the_character_of_its_length),
     TEST(a_text_is_equal_only_to_all_of_itself),
     TEST(a_prefix_is_no_longer_than_its_text),
     TEST(order_is_that_of_the_bytes),
+    TEST(plain_characters_are_counted_as_one_by_one),
 };
 
 int main(void)
