@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from . import _core
+from ._sayable import check_sayable
 from ._state_kind import describe
 from .errors import FormatError
 
@@ -103,7 +104,11 @@ def kind_of(state: Any) -> dict[str, Any] | None:
     import json
 
     text = describe(state)
-    return {"kind": "state"} if text is None else json.loads(text)
+    if text is None:
+        return {"kind": "state"}
+    found: dict[str, Any] = json.loads(text)
+    check_sayable(found.get("param_groups", ()), "param_groups")  # save_file takes inf
+    return found
 
 
 def described(record: IndexRecord) -> dict[str, Any]:
@@ -284,7 +289,8 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
         if _SURROGATE.search(data):
             json.dumps(found, ensure_ascii=False).encode()  # half of a pair is no UTF-8
         return _read(found, columns)
-    except FormatError:
+    except FormatError as broken:  # of the seal, which knows no files
+        broken.args = (f"{path}: {broken}",)
         raise
     except (_WrongError, ValueError, RecursionError) as reason:
         error = FormatError(f"{path}: no manifest of a checkpoint: {reason}")

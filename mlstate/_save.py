@@ -12,13 +12,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import _codecs, _core, _folder
+from ._arrays import refuse_given_away
 from ._collective_args import check_group
 from ._drop import Generation, drop_mine, rooted, sort_out
-from ._layout import Layout, Shard, Steps, steps_of
+from ._layout import Layout, Shard, steps_of
 from ._lock import WriterLock
 from ._manifest import IndexRecord, Manifest, build, kind_of
 from ._optimizer_state import OptimizerStateDict
 from ._patterns import pattern_of, with_patterns
+from ._sayable import check_sayable
+from ._share_out import check_copies, share_out
 from ._state_dict import StateDict
 from ._version import __version__
 from .collectives import SingleGroup
@@ -122,29 +125,11 @@ def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
     if state is None:
         return None
     plain = dict(state)
+    refuse_given_away(plain)
     for name, value in plain.items():  # NumPy's numbers have a dtype, and are arrays
         if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
             raise _refuse_value(section, plain, name)
     return plain
-
-
-def whole_names(model: dict[str, Any] | None, optimizer: dict[str, Any] | None) -> list[str]:
-    """Names of all arrays that are there whole, with their section, sorted."""
-    return sorted(
-        f"{section}/{name}"
-        for section, state in ((0, model), (1, optimizer))
-        if state is not None
-        for name, value in state.items()
-        if not isinstance(value, Shard)
-    )
-
-
-def by_section(names: list[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Part such names again."""
-    return (
-        frozenset(name[2:] for name in names if name[0] == "0"),
-        frozenset(name[2:] for name in names if name[0] == "1"),
-    )
 
 
 # ---- what ranks tell each other ----
@@ -235,6 +220,7 @@ class Save:
         self.error: BaseException | None = None
         self.unsure = False  # whether something of ours is left, or even committed
         self.pattern: dict[str, Any] = {}  # of this rank's index
+        self.copies = b""  # what this rank tells of shards that another one stores
 
     # -- what is saved, before anything is touched
 
@@ -272,9 +258,12 @@ class Save:
         try:
             world, rank = self.group.world_size, self.group.rank
             steps = () if self.error is not None else steps_of(self.layout, world) or ()
-            mine = self._mine(*self.dicts, steps)
-            if self.error is not None:
-                return
+            mine = None
+            if world > 1:
+                mine, self.copies, error = share_out(self.group, *self.dicts, steps, self.error)
+                if error is not None:
+                    self.fail(error)
+                    return
             dicts = tuple(
                 self._at_hand(state, None if mine is None else mine[section], copy)
                 for section, state in enumerate(self.dicts)
@@ -390,61 +379,10 @@ class Save:
         except (AssertionError, MLStateError):
             return None  # damaged or none: all is written anew
 
-    def _mine(
-        self, model: dict[str, Any] | None, optimizer: dict[str, Any] | None, steps: Steps
-    ) -> tuple[frozenset[str], frozenset[str]] | None:
-        """Which of the arrays that ranks have whole this one stores; None: all of them.
-
-        Where all ranks have the same ones, which a digest tells, they take turns. Else the
-        first rank that has an array stores it. Every rank calls this, whatever went wrong
-        before: what follows is the same number of messages on all of them.
-        """
-        world, rank = self.group.world_size, self.group.rank
-        if world == 1:
-            return None
-        import hashlib
-
-        names = [] if self.error is not None else whole_names(model, optimizer)
-        what = f"{model is not None} {optimizer is not None} {steps}"
-        joined = "\0".join([what, *names]).encode("utf-8", "surrogatepass")
-        digest = hashlib.sha256(joined, usedforsecurity=False).digest()
-        digests = _gather(self.group, digest)
-        if len(set(digests)) == 1:
-            return None if steps else by_section(names[rank::world])
-        # of ranks that have the same ones, the first tells which they are
-        first = {other: number for number, other in reversed(list(enumerate(digests)))}
-        texts = _gather(self.group, joined if first[digest] == rank else b"")
-        everyone = {
-            other: texts[other].decode("utf-8", "surrogatepass").split("\0")
-            for other in sorted(first.values())
-        }
-        if self.error is not None:
-            return None
-        for other, (said, *_) in everyone.items():
-            if said != what:
-                raise ValueError(
-                    f"ranks {rank} and {other} do not save the same: a model, an optimizer or a "
-                    "layout= is given on one of them only"
-                )
-        if steps:
-            for other, (_, *theirs) in everyone.items():
-                lacking = set(names) ^ set(theirs)
-                if lacking:
-                    raise ValueError(
-                        f"layout= cuts arrays that every rank has whole, but ranks {rank} and "
-                        f"{other} do not both have {min(lacking).partition('/')[2]!r}"
-                    )
-        earlier = {
-            name for other, (_, *theirs) in everyone.items() if other < rank for name in theirs
-        }
-        return by_section([name for name in names if name not in earlier])
-
     def write(
         self, progress: Callable[[int], object] | None, freed: Callable[[], object] | None
     ) -> dict[str, Any]:
         """Write this rank's shards, durably; `freed` is called when arrays may change."""
-        if self.error is not None:
-            raise self.error
         gathered, self.gathered = self.gathered, None
         written = _core.shards_write(
             self.path, self.generation, gathered, self._catalog(), self.how, progress, freed
@@ -475,10 +413,11 @@ class Save:
         own: dict[str, Any] = {"written": {**(written or {}), **self.pattern}}
         if self.error is not None:
             own = {"error": _shown(self.error)}
-        reports = _gather(self.group, _pack(own), root=0)
+        reports = _gather(self.group, _pack(own) + b"\n" + self.copies, root=0)
         outcome: dict[str, Any] = {"committed": True}
         if self.group.rank == 0:
-            outcome = self._decide([_unpack(report) for report in reports])
+            parted = [report.partition(b"\n") for report in reports]
+            outcome = self._decide([_unpack(own) for own, *_ in parted], [c for *_, c in parted])
         outcome = _unpack(_broadcast(self.group, _pack(outcome)))
         if outcome["committed"]:
             return
@@ -494,7 +433,7 @@ class Save:
         error.rank = outcome["rank"]
         raise error
 
-    def _decide(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    def _decide(self, reports: list[dict[str, Any]], copies: list[bytes]) -> dict[str, Any]:
         for rank, report in enumerate(reports):
             if "error" in report:
                 text = f"rank {rank}: {report['error']}"
@@ -504,7 +443,8 @@ class Save:
             manifest = self._manifest(told)
             if self.group.world_size > 1:
                 # what each stored by itself must make one checkpoint, before it replaces one
-                manifest, _ = with_patterns(self.path, manifest, told)
+                manifest, catalog = with_patterns(self.path, manifest, told)
+                check_copies(catalog, copies)
             self.commit(manifest)
         except BaseException as error:
             self.error = error
@@ -597,7 +537,7 @@ class Save:
             self.begin()
             self.error = problem
             try:
-                written = self.write(progress, freed)
+                written = self.write(progress, freed) if problem is None else None
             except CollectiveError:
                 raise
             except BaseException as error:
@@ -713,7 +653,10 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
         return None
     import operator
 
-    number = operator.index(step)
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be an int or None, got {type(step).__name__}") from None
     if not 0 <= number < 1 << 63:
         raise ValueError(f"step must be from 0 to 2**63 - 1, got {step}")
     return number
@@ -725,12 +668,10 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     if given is not None and not hasattr(given, "keys"):
         raise TypeError(f"metadata must be a mapping such as a dict, got {type(given).__name__}")
     metadata = {} if given is None else dict(given)
-    if not all(isinstance(name, str) for name in metadata):
-        raise TypeError("metadata must have str keys")
     try:
-        json.dumps(metadata, allow_nan=False).encode()
-        json.dumps(metadata, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+        check_sayable(metadata, "metadata")
+        json.dumps(metadata, allow_nan=False)  # numbers of other classes, of too many digits
+    except (TypeError, ValueError) as error:
         cls = TypeError if isinstance(error, TypeError) else ValueError
         raise cls(
             f"metadata must be what JSON can say (texts, numbers, lists, dicts): {error}"

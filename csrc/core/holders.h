@@ -33,4 +33,13 @@ mls_code mls_holders_find(const mls_catalog *catalog, const mls_pattern_ranks *p
                           size_t count, const mls_part *const *wanted, uint64_t own,
                           bool *needed, uint64_t world_size, mls_status *st);
 
+/* Whether ranks that saved together have stored every part that has elements of every
+ * tensor of the catalog, which is that of the indexes of `patterns` or, where `patterns`
+ * is NULL, has the indexes of all ranks.  Takes time for each rank and group once, and
+ * for the tensors that no group has all of, for each of their parts.
+ * MLS_E_FORMAT: a part is missing; the status names the tensor, the text the part and
+ * ranks that have the same one.  As mls_holders_find besides. */
+mls_code mls_holders_check(const mls_catalog *catalog, const mls_pattern_ranks *patterns,
+                           size_t count, uint64_t world_size, mls_status *st);
+
 #endif

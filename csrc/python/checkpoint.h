@@ -96,6 +96,8 @@ PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t 
 PyObject *mlsp_catalog_patterns(PyObject *object, PyObject *unused);
 PyObject *mlsp_catalog_names(PyObject *object, PyObject *unused);
 PyObject *mlsp_catalog_holders(PyObject *object, PyObject *const *args, Py_ssize_t count);
+PyObject *mlsp_catalog_check_parts(PyObject *object, PyObject *const *args,
+                                   Py_ssize_t count);
 PyObject *mlsp_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count);
 
 /* The index of a rank in a Catalog, NULL where it has none; borrowed.  -1 with TypeError

@@ -344,6 +344,14 @@ static int add_shard(mlsp_gathering *g, const mls_tensor_id *id, const char *wha
         shard_number(g, shard, "replica", &replica) < 0 || shard_tier(shard, &tier) < 0) {
         return -1;
     }
+    /* alone there is nobody who could have it; of many, rank 0 looks when it commits */
+    if (replica > 0 && g->world_size == 1) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is a Shard with replica=%lld, and nobody else saves: no rank "
+                     "gives replica 0, which is what would be stored",
+                     what, (long long)replica);
+        return -1;
+    }
     const int rank = replica > 0 ? 0 : shard_shape(g, shard, &layout, shape);
     PyObject *array =
         rank < 0 || replica > 0 ? NULL : PyObject_GetAttrString(shard, "array");

@@ -271,6 +271,39 @@ PyObject *mlsp_catalog_holders(PyObject *object, PyObject *const *args, Py_ssize
     return result;
 }
 
+/* check_parts(patterns, world_size) -> None
+ *
+ * Raise where ranks that saved together did not store all of a tensor.  None for the
+ * patterns: the Catalog has the indexes of all ranks.  No path is told: the error is
+ * about what was given, and its files go. */
+PyObject *mlsp_catalog_check_parts(PyObject *object, PyObject *const *args,
+                                   Py_ssize_t count)
+{
+    const catalog_object *self = (const catalog_object *)object;
+    const mlsp_state *state = mlsp_catalog_state(object);
+    question q = {0};
+    int64_t world_size;
+    mls_status st;
+    mls_code code = MLS_OK;
+    if (mlsp_take_count("check_parts", 2, count) < 0 ||
+        mlsp_take_int64(state, args[1], "world_size", &world_size) < 0) {
+        return NULL;
+    }
+    int failed = args[0] == Py_None ? 0 : take_patterns(&q, self, args[0]);
+    if (failed == 0) {
+        Py_BEGIN_ALLOW_THREADS
+            code = mls_holders_check(&self->catalog, q.patterns, self->index_count,
+                                     (uint64_t)world_size, &st);
+        Py_END_ALLOW_THREADS
+        if (code != MLS_OK) {
+            mlsp_raise_under(state, &st, Py_None, NULL);
+            failed = -1;
+        }
+    }
+    question_fini(&q);
+    return failed < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 /* ---- reads ---- */
 
 /* Add what one tensor needs to a list of (path, begin, end, bytes), a tuple for each

@@ -253,12 +253,123 @@ static void manifests_that_say_something_else_are_refused(void)
     mls_catalog_fini(&k.catalog);
 }
 
+/* Whether the two patterns of `train` make whole tensors; by its error, the part that is
+ * missing and who has another's. */
+static bool whole(known *k, const char *name, const char *text_wanted)
+{
+    mls_status st;
+    const mls_code code = mls_holders_check(&k->catalog, k->patterns, 2, WORLD, &st);
+    if (text_wanted != NULL) {
+        CHECK(code == MLS_E_FORMAT && strcmp(st.text, text_wanted) == 0);
+        CHECK(strcmp(st.name, name) == 0);
+    }
+    return code == MLS_OK;
+}
+
+static void a_part_that_no_rank_gives_is_missed(void)
+{
+    rank ranks[WORLD];
+    known k;
+    train(ranks);
+    know(ranks, 0, &k);
+    CHECK(whole(&k, NULL, NULL));
+    k.parts[2 * 7] = 10; /* of "dense", as rank 2 has it; it was part 11 */
+    CHECK(!whole(&k, "dense",
+                 "part 11 of 24 is missing: no rank gives it as replica 0; ranks 2 and 7 "
+                 "both give part 10"));
+    k.parts[2 * 7] = 11;
+    k.parts[2 * 9 + 1] = 23; /* of "experts", as the last rank's, of the other pattern */
+    CHECK(!whole(&k, "experts",
+                 "part 9 of 24 is missing: no rank gives it as replica 0; ranks 9 and 23 "
+                 "both give part 23"));
+    k.parts[2 * 9 + 1] = 9;
+    CHECK(whole(&k, NULL, NULL));
+    k.patterns[1].group_count = 2;
+    CHECK(!whole(&k, NULL, NULL)); /* the manifest's fault */
+    mls_catalog_fini(&k.catalog);
+}
+
+/* Five elements in 24 parts: the last ones have nothing, and need not be there.  A state
+ * is told by its name. */
+static void parts_without_elements_need_not_be_there(void)
+{
+    static const size_t five[] = {5};
+    const mls_layout rows = {1, {{0, WORLD}}};
+    rank ranks[WORLD];
+    const mls_index *indexes[WORLD];
+    uint64_t numbers[WORLD], parts[WORLD];
+    mls_catalog catalog;
+    mls_status st;
+    for (size_t i = 0; i < WORLD; i++) {
+        ranks[i] = rank_of(i);
+        add(&ranks[i], "b", 1, five, rows, i);
+        add(&ranks[i], "c", 1, five, rows, i);
+        ranks[i].shards[1].id.state = text("m");
+        ranks[i].shards[1].id.has_state = true;
+        indexes[i] = index_of(&ranks[i]);
+        numbers[i] = parts[i] = i;
+    }
+    for (size_t there = 1; there <= WORLD; there++) {
+        /* by one pattern, and by all indexes */
+        const mls_pattern_ranks pattern = {indexes[0], numbers, parts, there, 1};
+        REQUIRE(mls_catalog_init(&catalog, indexes, 1, &st) == MLS_OK);
+        CHECK(mls_holders_check(&catalog, &pattern, 1, WORLD, &st) ==
+              (there < 5 ? MLS_E_FORMAT : MLS_OK));
+        mls_catalog_fini(&catalog);
+        REQUIRE(mls_catalog_init(&catalog, indexes, there, &st) == MLS_OK);
+        CHECK(mls_holders_check(&catalog, NULL, 0, WORLD, &st) ==
+              (there < 5 ? MLS_E_FORMAT : MLS_OK));
+        mls_catalog_fini(&catalog);
+    }
+    ranks[2].index.shard_count = 1;
+    REQUIRE(mls_catalog_init(&catalog, indexes, WORLD, &st) == MLS_OK);
+    CHECK(mls_holders_check(&catalog, NULL, 0, WORLD, &st) == MLS_E_FORMAT);
+    CHECK(strcmp(st.name, "c") == 0);
+    CHECK(strcmp(st.text, "state 'm': part 2 of 24 is missing: no rank gives it as "
+                          "replica 0") == 0);
+    mls_catalog_fini(&catalog);
+}
+
+/* Each rank has two parts of each tensor, so that no group has all of them. */
+static void groups_make_a_tensor_together(void)
+{
+    const mls_layout rows = {1, {{0, 2 * WORLD}}};
+    static const char *const names[] = {"a", "b"};
+    rank ranks[WORLD];
+    uint64_t numbers[WORLD], parts[2 * WORLD];
+    mls_catalog catalog;
+    mls_status st;
+    static const size_t shape[] = {2 * WORLD};
+    for (size_t i = 0; i < WORLD; i++) {
+        ranks[i] = rank_of(i);
+        for (size_t j = 0; j < 4; j++) {
+            add(&ranks[i], names[j / 2], 1, shape, rows, i + j % 2 * WORLD);
+        }
+        numbers[i] = i;
+        parts[2 * i] = i;
+        parts[2 * i + 1] = i + WORLD;
+    }
+    const mls_index *indexes[] = {index_of(&ranks[3])};
+    const mls_pattern_ranks pattern = {indexes[0], numbers, parts, WORLD, 2};
+    REQUIRE(mls_catalog_init(&catalog, indexes, 1, &st) == MLS_OK);
+    CHECK(mls_holders_check(&catalog, &pattern, 1, WORLD, &st) == MLS_OK);
+    parts[2 * 5 + 1] = 0;
+    CHECK(mls_holders_check(&catalog, &pattern, 1, WORLD, &st) == MLS_E_FORMAT);
+    CHECK(strcmp(st.name, "a") == 0);
+    CHECK(strcmp(st.text, "part 29 of 48 is missing: no rank gives it as replica 0; "
+                          "ranks 0 and 5 both give part 0") == 0);
+    mls_catalog_fini(&catalog);
+}
+
 static const test_case tests[] = {
     TEST(those_who_have_something_of_it_are_found),
     TEST(only_what_is_wanted_counts),
     TEST(of_many_copies_one_is_taken),
     TEST(a_tensor_always_has_an_index),
     TEST(manifests_that_say_something_else_are_refused),
+    TEST(a_part_that_no_rank_gives_is_missed),
+    TEST(parts_without_elements_need_not_be_there),
+    TEST(groups_make_a_tensor_together),
 };
 
 int main(void)
