@@ -242,7 +242,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """As it was saved."""
+        """What was saved, as JSON has it: tuples are lists there, and keys of dicts texts."""
         return self._manifest.metadata
 
     @property

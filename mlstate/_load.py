@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _core, _folder
 from ._agreement import agree
 from ._collective_args import check_group
 from ._compatibility import SHOWN, join, rename_hint
-from ._indexes import GLOB, Indexes
+from ._indexes import Indexes
 from ._layout import Layout, Steps, steps_of
+from ._names import Names, listed_names
 from ._optimizer_state import OptimizerStateDict
 from ._state_kind import restore_kind
 from .errors import (
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ._state_dict import StateDict
     from .collectives import ProcessGroup
 
+    _Ready: TypeAlias = tuple[int, Any, list[str], Any]  # section, filling, keys, cuts
+
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer that was saved by itself
 MISSING = ("skip", "zeros", "error")
 _TRIES = 20  # to load a checkpoint that is replaced meanwhile
@@ -46,7 +49,7 @@ class LoadedState:
     optimizer : OptimizerStateDict, StateDict or None
         The same for the optimizer.
     metadata : dict
-        As it was saved.
+        What was saved, as JSON has it: tuples are lists there, and keys of dicts texts.
     step : int or None
         As it was saved.
 
@@ -87,51 +90,24 @@ class LoadedState:
 # ---- which tensors ----
 
 
-def _glob(name: str, state: bool) -> re.Pattern[str]:
-    """What matches a glob, the layers of that very name, and states of what matches."""
-    import fnmatch
-
-    suffix = r"(?:\.[^.]*)?" if state else ""
-    glob = re.sub(r"\\[Zz]$", "", fnmatch.translate(name))
-    return re.compile(rf"(?s:{re.escape(name)}(?:\..*)?|{glob}{suffix})\Z")
-
-
-def select(keys: list[str], names: list[str] | None, section: int) -> tuple[list[str], set[str]]:
-    """Return the keys that `names` mean, and the names that mean any of them.
-
-    A name is that of a tensor, or of a layer: what goes on with a dot.
-    """
-    if names is None:
-        return keys, set()
-    from bisect import bisect_left
-
-    ordered = sorted(keys)
-    chosen: set[str] = set()
-    used = set()
-    for name in names:
-        if GLOB.search(name):
-            found = list(filter(_glob(name, section == 1).match, keys))
-        else:
-            at = bisect_left(ordered, name)
-            found = ordered[at : at + 1] if ordered[at : at + 1] == [name] else []
-            # "/" comes next to "."
-            found += ordered[bisect_left(ordered, f"{name}.") : bisect_left(ordered, f"{name}/")]
-        if found:
-            used.add(name)
-            chosen.update(found)
-    return list(filter(chosen.__contains__, keys)), used
-
-
-def _names(names: str | Iterable[str] | None) -> list[str] | None:
-    if names is None:
-        return None
-    if not hasattr(names, "__iter__"):
-        raise TypeError(f"names must be a str or several, got {type(names).__name__}")
-    listed = [names] if isinstance(names, str) else list(names)
-    for name in listed:
-        if not isinstance(name, str):
-            raise TypeError(f"names must be str, got {type(name).__name__}")
-    return listed
+def chosen_keys(
+    catalog: Any, listed: list[str] | None, folder: str
+) -> tuple[Names, list[list[str]]]:
+    """Return how names are meant, and the keys of both sections that they mean."""
+    sections = [catalog.keys(section) for section in (0, 1)]
+    names = Names(listed, *sections)
+    chosen = []
+    used: set[str] = set()
+    for section, every in enumerate(sections):
+        keys, meant = names.select(every, section)
+        chosen.append(keys)
+        used |= meant
+    unused = [name for name in listed or () if name not in used]
+    if unused:
+        error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint")
+        error.name, error.path = unused[0], folder
+        raise error
+    return names, chosen
 
 
 # ---- where to ----
@@ -187,15 +163,17 @@ class _Filling:
             note_written(self.tensors)
 
 
-def _refuse(missing: list[str], unexpected: list[str], path: str) -> CompatibilityError:
-    """Say in torch's words which names do not go together."""
+def _refuse(
+    missing: list[str], unexpected: list[str], unfilled: list[str], path: str
+) -> CompatibilityError:
+    """Say in torch's words which names do not go together, and what may have been meant."""
     lines = [f"Error(s) in loading {path}:"]
     for words, names in (("Missing", missing), ("Unexpected", unexpected)):
         if names:
             quoted = join([f'"{name}"' for name in names[:SHOWN]])
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
-    hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(missing), unexpected, missing)[1]
+    hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
     lines += [f"{hint}."] if hint else []
     error = CompatibilityError("\n    ".join(lines))
     error.name = (missing or unexpected)[0]
@@ -250,16 +228,19 @@ class Loader:
             self.progress,
         )
 
-    def names_fit(self, section: int, keys: list[str], filling: Any, named: bool) -> list[str]:
-        """Return the keys to read into a filling; refuse other names."""
+    def names_fit(self, section: int, keys: list[str], filling: Any, names: Names) -> list[str]:
+        """Return the keys to read into a filling; refuse other names.
+
+        Names that were asked for are meant on both sides: each must arrive, and be filled.
+        """
         have = set(keys)
         known = filling.known
-        lacking = [name for name in known if name not in have and name not in filling.optional]
-        lacking = [] if named else lacking
-        unexpected = [] if named else [name for name in keys if name not in known]
+        unfilled = [name for name in known if name not in have and name not in filling.optional]
+        lacking, _ = names.select(unfilled, section)
+        unexpected = [name for name in keys if name not in known]
         lenient = section == 1 and self.missing != "error"
         if unexpected or (lacking and not lenient):
-            raise _refuse([] if lenient else lacking, unexpected, self.folder)
+            raise _refuse([] if lenient else lacking, unexpected, unfilled, self.folder)
         if self.missing == "zeros":
             for name in lacking:
                 filling.zero(name)
@@ -298,21 +279,44 @@ class Loader:
         )
         filling.done()
 
-    def add_zeros(self, arrays: dict[str, Any], parameters: Any) -> None:
-        """Give parameters the states that others of their shape have, as zeros."""
-        import numpy as np
+    def lacking(self, keys: list[list[str]]) -> dict[str, tuple[str, str]]:
+        """States of their parameter's shape that others have: that parameter, and such a one.
 
-        dtypes: dict[str, Any] = {}
-        shapes = {}
+        `keys` are those of both sections that are loaded. Of a torch optimizer, what it does
+        not train needs no states.
+        """
+        saved = _restore(self.manifest.optimizer, {}, self.folder)
+        groups = getattr(saved, "param_groups", ())
+        trained = {str(name) for group in groups for name in group.get("params", ())}
+        chosen = set(keys[1])
+        shapes: dict[str, tuple[int, ...]] = {}
+        states: dict[str, str] = {}
         for section, key, parameter, state, _, shape, _, axes, *_ in self.catalog.tensors():
             if section == "params":
                 shapes[key] = shape
-            elif state and axes is None and shapes.get(parameter) == shape and key in arrays:
-                dtypes.setdefault(state, arrays[key].dtype)
-        for name, parameter in parameters.items():
-            for state, dtype in dtypes.items():
-                if f"{name}.{state}" not in arrays and shapes.get(name):
-                    arrays[f"{name}.{state}"] = np.zeros(parameter.shape, dtype)
+            elif state and axes is None and shapes.get(parameter) == shape and key in chosen:
+                states.setdefault(state, key)
+        parameters = [name for name in keys[0] if shapes[name]]
+        parameters = [name for name in parameters if name in trained] or parameters
+        return {
+            f"{name}.{state}": (name, like)
+            for name in parameters
+            for state, like in states.items()
+            if f"{name}.{state}" not in chosen
+        }
+
+    def refuse_lacking(self, keys: list[list[str]]) -> None:
+        """With ``missing="error"``, say which states the checkpoint lacks."""
+        lacking = list(self.lacking(keys)) if self.missing == "error" else []
+        if lacking:
+            raise _refuse(lacking, [], [], self.folder)
+
+    def add_zeros(self, keys: list[list[str]], parameters: Any, arrays: dict[str, Any]) -> None:
+        """Give parameters the states that they lack, as zeros."""
+        import numpy as np
+
+        for key, (name, like) in self.lacking(keys).items():
+            arrays[key] = np.zeros(parameters[name].shape, arrays[like].dtype)
 
 
 def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> StateDict | None:
@@ -331,12 +335,11 @@ def _is_optimizer(target: Any) -> bool:
 
 def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
     """Whether an optimizer's states go by the order of its parameters, and not by names."""
-    if not keys:
-        return False
-    if all(map(_NUMBERED.match, keys)):
+    every = loader.catalog.keys(1)
+    if every and all(map(_NUMBERED.match, every)):
         # then that order is what torch goes by too
         return module is not None or any("param_names" in g for g in optimizer.param_groups)
-    if module is None and not all("param_names" in g for g in optimizer.param_groups):
+    if keys and module is None and not all("param_names" in g for g in optimizer.param_groups):
         raise CompatibilityError(
             f"{loader.folder} has the optimizer's states by names of parameters, such as "
             f"{keys[0]!r}: give the module too, "
@@ -346,7 +349,7 @@ def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> b
 
 
 def _optimizer_filling(
-    loader: Loader, keys: list[str], optimizer: Any, module: Any, named: bool
+    loader: Loader, keys: list[str], optimizer: Any, module: Any, chosen_names: Names
 ) -> Any:
     """Where a torch optimizer has its states; those that it has not yet are made."""
     from .integrations.torch._training import OptimizerFilling, Record
@@ -368,14 +371,17 @@ def _optimizer_filling(
     saved: Any = _restore(loader.manifest.optimizer, {}, loader.folder)
     if not hasattr(saved, "param_groups"):  # it was saved as a plain dict
         saved = OptimizerStateDict()
-    return OptimizerFilling(optimizer, module, records, saved, read, names, named)
+
+    def meant(others: list[str]) -> list[str]:
+        return chosen_names.select(others, 1)[0]
+
+    return OptimizerFilling(optimizer, module, records, saved, read, names, meant)
 
 
-def _fillings(
-    loader: Loader, keys: list[list[str]], targets: list[Any], named: bool
-) -> list[tuple[int, Any, list[str], Any]]:
+def _fillings(loader: Loader, listed: list[str] | None, targets: list[Any]) -> list[_Ready]:
     """What is to be filled: section, filling, keys, cuts; an error for what does not fit."""
-    ready: list[tuple[int, Any, list[str], Any]] = []
+    ready: list[_Ready] = []
+    names, keys = chosen_keys(loader.catalog, listed, loader.folder)
     module = targets[0] if _is_module(targets[0]) else None
     for section, target in enumerate(targets):
         if target is None:
@@ -386,15 +392,30 @@ def _fillings(
 
             filling = fill_module(module)
         elif _is_optimizer(target):
-            filling = _optimizer_filling(loader, keys[section], target, module, named)
+            filling = _optimizer_filling(loader, keys[section], target, module, names)
         else:
             filling = _Filling(target)
-        chosen = loader.names_fit(section, keys[section], filling, named)
+        chosen = loader.names_fit(section, keys[section], filling, names)
         ready.append((section, filling, chosen, loader.cuts(filling, chosen)))
+    if targets[1] is not None:
+        loader.refuse_lacking(keys)
     loader.indexes.need((section, chosen, cuts) for section, _, chosen, cuts in ready)
     for section, filling, chosen, cuts in ready:
         loader.check(section, filling, chosen, cuts)
-    return ready
+    return _once(ready)
+
+
+def _once(ready: list[_Ready]) -> list[_Ready]:
+    """Leave out what shares its memory with a later key: all are filled at the same time."""
+    tied = _core.targets_tied([(keys, filling.arrays) for _, filling, keys, _ in ready])
+    found = []
+    for (section, filling, keys, cuts), others in zip(ready, tied, strict=True):
+        left_out = set(others)
+        kept = [i for i, key in enumerate(keys) if key not in left_out]
+        if isinstance(cuts, list):  # one for each key
+            cuts = [cuts[i] for i in kept]
+        found.append((section, filling, [keys[i] for i in kept], cuts))
+    return found
 
 
 def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
@@ -409,30 +430,15 @@ def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
     return found
 
 
-def chosen_keys(catalog: Any, names: list[str] | None, folder: str) -> list[list[str]]:
-    """Return the keys of both sections that `names` mean."""
-    chosen = []
-    used: set[str] = set()
-    for section in (0, 1):
-        keys, meant = select(catalog.keys(section), names, section)
-        chosen.append(keys)
-        used |= meant
-    unused = [name for name in names or () if name not in used]
-    if unused:
-        error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint")
-        error.name, error.path = unused[0], folder
-        raise error
-    return chosen
-
-
-def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState:
+def _one_load(loader: Loader, listed: list[str] | None, into: Any) -> LoadedState:
     manifest = loader.manifest
-    chosen = chosen_keys(loader.catalog, names, loader.folder)
     if into is not None:
         targets = _targets(manifest, into, loader.folder)
-        for one in _fillings(loader, chosen, targets, names is not None):
+        for one in _fillings(loader, listed, targets):
             loader.fill(*one)
         return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+    _, chosen = chosen_keys(loader.catalog, listed, loader.folder)
+    loader.refuse_lacking(chosen)
     results: list[Any] = [None, None]
     kinds = (manifest.model, manifest.optimizer)
     loader.indexes.need(
@@ -445,7 +451,7 @@ def _one_load(loader: Loader, names: list[str] | None, into: Any) -> LoadedState
             continue
         arrays = loader.fresh(section, chosen[section])
         if section == 1 and loader.missing == "zeros" and results[0] is not None:
-            loader.add_zeros(arrays, results[0])
+            loader.add_zeros(chosen, results[0], arrays)
         results[section] = _restore(kind, arrays, loader.folder)
     return LoadedState(results[0], results[1], manifest.metadata, manifest.step)
 
@@ -470,7 +476,7 @@ def _load_together(
     make: Callable[[], Loader],
     open_first: Callable[[Loader], None],
     root: str,
-    names: list[str] | None,
+    listed: list[str] | None,
     into: Any,
 ) -> LoadedState:
     """Fill torch's objects of all ranks from one checkpoint, or say on all why not.
@@ -492,17 +498,12 @@ def _load_together(
         loader = None
         error: BaseException | None = None
         targets: list[Any] = []
-        ready: list[tuple[int, Any, list[str], Any]] = []
+        ready: list[_Ready] = []
         try:
             loader = make()
             open_first(loader)
             targets = _targets(loader.manifest, into, loader.folder)
-            ready = _fillings(
-                loader,
-                chosen_keys(loader.catalog, names, loader.folder),
-                targets,
-                names is not None,
-            )
+            ready = _fillings(loader, listed, targets)
         except BaseException as caught:
             error = caught
         if not tell(loader, error, attempt):
@@ -577,7 +578,7 @@ def load_checkpoint(
     """Load one root; see `mlstate.load`."""
     folder = os.path.abspath(os.fspath(path))
     steps, index, world = ranks_of(rank, world_size, layout, group)
-    listed = _names(names)
+    listed = listed_names(names)
     if verify not in (True, False, "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
     if missing not in MISSING:

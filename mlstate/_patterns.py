@@ -24,6 +24,24 @@ def pattern_of(text: bytes) -> dict[str, Any]:
     return {"pattern": None, "parts": ()} if told is None else told._asdict()
 
 
+def _who_has_what(records: Sequence[IndexRecord], patterns: int) -> tuple[Any, ...]:
+    """For each pattern its ranks, their parts, and the number of its groups."""
+    import numpy as np
+
+    ranks: list[list[int]] = [[] for _ in range(patterns)]
+    for rank, record in enumerate(records):
+        assert record.pattern is not None
+        ranks[record.pattern].append(rank)
+    return tuple(
+        (
+            np.array(each, np.uint64),
+            np.array([records[rank].parts for rank in each], np.uint64),
+            len(records[each[0]].parts),
+        )
+        for each in ranks
+    )
+
+
 def with_patterns(
     folder: str, manifest: Manifest, told: Sequence[dict[str, Any]]
 ) -> tuple[Manifest, Any]:
@@ -35,10 +53,12 @@ def with_patterns(
     Raises
     ------
     FormatError
-        The ranks' indexes do not make one checkpoint.
+        The ranks' indexes do not make one checkpoint, or lack a part of a tensor.
     """
     if any(one["pattern"] is None for one in told):
-        return manifest, _folder.load_catalog(folder, manifest)
+        catalog = _folder.load_catalog(folder, manifest)
+        catalog.check_parts(None, manifest.world_size)
+        return manifest, catalog
     numbers: dict[str, int] = {}
     first: list[int] = []
     records: list[IndexRecord] = []
@@ -48,6 +68,7 @@ def with_patterns(
             first.append(rank)
         records.append(record._replace(pattern=number, parts=tuple(one["parts"])))
     catalog = _folder.load_catalog(folder, manifest, first)
+    catalog.check_parts(_who_has_what(records, len(first)), manifest.world_size)
     names = [found.hex() for found in catalog.names()]
     if sum(map(len, names)) > _MOST_NAMES:
         return manifest, catalog

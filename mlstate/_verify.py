@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -242,9 +243,11 @@ def verify_checkpoint(
     folder = os.path.abspath(os.fspath(path))
     report = VerifyReport(folder)
     if not os.path.isdir(folder):
-        raise _folder.store_error(
-            FileNotFoundError(2, "no such folder"), "cannot verify the checkpoint", folder
-        )
+        reason: OSError = FileNotFoundError(errno.ENOENT, "no such folder")
+        if os.path.isfile(folder):
+            text = "it is a file, and a checkpoint is a folder; load_file compares what it reads, "
+            reason = NotADirectoryError(errno.ENOTDIR, text + "mlstate verify reads files too")
+        raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
     known: dict[str, Any] = {}
     verify_root(folder, root, report, progress, known)
     with suppress(MLStateError):  # what is needed is not known: the problems say why

@@ -120,7 +120,7 @@ def save(
         An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer, whose parameters' names come from the module given as `model`.
     metadata : mapping, optional
-        What JSON can say: texts, numbers, lists, dicts with str keys.
+        What JSON can say: texts, finite numbers, lists, dicts with str keys, at every depth.
     step : int, optional
         Default: that of an `OptimizerStateDict`.
     group : ProcessGroup, optional
@@ -157,8 +157,8 @@ def save(
     ImportError
         The package that `compress` needs is not installed.
     TypeError, ValueError
-        An argument is none of the above, a part of a tensor is given twice, or a shard's
-        version goes back.
+        An argument is none of the above, ranks do not save the same, they lack a part of a
+        tensor, or a shard's version goes back. Nothing is replaced then.
     CompatibilityError
         A dtype that files have no name for, or a shape that does not go with its layout.
     TypeError, ValueError
@@ -347,7 +347,8 @@ def load(
         Its folder.
     names : str or iterable of str, optional
         Which tensors: the name of a parameter (with its optimizer states), of a layer (all
-        below it), of one tensor, or a glob (``"layers.*.weight"``).
+        below it), of one tensor, or a glob (``"layers.*.weight"``) where nothing has that very
+        name.
     rank, world_size : int, optional
         Load the part of one rank only. Without `layout`, tensors are cut in the way in which
         they were saved, for `world_size` ranks; those that were saved whole are loaded whole.
@@ -365,7 +366,8 @@ def load(
         which part of a tensor they have, so `group`, `rank` and `layout` do not cut for them
         (a `rank` or `layout` that is given cuts for modules that are not sharded). States
         that an optimizer has not made yet are made; its groups get the values that were
-        saved. Nothing is loaded for one that is absent.
+        saved. Nothing is loaded for one that is absent. With `names`, what they mean must be
+        on both sides; all else in `into` stays as it is.
     mmap : bool, default False
         Return read-only arrays over the mapped files: nothing is read before it is touched.
         Tensors whose part lies in several shards, or in a sparse one, are put together in new
@@ -375,8 +377,10 @@ def load(
         ``"first"``: read and compare the whole checkpoint before anything else is done.
     missing : {"skip", "zeros", "error"}, default "skip"
         What to do about optimizer states that were not saved, such as those of parameters that
-        have none: leave them out, make them zeros, or refuse. With `into`, ``"skip"`` leaves
-        arrays as they are, and lets a torch optimizer forget such states: it makes them anew.
+        have none: leave them out, make them zeros, or refuse. They are those that other
+        parameters have, in their own shape; where the saved optimizer says which parameters it
+        trains, of these. With `into`, also those that are there: ``"skip"`` leaves arrays as
+        they are, and lets a torch optimizer forget such states: it makes them anew.
     progress : callable, optional
         As for `save`.
 
@@ -400,7 +404,8 @@ def load(
     CompatibilityError
         `into` has other names, shapes or dtypes. Nothing was changed.
     TypeError, ValueError
-        As `save`, of the torch objects in `into`. Nothing was changed.
+        As `save`, of the torch objects in `into`; arrays of `into` are read-only, or share
+        memory and are not the same array. Nothing was changed.
     ImportError
         The checkpoint holds bfloat16 or 8-bit floats, and ml_dtypes is not installed.
 
@@ -409,7 +414,9 @@ def load(
     Only the byte ranges that are wanted are read; where they are verified, the checksummed
     blocks of 1 MiB that hold them. Memory is asked for once the files were seen to be there. A
     checksum that does not match is found while reading: ``into`` then holds anything, unless
-    ``verify="first"``. A file that is cut short while a mapping of it is in use ends the
+    ``verify="first"``. An array that is in `into` under several names of a section, as tied
+    weights are, is filled for the last of them. Views with gaps are filled when all else is
+    read, in their order. A file that is cut short while a mapping of it is in use ends the
     process (SIGBUS), as with every mapping; mlstate never does that to its files.
 
     Examples

@@ -364,6 +364,26 @@ def test_bad_arguments(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_shard_is_not_written_as_if_it_were_the_tensor(tmp_path):
+    whole = np.arange(6.0).reshape(3, 2)
+    shard = mlstate.checkpoint.Layout.rows(2).shard(whole, 1)
+    for state in ({"w": shard}, mlstate.StateDict(w=shard)):
+        with pytest.raises(TypeError, match=r"'w' is a Shard, part 1 of 2: .* mlstate\.save"):
+            save_file(state, tmp_path / "f")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_state_is_named(tmp_path):
+    for state in ("f", b"f", tmp_path):
+        with pytest.raises(TypeError, match="the state comes first, and then the path"):
+            save_file(state, {"w": np.ones(1)})
+    for state in (3, None, [np.ones(1)]):
+        kind = type(state).__name__
+        with pytest.raises(TypeError, match=f"mapping of str to arrays, got {kind}$"):
+            save_file(state, tmp_path / "f")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_arrays_keep_their_references(tmp_path):
     array = np.zeros(1000)
     before = sys.getrefcount(array)

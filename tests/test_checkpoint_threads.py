@@ -57,6 +57,126 @@ def test_shards_that_make_no_tensor_do_not_replace_a_checkpoint(path, other):
     np.testing.assert_array_equal(mlstate.load(path).model["w"], np.arange(4.0))
 
 
+ROWS = np.arange(10.0).reshape(5, 2)
+
+
+def _part_of_both(group):
+    return {"w": Shard(ROWS[:3], Layout.rows(2), 0, shape=(5, 2))}
+
+
+def _many_groups(group):
+    """So many that an index has no pattern."""
+    cuts = {f"a{i}": Layout.rows(i + 4).shard(np.ones(99), group.rank) for i in range(40)}
+    return cuts | _part_of_both(group)
+
+
+INCOMPLETE = {
+    "a forgotten Shard": (
+        lambda group: {"w": ROWS[:3] if group.rank == 0 else ROWS[3:]},
+        r"params 'w' is float64 \(3, 2\) on rank 0, and float64 \(2, 2\) on rank 1",
+    ),
+    "another dtype": (
+        lambda group: {"w": ROWS.astype("f4") if group.rank == 2 else ROWS},
+        r"params 'w' is float64 \(5, 2\) on rank 0, and float32 \(5, 2\) on rank 2",
+    ),
+    "one part twice": (
+        _part_of_both,
+        "'w': part 1 of 2 is missing: no rank gives it as replica 0; ranks 0 and 1 both give "
+        "part 0",
+    ),
+    "one part, and a copy of it": (
+        lambda group: {
+            "w": Shard(ROWS[:3], Layout.rows(2), 0, shape=(5, 2), replica=group.rank),
+            "v": np.ones(2),
+        },
+        "'w': part 1 of 2 is missing: no rank gives it",
+    ),
+    "indexes without patterns": (_many_groups, r"'a\d+': part \d+ of \d+ is missing"),
+    "copies of nothing": (
+        lambda group: {"v": np.ones(2), "w": Shard(ROWS, replica=group.rank + 1)},
+        "params 'w' on rank 0 is a Shard with replica= above 0, and no rank gives replica 0",
+    ),
+    "copies of nothing on one rank": (
+        lambda group: {"v": np.ones(2)} | ({"u": Shard(ROWS, replica=1)} if group.rank else {}),
+        "params 'u' on rank 1 is a Shard with replica= above 0, and no rank gives replica 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INCOMPLETE)
+def test_ranks_that_lack_a_part_of_a_tensor_replace_no_checkpoint(path, case):
+    mlstate.save(path, {"w": ROWS})
+    before = files_of(path)
+    state, text = INCOMPLETE[case]
+    for error in run(lambda group: mlstate.save(path, state(group), group=group), 3):
+        with pytest.raises((ValueError, mlstate.CollectiveError), match=text):
+            raise error
+    assert files_of(path) == before
+    np.testing.assert_array_equal(mlstate.load(path).model["w"], ROWS)
+
+
+def test_parts_without_elements_and_copies_are_not_missed(path):
+    layout = Layout.rows(3)
+
+    def save(group):
+        part = group.rank
+        state = {"short": Shard(ROWS[:2][part : part + 1], layout, part, shape=(2, 2))}
+        if part == 2:
+            del state["short"]  # it would have no elements
+        state["copied"] = Shard(ROWS, replica=part)
+        return mlstate.save(path, state, group=group)
+
+    assert run(save, 3)[2].world_size == 3
+    model = mlstate.load(path).model
+    np.testing.assert_array_equal(model["short"], ROWS[:2])
+    np.testing.assert_array_equal(model["copied"], ROWS)
+
+
+DIFFERENT = {
+    "metadata": (
+        lambda rank: {"model": {"w": ROWS}, "metadata": {"a": {1}} if rank else {}},
+        ["rank 1: TypeError: metadata", "^metadata"],
+    ),
+    "value": (
+        lambda rank: {"model": {"w": 3 if rank else ROWS}},
+        ["rank 1: TypeError: params 'w' must be a NumPy array", "^params 'w' must be"],
+    ),
+    "layout": (
+        lambda rank: {"model": {"w": ROWS}, "layout": "rows" if rank else "flat"},
+        [r"layout= cuts by Layout\(.*flat.* on rank 0, and by Layout\(.*0, 2.* on rank 1"] * 2,
+    ),
+    "no layout": (
+        lambda rank: {"model": {"w": ROWS}, "layout": "rows" if rank else None},
+        [r"layout= cuts by None on rank 0, and by Layout\(.* on rank 1"] * 2,
+    ),
+    "optimizer": (
+        lambda rank: {"model": {"w": ROWS}, "optimizer": {"w.m": ROWS} if rank else None},
+        ["ranks 0 and 1 do not save the same: rank 1 gives optimizer=, and rank 0 does not"] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_what_one_rank_has_wrong_is_told_as_what_it_is(path, case, asynchronous):
+    given, texts = DIFFERENT[case]
+
+    def save(group):
+        if asynchronous:
+            return mlstate.checkpoint.save_async(path, **given(group.rank), group=group).wait()
+        return mlstate.save(path, **given(group.rank), group=group)
+
+    first, second = run(save)
+    if case in ("metadata", "value"):
+        assert isinstance(first, mlstate.CollectiveError)
+        assert first.rank == 1
+        assert isinstance(second, TypeError)
+    for error, text in zip((first, second), texts, strict=True):
+        with pytest.raises((TypeError, ValueError, mlstate.CollectiveError), match=text):
+            raise error
+    assert files_of(path) == ["lock"]
+
+
 def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
     def full(name, data):
         raise mlstate.StoreError(errno.ENOSPC, "no room", name)

@@ -311,7 +311,7 @@ def test_wrong_arguments_are_refused_at_once(path):
         ({"layout": "odd"}, ValueError, "layout must be"),
         ({"group": 5}, TypeError, "ProcessGroup"),
         ({"step": -1}, ValueError, "step must be"),
-        ({"metadata": {1: 2}}, TypeError, "str keys"),
+        ({"metadata": {1: 2}}, TypeError, "keys must be str"),
     ]:
         with pytest.raises(error, match=text):
             save_async(path, state, **keywords)
@@ -593,8 +593,10 @@ def test_a_manager_does_not_repeat_what_somebody_was_told(path):
     with pytest.raises(KeyError), manager:
         pass
     manager.save_async(4, {"w": np.zeros(3)}, progress=complain)
-    with pytest.raises(ZeroDivisionError), manager:  # the block's own error goes on
+    with pytest.raises(ZeroDivisionError) as caught, manager:  # the block's own error goes on
         raise ZeroDivisionError
+    (note,) = caught.value.__notes__
+    assert note == "a save that was under way has failed, too: KeyError: 'enough'"
 
 
 # ---- ranks ----
@@ -672,7 +674,7 @@ def fail_as_rank(group, path, victim):
 
     bad = {"progress": stop} if group.rank == 1 else {}
     if victim == "dtype" and group.rank == 1:
-        state["w5"], bad = np.array("text"), {}
+        state["more"], bad = np.array("text"), {}
     handle = save_async(path, state, step=2, group=group, **bad)
     try:
         handle.wait(SECONDS)

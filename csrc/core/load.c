@@ -15,6 +15,7 @@
 
 #include "mem.h"
 #include "size.h"
+#include "span.h"
 #include "walk.h"
 
 #include <stdint.h>
@@ -105,21 +106,14 @@ typedef struct item {
     size_t next;    /* the pair after it in the cluster, or `count` */
 } item;
 
-/* Memory that is written or read. */
-typedef struct span {
-    uintptr_t low, high;
-    size_t pair;
-    bool written;
-} span;
-
 /* Everything that is gone when the plan stands. */
 typedef struct planner {
     const mls_load_pair *pairs;
     size_t count;
     bool cast;
     item *items;
-    span *spans, *spare; /* room for two per pair each; first, what is read is in the one
-                            and what is written in the other */
+    mls_span *spans, *spare; /* room for two per pair each; first, what is read is in the
+                                one and what is written in the other */
     size_t reads, writes;
     size_t clusters;
     size_t *heads; /* the first pair of each cluster, or `count` */
@@ -238,10 +232,10 @@ static bool is_plain(const mls_load_pair *pair)
 }
 
 /* Remember the memory of a view, if it has any. */
-static void add_span(span *spans, size_t *count, const mls_tensor *t, size_t pair,
+static void add_span(mls_span *spans, size_t *count, const mls_tensor *t, size_t pair,
                      bool written)
 {
-    span s = {.pair = pair, .written = written};
+    mls_span s = {.owner = pair, .written = written};
     if (mls_tensor_range(t, &s.low, &s.high)) {
         spans[(*count)++] = s;
     }
@@ -293,49 +287,6 @@ static mls_code take_pair(planner *p, size_t index)
 
 /* ---- who shares memory with whom ---- */
 
-/* The end of the run of rising addresses that starts at `from`. */
-static size_t run_end(const span *spans, size_t from, size_t count)
-{
-    size_t at = from < count ? from + 1 : count;
-    while (at < count && spans[at - 1].low <= spans[at].low) {
-        at++;
-    }
-    return at;
-}
-
-/* Merge two sorted runs, [0, half) and [half, count), into `to`. */
-static void merge_runs(const span *from, size_t half, size_t count, span *to)
-{
-    size_t left = 0, right = half;
-    for (size_t i = 0; i < count; i++) {
-        const bool take_left =
-            right == count || (left < half && from[left].low <= from[right].low);
-        to[i] = from[take_left ? left++ : right++];
-    }
-}
-
-/* Put the spans together and sort them; how many there are.  A merge sort of the runs
- * that are there already, since tensors mostly lie in the order in which they were made:
- * no recursion, n log n at worst. */
-static size_t sort_spans(planner *p)
-{
-    const size_t count = p->reads + p->writes;
-    size_t runs;
-    memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
-    do {
-        runs = 0;
-        for (size_t at = 0, end; at < count; at = end, runs++) {
-            const size_t middle = run_end(p->spans, at, count);
-            end = run_end(p->spans, middle, count);
-            merge_runs(p->spans + at, middle - at, end - at, p->spare + at);
-        }
-        span *const sorted = p->spare;
-        p->spare = p->spans;
-        p->spans = sorted;
-    } while (runs > 1);
-    return count;
-}
-
 /* Destination `written` meets the source of `read`. */
 static mls_code overlap(planner *p, size_t written, size_t read)
 {
@@ -363,23 +314,24 @@ static void join_cluster(planner *p, size_t pair, size_t other)
     p->items[pair].cluster = p->items[other].cluster;
 }
 
-/* Sweep the sorted spans.  A span meets one before it exactly where it starts below the
- * highest end so far, so it is enough to keep the span that reaches highest, among those
- * written and among those read. */
+/* Sweep the sorted spans of all that is read and written.  It is enough to keep the span
+ * that reaches highest, among those written and among those read. */
 static mls_code find_overlaps(planner *p)
 {
-    const span *top[2] = {NULL, NULL}; /* read, written */
-    const size_t count = sort_spans(p);
+    const mls_span *top[2] = {NULL, NULL}; /* read, written */
+    const size_t count = p->reads + p->writes;
+    memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
+    const mls_span *sorted = mls_spans_sort(p->spans, p->spare, count);
     for (size_t i = 0; i < count; i++) {
-        const span *s = &p->spans[i];
-        const span *other = top[!s->written];
-        const span *like = top[s->written];
+        const mls_span *s = &sorted[i];
+        const mls_span *other = top[!s->written];
+        const mls_span *like = top[s->written];
         if (other != NULL && s->low < other->high) {
-            return s->written ? overlap(p, s->pair, other->pair)
-                              : overlap(p, other->pair, s->pair);
+            return s->written ? overlap(p, s->owner, other->owner)
+                              : overlap(p, other->owner, s->owner);
         }
         if (s->written && like != NULL && s->low < like->high) {
-            join_cluster(p, s->pair, like->pair);
+            join_cluster(p, s->owner, like->owner);
         }
         if (like == NULL || s->high > like->high) {
             top[s->written] = s;

@@ -1,4 +1,5 @@
-/* py_load: one state dict read as a whole: loaded into another one, or digested.  The
+/* py_load: one state dict read as a whole: loaded into another one, looked through for
+ * arrays that share memory, or digested.  The
  * public names and their docstrings are in mlstate/state.py; these take positional
  * arguments only.
  */
@@ -7,6 +8,7 @@
 #include "load.h"
 #include "mem.h"
 #include "size.h"
+#include "span.h"
 
 /* ---- loading ---- */
 
@@ -106,6 +108,159 @@ static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t 
         result = load_pairs(state, &p, cast != 0) < 0 ? NULL : Py_NewRef(Py_None);
     }
     mlsp_pairs_fini(&p);
+    return result;
+}
+
+/* ---- targets that share memory ---- */
+
+/* One array that is to be filled. */
+typedef struct tied_target {
+    PyObject *key; /* borrowed from the list of keys */
+    Py_ssize_t section;
+    mls_dtype dtype;
+    bool left_out;
+} tied_target;
+
+/* All targets of all sections, and where those lie that are packed. */
+typedef struct tied_job {
+    tied_target *targets;
+    mls_span *spans, *spare;
+    size_t count, dense;
+} tied_job;
+
+/* Add one target.  Views with gaps get no span: their elements need not meet those that
+ * lie between them, and they are filled one after the other, when all else is read. */
+static int tied_add(const mlsp_state *state, tied_job *job, Py_ssize_t section,
+                    PyObject *key, PyObject *targets)
+{
+    PyObject *array = NULL;
+    mlsp_view view = {0};
+    mls_span span = {.owner = job->count, .written = true};
+    size_t bytes;
+    if (mlsp_dict_get(targets, key, &array) != 1) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetObject(PyExc_KeyError, key);
+        }
+        return -1;
+    }
+    const int failed = mlsp_view_of(state, array, "target", &view);
+    Py_DECREF(array);
+    if (failed < 0) {
+        return -1;
+    }
+    job->targets[job->count++] =
+        (tied_target){.key = key, .section = section, .dtype = view.tensor.dtype};
+    if (mls_tensor_range(&view.tensor, &span.low, &span.high) &&
+        mls_tensor_bytes(&view.tensor, &bytes) && bytes == span.high - span.low) {
+        job->spans[job->dense++] = span;
+    }
+    mlsp_view_release(&view);
+    return 0;
+}
+
+/* Sections as (keys, targets), and room for all of their targets. */
+static int tied_init(PyObject *sections, tied_job *job)
+{
+    size_t count = 0;
+    if (!PyList_Check(sections)) {
+        PyErr_SetString(PyExc_TypeError, "sections must be a list");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
+        PyObject *keys, *targets;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(sections, i), "O!O!", &PyList_Type, &keys,
+                              &PyDict_Type, &targets)) {
+            return -1;
+        }
+        count += (size_t)PyList_GET_SIZE(keys);
+    }
+    job->targets = mls_alloc(count, sizeof *job->targets);
+    job->spans = mls_alloc(count, sizeof *job->spans);
+    job->spare = mls_alloc(count, sizeof *job->spare);
+    if (job->targets == NULL || job->spans == NULL || job->spare == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+/* View all targets. */
+static int tied_view(const mlsp_state *state, PyObject *sections, tied_job *job)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
+        PyObject *keys = PyTuple_GET_ITEM(PyList_GET_ITEM(sections, i), 0);
+        PyObject *targets = PyTuple_GET_ITEM(PyList_GET_ITEM(sections, i), 1);
+        for (Py_ssize_t j = 0; j < PyList_GET_SIZE(keys); j++) {
+            if (tied_add(state, job, i, PyList_GET_ITEM(keys, j), targets) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* Sweep the sorted spans.  The same memory under another name of a section is filled for
+ * the last of its names; all else that overlaps is an error. */
+static int tied_find(tied_job *job)
+{
+    const mls_span *sorted = mls_spans_sort(job->spans, job->spare, job->dense);
+    for (size_t i = 1; i < job->dense; i++) {
+        const mls_span *a = &sorted[i - 1], *b = &sorted[i];
+        tied_target *first = &job->targets[a->owner], *second = &job->targets[b->owner];
+        if (b->low >= a->high) {
+            continue; /* nothing before overlapped, so all of that ends here or earlier */
+        }
+        if (a->low != b->low || a->high != b->high || first->section != second->section ||
+            first->dtype != second->dtype) {
+            PyErr_Format(PyExc_ValueError,
+                         "the targets %R and %R share memory, but are not one and the "
+                         "same tensor: load into a copy of one of them",
+                         first->key, second->key);
+            return -1;
+        }
+        first->left_out = true;
+    }
+    return 0;
+}
+
+/* [[key, ...], ...]: of each section those that are left out. */
+static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
+{
+    PyObject *result = PyList_New(sections);
+    for (Py_ssize_t i = 0; result != NULL && i < sections; i++) {
+        PyObject *keys = PyList_New(0);
+        if (keys == NULL) {
+            Py_CLEAR(result);
+        } else {
+            PyList_SET_ITEM(result, i, keys);
+        }
+    }
+    for (size_t i = 0; result != NULL && i < job->count; i++) {
+        const tied_target *t = &job->targets[i];
+        if (t->left_out &&
+            PyList_Append(PyList_GET_ITEM(result, t->section), t->key) < 0) {
+            Py_CLEAR(result);
+        }
+    }
+    return result;
+}
+
+/* targets_tied([(keys, targets), ...]) -> [[key, ...], ...]
+ *
+ * Keys whose array is that of a later key too, so that nothing need be read into it.
+ * ValueError where arrays share memory in any other way: they are filled at the same
+ * time, and each would hold a part of the other. */
+static PyObject *targets_tied(PyObject *module, PyObject *sections)
+{
+    tied_job job = {0};
+    PyObject *result = NULL;
+    if (tied_init(sections, &job) == 0 &&
+        tied_view(mlsp_state_of(module), sections, &job) == 0 && tied_find(&job) == 0) {
+        result = tied_result(&job, PyList_GET_SIZE(sections));
+    }
+    mls_free(job.targets);
+    mls_free(job.spans);
+    mls_free(job.spare);
     return result;
 }
 
@@ -225,6 +380,9 @@ static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_
 PyMethodDef mlsp_load_methods[] = {
     {"state_load", MLSP_FASTCALL(state_load),
      "state_load(target, source, strict, cast, /)\n--\n\nCopy all tensors, or none."},
+    {"targets_tied", targets_tied, METH_O,
+     "targets_tied(sections, /)\n--\n\nKeys of arrays that have a later key too; other "
+     "overlaps are refused."},
     {"state_digest", MLSP_FASTCALL(state_digest),
      "state_digest(state, update, /)\n--\n\nFeed names, facts and elements to a hash."},
     {NULL, NULL, 0, NULL},

@@ -1,0 +1,79 @@
+"""Filling what exists: by names, and where memory is shared."""
+
+import numpy as np
+import pytest
+from checkpoint_model import same
+
+import mlstate
+
+
+def random(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ckpt"
+
+
+def test_targets_that_are_one_array_are_filled_for_the_last_of_them(path):
+    count = 3 << 20  # several threads read
+    mlstate.save(path, {"a": np.zeros(count), "b": np.arange(count) * 1.0})
+    tied = np.full(count, 7.0)
+    for target in ({"a": tied, "b": tied}, {"b": tied.reshape(-1), "a": tied[:]}):
+        mlstate.load(path, into={"model": target})
+        assert np.array_equal(tied, np.arange(count))
+        tied[:] = 7
+
+
+def test_targets_that_share_memory_are_refused_before_anything_is_written(path):
+    mlstate.save(path, {"a": np.ones(8), "b": np.ones(8)}, {"a.m": np.ones(8)})
+
+    def refused(text, memory, **into):
+        before = memory.copy()
+        with pytest.raises(ValueError, match=text):
+            mlstate.load(path, into=into)
+        assert np.array_equal(memory, before)
+
+    memory = np.arange(16.0)
+    both = "the targets 'a' and 'b' share memory"
+    refused(both, memory, model={"a": memory[:8], "b": memory[7:15]})
+    refused("'b' and 'a' share", memory, model={"a": memory[8:], "b": memory[1:9]})
+    other = memory[:8].view(np.int64)
+    mlstate.save(path / "kinds", {"a": np.ones(8), "b": np.ones(8, np.int64)})
+    with pytest.raises(ValueError, match=both):
+        mlstate.load(path / "kinds", into={"model": {"a": memory[:8], "b": other}})
+    model = {"a": memory[:8], "b": memory[8:]}
+    refused("'a' and 'a.m' share", memory, model=model, optimizer={"a.m": memory[:8]})
+
+    columns = {"a": memory[::2], "b": memory[1::2]}  # no byte is shared
+    mlstate.load(path, into={"model": columns})
+    assert (memory == 1).all()
+
+
+def test_what_names_mean_must_arrive_and_be_filled(path):
+    model = {"enc.w": random(4), "enc.b": random(4, seed=1), "head.w": random(2)}
+    mlstate.save(path, model, {"enc.w.m": random(4), "head.w.m": random(2)})
+
+    def refused(text, names, missing="skip", **into):
+        before = {section: {k: v.copy() for k, v in into[section].items()} for section in into}
+        with pytest.raises(mlstate.CompatibilityError, match=text):
+            mlstate.load(path, names=names, into=into, missing=missing)
+        assert all(same(before[section], into[section]) for section in into)
+
+    def zeros(*names):
+        return {name: np.zeros(4, np.float32) for name in names}
+
+    hint = r"2 of 2 names match after rename\(source, {'enc.': ''}\)"
+    refused(rf'(?s)Unexpected key.*"enc.b", "enc.w"\..*{hint}', "enc", model=zeros("w", "b"))
+    refused('Unexpected key.*"enc.w"', "enc.w", model=zeros("enc.W"))
+    refused('Unexpected key.*"enc.w.m"', "enc", model=zeros("enc.w", "enc.b"), optimizer={})
+    refused('Missing key.*"enc.c"', "enc", model=zeros("enc.w", "enc.b", "enc.c"))
+    refused('Missing key.*"enc.w.v"', "enc", "error", optimizer=zeros("enc.w.m", "enc.w.v"))
+
+    into = {"model": zeros("enc.w", "enc.b", "head.w", "new.w"), "optimizer": zeros("enc.w.m")}
+    into["optimizer"] |= {"enc.b.m": np.ones(4), "new.w.m": np.ones(4)}
+    mlstate.load(path, names="enc", into=into, missing="zeros")
+    assert same({"enc.w": random(4)}, {"enc.w": into["model"]["enc.w"]})
+    assert not into["model"]["head.w"].any() and not into["model"]["new.w"].any()
+    assert not into["optimizer"]["enc.b.m"].any() and into["optimizer"]["new.w.m"].all()
