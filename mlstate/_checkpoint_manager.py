@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _folder
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Checkpoints of a run, by step, in one folder.
 
-    Steps share the files of what did not change between them.
+    Steps share the files of what did not change between them. What `mlstate.save` writes into
+    the folder is no step: it is what `mlstate.load` gives, until the next step is saved.
 
     Parameters
     ----------
@@ -66,12 +69,14 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, kind: object, *unused: object) -> None:
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
         try:
             self.close()
-        except Exception:
-            if kind is None:  # else what the block raised goes on, and this error is shown
+        except Exception as error:
+            if raised is None:
                 raise
+            text = f"{type(error).__name__}: {error}"  # what the block raised goes on
+            raised.add_note(f"a save that was under way has failed, too: {text}")
 
     def close(self) -> None:
         """Wait for a save that is under way, and give back the memory for copies.
@@ -165,6 +170,7 @@ class CheckpointManager:
             if manifest.step == step:
                 return Checkpoint(self.directory, _root=root.path)
         have = ", ".join(map(str, self.steps())) or "none"
+        have += f"; {_OTHER}" if _holds_no_steps(self.directory) else ""
         raise _folder.store_error(
             FileNotFoundError(2, f"no step {step} there (steps: {have})"),
             "cannot find the step",
@@ -208,7 +214,8 @@ class CheckpointManager:
         Raises
         ------
         As `mlstate.save`, and as a save of `save_async` that nobody has waited for: that one
-        is waited for first.
+        is waited for first. StoreError, `errno.EEXIST`, where the folder has no steps but a
+        checkpoint of `mlstate.save`, which would be replaced.
 
         Examples
         --------
@@ -219,6 +226,7 @@ class CheckpointManager:
         1
         """
         self._settle()
+        self._refuse_other()
         return write_checkpoint(
             self.directory,
             model,
@@ -273,8 +281,8 @@ class CheckpointManager:
 
         Raises
         ------
-        As `mlstate.checkpoint.save_async`, and as the save before if that one failed and
-        nobody was told yet; then nothing new is begun.
+        As `mlstate.checkpoint.save_async`, as `save` for the folder's sake, and as the save
+        before if that one failed and nobody was told yet; then nothing new is begun.
 
         Examples
         --------
@@ -292,6 +300,7 @@ class CheckpointManager:
         from ._staging import OwnStaging
 
         self._settle()
+        self._refuse_other()
         if self._staging is None:
             self._staging = OwnStaging(kept=True)
         self._under_way = begin_save(
@@ -313,6 +322,15 @@ class CheckpointManager:
             retain=self._retain,
         )
         return self._under_way
+
+    def _refuse_other(self) -> None:
+        """Leave a checkpoint alone that is no step; each rank finds the same here."""
+        if _holds_no_steps(self.directory):
+            raise _folder.store_error(
+                FileExistsError(errno.EEXIST, f"{_OTHER}: save steps into another folder"),
+                "cannot save the step",
+                self.directory,
+            )
 
     def _retain(self, folder: str, newest: Manifest) -> None:
         """Give up roots: of a step that was saved again, and those beyond `keep`."""
@@ -442,9 +460,21 @@ class CheckpointManager:
                 first = first or error
         if first is not None:
             raise first
-        raise _folder.store_error(
-            FileNotFoundError(2, "no checkpoint there"), "cannot restore", self.directory
-        )
+        what = "no checkpoint there"
+        if _holds_no_steps(self.directory):
+            what = f"{_OTHER}: mlstate.load loads it"
+        raise _folder.store_error(FileNotFoundError(2, what), "cannot restore", self.directory)
+
+
+_OTHER = "the folder holds a checkpoint of mlstate.save, which is no step"
+
+
+def _holds_no_steps(folder: str) -> bool:
+    """Whether there is a checkpoint, but none that a manager saved."""
+    with suppress(StoreError):  # whoever goes on is told
+        there = os.path.lexists(os.path.join(folder, _folder.MANIFEST))
+        return there and not _folder.list_roots(folder)
+    return False
 
 
 def find_root(folder: str, step: int) -> str:

@@ -148,6 +148,20 @@ def test_a_plain_save_leaves_the_steps_alone(manager):
     assert not mlstate.verify(manager.directory).leftover
 
 
+def test_a_checkpoint_that_is_no_step_is_not_replaced_by_one(manager):
+    mlstate.save(manager.directory, state(4), step=4)
+    words = "holds a checkpoint of mlstate.save, which is no step"
+    for save in (manager.save, manager.save_async):
+        with pytest.raises(mlstate.StoreError, match=f"cannot save the step: .*{words}") as info:
+            save(5, state(5))
+        assert info.value.errno == errno.EEXIST
+    for restore in (manager.restore_latest, lambda: manager.restore(4)):
+        with pytest.raises(FileNotFoundError, match=words):
+            restore()
+    assert manager.steps() == []
+    assert same(state(4), mlstate.load(manager.directory).model)
+
+
 def test_a_root_that_cannot_be_read_stops_deleting_but_not_saving(manager, tmp_path):
     for step in (1, 2):
         manager.save(step, state(step))
