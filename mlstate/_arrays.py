@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 def is_torch(candidate: object) -> bool:
@@ -17,6 +17,19 @@ def is_torch(candidate: object) -> bool:
         return False
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(candidate, torch.Tensor)
+
+
+def refuse_given_away(state: Mapping[str, Any]) -> None:
+    """Refuse torch tensors whose elements a `TieredState` has in a file: they look empty."""
+    tiers = sys.modules.get("mlstate.integrations.torch._tiers")
+    if tiers is None or not tiers.is_used():
+        return
+    for name, value in state.items():
+        if is_torch(value) and tiers.is_given_away(value):
+            raise ValueError(
+                f"{name!r} is cold: its elements are in a file of a TieredState; promote it, or "
+                "take what state_dicts() of that TieredState returns"
+            )
 
 
 def write_into(out: Any, write: Callable[[Any], Any]) -> Any:

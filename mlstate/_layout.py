@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _core
@@ -36,7 +37,11 @@ TIERS = tuple(Tier)
 
 def _step(step: Any) -> tuple[int, int]:
     axis, parts = step
-    return (_FLAT if axis == "flat" else axis), parts
+    if axis == "flat":
+        return _FLAT, parts
+    if index(axis) < 0:
+        raise ValueError(f"a layout counts axes from 0, not axis {axis}")
+    return axis, parts
 
 
 class Layout:
@@ -378,6 +383,8 @@ class Shard:
         """The same for tensors, whose dtype or device may be none of NumPy's."""
         if not is_torch(self.array):
             raise AttributeError("a shard of an array has __array_interface__")
+        if self.array.is_neg():
+            raise BufferError("a view that is negated when read: store its resolve_neg()")
         return self.array.detach().__dlpack__
 
     @property

@@ -6,6 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import _core
+from ._arrays import refuse_given_away
+from ._layout import Shard
 from ._state_kind import KEY, describe, restore
 
 if TYPE_CHECKING:
@@ -15,13 +17,33 @@ if TYPE_CHECKING:
 
 
 def _checked(name: object, value: object) -> object:
-    """Refuse plain values of Python, with what to do instead; the core views all others."""
+    """Refuse what is no whole array, with what to do instead; the core views all others."""
+    if isinstance(value, Shard):
+        raise TypeError(
+            f"{name!r} is a Shard, part {value.index} of {value.layout.parts}: state files hold "
+            "whole arrays; a Shard goes into mlstate.save"
+        )
     if type(value) in (bool, int, float, complex, str, bytes, list, tuple):
         raise TypeError(
             f"{name!r} is a {type(value).__name__}: state files hold arrays; "
             "wrap it in numpy.asarray with a dtype, or put it into metadata as text"
         )
     return value
+
+
+def _entries(state: Any) -> dict[str, Any]:
+    """The state's own entries, as they are at one moment: other threads may change it."""
+    if isinstance(state, str | bytes | os.PathLike):
+        raise TypeError(
+            f"the state comes first, and then the path: save_file(state, path); got "
+            f"{type(state).__name__} for the state"
+        )
+    if not hasattr(state, "keys"):
+        hint = ": pass its state_dict()" if hasattr(state, "state_dict") else ""
+        raise TypeError(
+            f"state must be a mapping of str to arrays, got {type(state).__name__}{hint}"
+        )
+    return dict(state)
 
 
 def save_file(
@@ -51,7 +73,7 @@ def save_file(
     Raises
     ------
     TypeError
-        A name or text is not a str, a value is not an array, or the ``param_groups`` of an
+        A name or text is not a str, a value is not a whole array, or the ``param_groups`` of an
         `OptimizerStateDict` are more than numbers, texts and lists.
     ValueError
         A name or text cannot be written as UTF-8 or is reserved, or `path` is neither
@@ -88,8 +110,8 @@ def save_file(
     >>> sorted(load_file(path))
     ['k', 'v']
     """
-    # copies of the mappings, taken in one step: other threads may change the originals
-    tensors = tuple((name, _checked(name, value)) for name, value in dict(state).items())
+    refuse_given_away(plain := _entries(state))
+    tensors = tuple((name, _checked(name, value)) for name, value in plain.items())
     texts = {} if metadata is None else dict(metadata)
     if KEY in texts:
         raise ValueError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._optimizer_state import OptimizerStateDict
+from ._sayable import check_sayable
 from ._state_dict import ModelStateDict, StateDict
 from .errors import FormatError
 
@@ -32,6 +33,7 @@ def describe(state: object) -> str | None:
 
             values = {name: getattr(state, name) for name in names}
             try:
+                check_sayable(values.get("param_groups", ()), "param_groups", finite=False)
                 return json.dumps({"kind": kind, **values}, sort_keys=True)
             except (TypeError, ValueError) as error:
                 raise TypeError(

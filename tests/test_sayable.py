@@ -1,0 +1,57 @@
+"""What JSON cannot say, or would give back as something else, in metadata and groups."""
+
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import mlstate
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ckpt"
+
+
+HOLDS_ITSELF: dict[str, object] = {}
+HOLDS_ITSELF["a"] = [HOLDS_ITSELF]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        ({"milestones": Counter({2: 1})}, TypeError, r"\['milestones'\] has the key 2, and keys"),
+        ([1, {"b": {(1,): 2}}], TypeError, r"\[1\]\['b'\] has the key \(1,\)"),
+        (np.float32(1.0), TypeError, r" is a numpy\.float32: give float\(\.\.\.\)"),
+        ([np.int64(1)], TypeError, r"\[0\] is a numpy\.int64: give int\(\.\.\.\)"),
+        (np.ones(2), TypeError, r" is a numpy\.ndarray: give its tolist\(\)"),
+        ({1, 2}, TypeError, r" is a set: give sorted\(\.\.\.\)"),
+        (b"x", TypeError, " is a bytes$"),
+        ({"best": float("inf")}, ValueError, r"\['best'\] is inf, and JSON has finite numbers"),
+        (("x", float("nan")), ValueError, r"\[1\] is nan, and JSON has finite numbers"),
+        (HOLDS_ITSELF, ValueError, "is nested too deeply, or holds itself"),
+    ],
+)
+def test_metadata_that_would_come_back_as_something_else_are_named(path, value, kind, text):
+    where = "metadata" if value is HOLDS_ITSELF else r"metadata\['sched'\]"
+    with pytest.raises(kind, match=f"JSON can say .*: {where}.*{text}"):
+        mlstate.save(path, {"w": np.ones(2)}, metadata={"sched": value})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "text"),
+    [
+        ({"of": {2: 1}}, TypeError, r"param_groups\[0\]\['of'\] has the key 2, and keys must be"),
+        ({"lr": np.float32(1)}, TypeError, r"param_groups\[0\]\['lr'\] is a numpy\.float32: give"),
+        ({"lr": float("inf")}, ValueError, r"param_groups\[0\]\['lr'\] is inf, and JSON has"),
+    ],
+)
+def test_groups_that_would_come_back_as_something_else_are_named(path, group, kind, text):
+    optimizer = mlstate.OptimizerStateDict({"w.m": np.ones(2)}, param_groups=[group])
+    with pytest.raises(kind, match=text):
+        mlstate.save(path, {"w": np.ones(2)}, optimizer)
+    assert not path.exists()
