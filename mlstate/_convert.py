@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._optimizer_state import OptimizerStateDict
+from ._sayable import check_sayable
 from ._state_dict import StateDict
 from ._state_kind import describe, restore
 from .errors import CompatibilityError, FormatError, MLStateError, StoreError, StoreNotFoundError
@@ -252,8 +253,8 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(key, str):
             raise TypeError(f"metadata keys must be str, got {key!r}")
         try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError) as error:
+            check_sayable(value, f"metadata[{key!r}]", finite=False)
+        except (TypeError, ValueError) as error:
             raise TypeError(
                 f"metadata {key!r} is no plain value: {error}; keep numbers, texts, lists and "
                 "dicts of such there"

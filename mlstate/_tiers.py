@@ -147,6 +147,7 @@ class TieredState(TierMoves):
         self._open_directory()
         try:
             self._refuse_or_discard(discard)
+            self._refuse_others(units)
             self._add(units)
         except BaseException:
             self._undo()
@@ -242,6 +243,7 @@ class TieredState(TierMoves):
             values = [v for state in (given, states) if state is not None for v in state.values()]
             self._choose_device(values)
             units = self._checked(given, states)
+            self._refuse_others(units)
         self._add(units)
 
     def remove(self, name: str) -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
+from ._arrays import refuse_given_away
 from ._layout import Shard, Tier
 from ._lock import WriterLock
 from ._merge import like
@@ -112,6 +113,8 @@ class TierMoves:
     def _checked(self, model: Any, optimizer: Any) -> list[Unit]:
         """Make units, and refuse what could not be kept, before anything is changed."""
         plain = [None if state is None else StateDict(state) for state in (model, optimizer)]
+        for state in plain:
+            refuse_given_away(state or {})
         units = units_of(*plain)
         seen: dict[Any, str] = {}
         for unit in units:
@@ -180,6 +183,17 @@ class TierMoves:
                 "cannot use the folder of tiers",
                 self._directory,
             )
+
+    def _refuse_others(self, units: list[Unit]) -> None:
+        """Refuse names of units whose files are there: they are somebody else's."""
+        there = set(self._files())
+        for unit in units:
+            if unit.file in there:
+                raise _folder.store_error(
+                    OSError(errno.EEXIST, f"unit {unit.name!r} would replace a file of others"),
+                    "cannot use the folder of tiers",
+                    self._path(unit),
+                )
 
     def _path(self, unit: Unit) -> str:
         return os.path.join(self._directory, unit.file)

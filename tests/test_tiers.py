@@ -408,6 +408,21 @@ def test_a_unit_that_grows_sends_others_away(folder):
 # ---- what is left on the disk ----
 
 
+def test_files_of_others_are_not_replaced(folder):
+    folder.mkdir()
+    file = folder / "embed.safetensors"
+    mlstate.save_file({"w": np.ones(3)}, file)
+    before = file.read_bytes()
+    with pytest.raises(errors.StoreError, match="'embed' would replace a file of others") as caught:
+        TieredState({"other": np.zeros(2), "embed": np.zeros(5)}, {}, folder)
+    assert caught.value.errno == errno.EEXIST and caught.value.filename == str(file)
+    with TieredState({"other": np.zeros(2)}, {}, folder) as tiers:
+        with pytest.raises(errors.StoreError, match="'embed' would replace"):
+            tiers.add({"embed": np.zeros(5)})
+        assert list(tiers) == ["other"]
+    assert file.read_bytes() == before
+
+
 def test_a_folder_is_taken_over(folder):
     model, adam = states(3)
     expected = given_bits(model, adam)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from test_tiers import bits, given_bits, states
 
+import mlstate
 from mlstate.checkpoint import TieredState
 
 
@@ -148,3 +149,30 @@ def test_hot_is_the_memory_of_an_accelerator(folder):
         assert w.is_cuda and torch.equal(w.cpu(), torch.arange(1024.0) + 1)
         tiers.demote("w")
         assert not w.is_cuda
+
+
+@pytest.mark.torch
+def test_what_is_cold_is_not_saved_as_empty(tmp_path, folder):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(3, 2)
+    expected = module.weight.detach().clone()
+    module.register_buffer("nothing", torch.empty(0))  # as it is meant to be
+    file, checkpoint = tmp_path / "model.safetensors", tmp_path / "checkpoint"
+    mlstate.save(checkpoint, module)
+    tiers = TieredState(module, None, folder)
+    tiers.demote("weight", to="cold")
+    for save in (
+        lambda: mlstate.save(checkpoint, module),
+        lambda: mlstate.checkpoint.save_async(checkpoint, module).wait(),
+        lambda: mlstate.save(checkpoint, module.state_dict()),
+        lambda: mlstate.save_file(module.state_dict(), file),
+        lambda: mlstate.StateDict.from_torch(module.state_dict()),
+        lambda: TieredState(module, None, tmp_path / "others"),
+    ):
+        with pytest.raises(ValueError, match=r"'weight' is cold: .* promote it, or"):
+            save()
+    assert not file.exists()
+    assert torch.equal(torch.as_tensor(mlstate.load(checkpoint).model["weight"]), expected)
+    tiers.promote("weight")
+    mlstate.save(checkpoint, module)
+    tiers.close()

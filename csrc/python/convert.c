@@ -259,6 +259,46 @@ static PyObject *without_graph(PyObject *array)
     return PyObject_CallMethod(array, "detach", NULL);
 }
 
+/* Whether the elements of a tensor are what its memory has with another sign: torch
+ * exports such a view as if it were not one.  -1 with an exception set. */
+static int is_negated(const mlsp_state *state, PyObject *array)
+{
+    PyObject *method = PyObject_GetAttr(array, state->negative_name);
+    if (method == NULL) { /* others have no such views */
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return 0;
+    }
+    PyObject *negative = PyObject_CallNoArgs(method);
+    const int negated = negative == NULL ? -1 : negative == Py_True;
+    Py_DECREF(method);
+    Py_XDECREF(negative);
+    return negated;
+}
+
+/* Put in front of an exporter's exception which array it is about: of a state of
+ * thousands, what torch says alone leads nowhere.  Only of those types that are made of a
+ * text alone; others go on as they are. */
+static void name_error(const char *what)
+{
+    PyObject *const types[] = {PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError,
+                               PyExc_ValueError};
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        if (type == types[i]) {
+            PyErr_Format(type, "%s: %S", what, error == NULL ? Py_None : error);
+            Py_DECREF(type);
+            Py_XDECREF(error);
+            Py_XDECREF(trace);
+            return;
+        }
+    }
+    PyErr_Restore(type, error, trace);
+}
+
 /* New reference to the capsule that `array` exports.  Read-only memory is only declared
  * by the versioned form, which older exporters do not know. */
 static PyObject *export_capsule(PyObject *array)
@@ -438,7 +478,16 @@ static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *
     bool readonly;
     mls_tensor t = {0};
     PyObject *owner = NULL;
-    PyObject *capsule = export_capsule(array);
+    const int negated = is_negated(state, array);
+    if (negated > 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s is a view that is negated when read: store its resolve_neg()",
+                     what);
+    }
+    PyObject *capsule = negated != 0 ? NULL : export_capsule(array);
+    if (capsule == NULL && negated == 0) {
+        name_error(what);
+    }
     const dlpack_tensor *from =
         capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);
     if (from != NULL && check_dlpack(from, what, &t, &st) != MLS_OK) {

@@ -140,10 +140,84 @@ def test_tensors_in_a_plain_dict_and_shards_of_tensors(tmp_path):
     assert torch.equal(target["w2"], weight)
 
 
+def test_tied_weights_are_loaded_as_they_were_saved(tmp_path):
+    def tied(seed):
+        torch.manual_seed(seed)
+        module = torch.nn.ModuleDict(
+            {"embed": torch.nn.Embedding(3000, 512), "head": torch.nn.Linear(512, 3000)}
+        )
+        module["head"].weight = module["embed"].weight
+        return module, torch.optim.Adam(module.parameters())
+
+    module, adam = tied(0)
+    module["head"](module["embed"](torch.tensor([1]))).sum().backward()
+    adam.step()
+    mlstate.save(tmp_path / "a", module, adam)
+    fresh, other = tied(1)
+    mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
+    assert fresh["head"].weight is fresh["embed"].weight
+    assert torch.equal(fresh["head"].weight, module["head"].weight)
+    states = adam.state[module["head"].weight]
+    assert torch.equal(other.state[fresh["head"].weight]["exp_avg"], states["exp_avg"])
+
+
 def test_a_tensor_without_memory_is_refused_by_name(tmp_path):
     with pytest.raises(BufferError, match="'w' is a tensor on torch's meta device"):
         mlstate.save(tmp_path / "a", {"w": torch.empty(2, device="meta")})
     assert not (tmp_path / "a").exists()
+
+
+def negated():
+    return torch.tensor([1 + 2j]).conj().imag
+
+
+def test_a_view_that_is_negated_when_read_is_refused_everywhere(tmp_path):
+    """Its memory has the other sign, and __dlpack__ exports that."""
+    path, view, array = tmp_path / "c", negated(), np.zeros(1, np.float32)
+    layout = Layout.rows(1)
+    calls = [
+        lambda: mlstate.save(path, {"w": view}),
+        lambda: mlstate.save(path, {"w": layout.shard(view, 0)}),
+        lambda: mlstate.save(path, {"w": np.ones(1)}, {"w.w": view}),
+        lambda: mlstate.checkpoint.save_async(path, {"w": view}).wait(),
+        lambda: mlstate.save_file({"w": view}, path),
+        lambda: mlstate.state.load_into({"w": array}, {"w": view}),
+        lambda: mlstate.state.load_into({"w": view}, {"w": array}),
+        lambda: mlstate.state.diff({"w": array}, {"w": view}),
+        lambda: mlstate.StateDict(w=view).digest(),
+        lambda: mlstate.StateDict(w=view) == mlstate.StateDict(w=array),
+    ]
+    for call in calls:
+        with pytest.raises(
+            TypeError, match=r"'w(\.w)?' is a view that is negated when read: store its resolve_neg"
+        ):
+            call()
+    assert array[0] == 0 and view.item() == -2
+    assert list(tmp_path.iterdir()) == []
+    mlstate.save(path, {"w": view.resolve_neg()})
+    assert mlstate.load(path).model["w"].tolist() == [-2.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.ones(2, dtype=torch.complex64).conj(),
+        lambda: torch.ones(2, device="meta"),
+    ],
+)
+def test_what_torch_does_not_export_is_named(tmp_path, make):
+    state = {"a": np.ones(1), "w": make()}
+    with pytest.raises(BufferError, match=r"^params 'w'|^'w'"):
+        mlstate.save(tmp_path / "c", state)
+    with pytest.raises(BufferError, match=r"^tensor 'w': "):
+        mlstate.save_file(state, tmp_path / "f")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_in_a_plain_file_is_to_be_its_state_dict(tmp_path):
+    with pytest.raises(TypeError, match=r"got Linear: pass its state_dict\(\)"):
+        mlstate.save_file(torch.nn.Linear(2, 2), tmp_path / "f")
 
 
 def test_what_the_optimizer_refuses_leaves_the_module_as_it_is(tmp_path):

@@ -114,6 +114,47 @@ def test_what_the_checkpoint_has_not_is_dropped_made_zeros_or_refused(tmp_path):
     assert fresh[0].bias not in other.state
 
 
+def test_lacking_states_are_those_of_what_is_trained(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    frozen = torch.nn.Linear(4, 2).requires_grad_(False)
+    module.append(frozen)
+    adam = torch.optim.Adam(p for p in module.parameters() if p.requires_grad)
+    module(torch.randn(5, 3)).sum().backward()
+    adam.step()
+    mlstate.save(tmp_path / "a", module, adam)
+    expected = sorted(mlstate.load(tmp_path / "a", missing="error").optimizer)
+    assert sorted(mlstate.load(tmp_path / "a", missing="zeros").optimizer) == expected
+
+    del adam.state[module[0].bias]
+    mlstate.save(tmp_path / "a", module, adam)
+    text = r'Missing key.*"0\.bias\.exp_avg", "0\.bias\.exp_avg_sq"\.'
+    fresh = torch.optim.Adam(p for p in module.parameters() if p.requires_grad)
+    for into in (None, {"model": module, "optimizer": fresh}):
+        with pytest.raises(CompatibilityError, match=text):
+            mlstate.load(tmp_path / "a", into=into, missing="error")
+    assert not fresh.state
+    mlstate.load(tmp_path / "a", into={"model": module}, missing="error")
+    made = mlstate.load(tmp_path / "a", missing="zeros").optimizer
+    assert not made["0.bias.exp_avg"].any() and "1.running_mean.exp_avg" not in made
+
+
+def test_a_part_by_name_treats_lacking_states_as_all_of_it_does(tmp_path):
+    module, adam = trained(torch.optim.Adam)
+    del adam.state[module[0].bias], adam.state[module[2].bias]
+    mlstate.save(tmp_path / "a", module, adam)
+    fresh, other = trained(torch.optim.Adam, 4)
+    into = {"model": fresh, "optimizer": other}
+    with pytest.raises(CompatibilityError, match=r'Missing key.*"0.bias.step"'):
+        mlstate.load(tmp_path / "a", into=into, names="0", missing="error")
+    mlstate.load(tmp_path / "a", into=into, names="0", missing="zeros")
+    assert other.state[fresh[0].bias]["step"] == 0
+    mlstate.load(tmp_path / "a", into=into, names="0")
+    assert fresh[0].bias not in other.state
+    assert other.state[fresh[2].bias]["step"] == 4
+    with pytest.raises(CompatibilityError, match=r'Unexpected key.*"0\.weight"'):
+        mlstate.load(tmp_path / "a", into={"model": fresh[0]}, names="0")
+
+
 def test_a_part_by_name_leaves_the_rest(tmp_path):
     module, adam = trained(torch.optim.Adam)
     mlstate.save(tmp_path / "a", module, adam)

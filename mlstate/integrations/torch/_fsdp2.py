@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..._collective_args import check_group, check_timeout
-from ..._fsdp_reduce import Entry, Reducer, Terms
+from ..._fsdp_reduce import Entry, Full, Reducer, Terms
 from ..._fsdp_unit import FSDPShardingUnit
 from ...errors import CollectiveError
 from ._backward import call_at_end
@@ -143,7 +143,7 @@ class _Reduction:
         terms = self._terms._replace(divisor=divisor)
         self._reducer.begin()
         while rest:
-            rest = self._reducer.reduce(rest, terms)
+            _, rest = self._reducer.reduce([Full(rest, terms)], rest)
         try:
             self._reducer.finish("backward pass")
         except CollectiveError as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..._arrays import refuse_given_away
 from ...errors import CompatibilityError
 from ._dtypes import SHARED, VIEWED, ml_dtype, name_of, torch_has
 
@@ -132,9 +133,10 @@ def arrays_of(state: Mapping[str, Any]) -> dict[str, Any]:
             "from_torch takes a mapping of str to tensors, such as module.state_dict(), "
             f"got {type(state).__name__}"
         )
+    refuse_given_away(plain := dict(state))
     made: dict[int, Any] = {}
     arrays = {}
-    for name, value in dict(state).items():
+    for name, value in plain.items():
         if id(value) not in made:
             made[id(value)] = _array_of(name, value)
         arrays[name] = made[id(value)]

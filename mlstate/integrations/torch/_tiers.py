@@ -170,7 +170,26 @@ def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
     """
     if source is None:
         source = tensor.detach().new_empty(0, device="cpu")
+        if not _nowhere:
+            _nowhere.append(source.untyped_storage())
+        source.set_(_nowhere[0], 0, (0,), (1,))
     tensor.data = source
+
+
+# What tensors have that were given away: views of them, as a module's state_dict() has, too.
+_nowhere: list[torch.UntypedStorage] = []
+
+
+def is_used() -> bool:
+    """Whether any tensor's elements were given away in this process."""
+    return bool(_nowhere)
+
+
+def is_given_away(tensor: torch.Tensor) -> bool:
+    """Whether `give_memory` left a tensor without elements; asked after `is_used`."""
+    if tensor.numel() or tensor.is_sparse or tensor.device.type != "cpu":
+        return False
+    return bool(tensor.untyped_storage()._cdata == _nowhere[0]._cdata)
 
 
 def tensors_of_optimizer(

@@ -376,8 +376,8 @@ class OptimizerFilling(Filling):
         Returns arrays of some keys of the checkpoint.
     names : torch.nn.Module, list of str or None
         Where names come from.
-    partly : bool
-        Whether only some states are loaded: then the others stay.
+    meant : callable
+        Returns those of some keys that the load is about: other states stay as they are.
 
     Raises
     ------
@@ -395,7 +395,7 @@ class OptimizerFilling(Filling):
         saved: Any,
         read: Callable[[list[str]], dict[str, NDArray]],
         names: Any,
-        partly: bool,
+        meant: Callable[[list[str]], list[str]],
     ) -> None:
         if module is None:
             _check_optimizer(optimizer, 1 << 62)
@@ -417,7 +417,8 @@ class OptimizerFilling(Filling):
         places, alone = self._sort(saved)
         self.numbers = self._read_scalars(read(sorted(alone)) if alone else {}, alone)
         super().__init__(places)
-        self.rest = {} if partly else self._others()
+        others = self._others()
+        self.rest = {key: others[key] for key in meant(list(others))}
         self.known = {**records, **self.rest}.keys()
 
     def _held(self, slot: _Slot, state: str) -> Any:
@@ -549,8 +550,8 @@ class OptimizerFilling(Filling):
                 del self.optimizer.state[slot.owner]
 
     def _shared(self, slot: _Slot, state: str) -> bool:
-        """Whether another parameter of the same flat one has the state in the checkpoint."""
+        """Whether another parameter of the same flat one has the state afterwards."""
         return any(
-            other.owner is slot.owner and f"{name}.{state}" in self.records
+            other.owner is slot.owner and f"{name}.{state}" not in self.rest
             for name, other in self.slots.items()
         )
