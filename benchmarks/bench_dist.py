@@ -239,25 +239,27 @@ def guard(run: Run) -> None:
     each pair one round, of which there are many; what a round disturbs moves one pair only.
     """
     for engine, name in (("local", "LocalGroup"), ("gloo", "TorchGroup over gloo")):
-        step, silent = f"{name}: step", f"{name}: step without messages"
-        turns = [
-            Turn(step, engine, "ours"),
-            Turn(silent, engine, "ours silent"),
-            Turn(f"{name}: its messages alone", engine, "messages"),
-        ]
+        turns = []
+        for what, way in (("step", "ours"), ("hook", "ours hook")):
+            turns.append(Turn(f"{name}: {what}", engine, way))
+            turns.append(Turn(f"{name}: {what} without messages", engine, f"{way} silent"))
+        pairs = [(turns[i].name, turns[i + 1].name) for i in (0, 2)]
+        turns.append(Turn(f"{name}: messages of a step alone", engine, "messages"))
         rows = run.measure("f32", turns, rounds=PAIRS * run.repeats)
-        note = "64 bytes before each bucket and at the end: made, exchanged, compared"
+        note = "64 bytes before buckets that are ready and at the end: made, exchanged, compared"
         run.show(f"the guard on {name}: {run.size('f32')}", rows, [], note=note)
-        if step in rows and silent in rows:
-            pairs = zip(rows[step].values, rows[silent].values, strict=True)
-            share = [100 * (with_them - without) / without for with_them, without in pairs]
-            low, middle, high = quantiles(share, n=4)
-            run.report.judge(
-                [
-                    f"messages <= 2 % of the step: {middle:.2f} % (median of {len(share)} pairs, "
-                    f"quartiles {low:.2f} and {high:.2f}), {met(middle <= 2)}"
-                ]
-            )
+        run.report.judge([share(rows, *pair) for pair in pairs if set(pair) <= rows.keys()])
+
+
+def share(rows: dict[str, Row], with_them: str, without: str) -> str:
+    """Say what messages add to a step, of which both rows have a value for each round."""
+    pairs = zip(rows[with_them].values, rows[without].values, strict=True)
+    added = [100 * (more - less) / less for more, less in pairs]
+    low, middle, high = quantiles(added, n=4)
+    return (
+        f"{with_them}: messages <= 2 %: {middle:.2f} % (median of {len(added)} pairs, quartiles "
+        f"{low:.2f} and {high:.2f}), {met(middle <= 2)}"
+    )
 
 
 def met(good: bool) -> str:

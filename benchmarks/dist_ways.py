@@ -281,7 +281,10 @@ class Messages(Way):
         units = [FSDPShardingUnit(n, s, rank.dtype, rank.rank) for n, s in rank.shapes.items()]
         for unit in units:
             fsdp._runs.bind(unit)
-        self.facts = [[u.fact for u in bucket] for bucket in fsdp._runs.buckets(reversed(units))]
+        buckets = list(fsdp._runs.buckets(reversed(units)))
+        self.first = [unit.fact for unit in buckets[0]]
+        self.all = [unit.fact for unit in units]
+        self.ready = len(buckets)
         self.settings = {
             "op": "sum",
             "gradient_divide_factor": 1.0,
@@ -297,11 +300,13 @@ class Messages(Way):
         from mlstate._guard import ENDED, Head, all_agree, digest_of, settings_text
 
         for _ in range(self.inner):
-            for number, facts in enumerate([*self.facts, None]):
-                digest, flags = b"", ENDED
-                if facts is not None:
-                    digest, flags = digest_of(facts, settings_text(self.settings)), 0
-                texts = self.group.gather_bytes(Head(flags, number, digest, 0, 0.0).pack())
+            digest = digest_of(self.first, settings_text(self.settings))
+            plan = digest_of(self.all, "plan")
+            for head in (
+                Head(0, 0, digest, 0, 0.0, self.ready, plan),
+                Head(ENDED, self.ready, b"", 0, 0.0),
+            ):
+                texts = self.group.gather_bytes(head.pack())
                 if not all_agree([Head.unpack(text) for text in texts]):
                     raise RuntimeError("ranks do not agree")
 
@@ -532,6 +537,7 @@ def ours(rank: Rank, group: Any) -> dict[str, Callable[[], Way]]:
         "ours hook": partial(OursHook, rank, group),
         "ours one by one": partial(OursOneByOne, rank, group),
         "ours silent": partial(Ours, rank, Silent(group)),
+        "ours hook silent": partial(OursHook, rank, Silent(group)),
         "messages": partial(Messages, rank, group),
     }
 

@@ -56,9 +56,9 @@ class FSDP:
 
     Notes
     -----
-    All ranks must pass the same; before each bucket they compare 64 bytes that stand for what
-    they are about to reduce and how, so that another shape, dtype, order or setting on one rank
-    is an error on all, which names it.
+    All ranks must pass the same; before each bucket, or before several that all have ready, they
+    compare 64 bytes that stand for what they are about to reduce and how, so that another shape,
+    dtype, order or setting on one rank is an error on all, which names it.
 
     Examples
     --------

@@ -56,7 +56,8 @@ class FSDPBackwardHook:
     -----
     ``FSDPBackwardHook`` of the specification (FSDP backward hook). Gradients go in buckets
     of `FSDP.bucket_bytes`, in the reverse order of the parameters, from a thread of their own:
-    the backward pass goes on meanwhile. A last bucket of less than 1 MiB is reduced when the
+    the backward pass goes on meanwhile. Full gradients are kept until ranks agree on the next
+    buckets, those of four at most. A last bucket of less than 1 MiB is reduced when the
     pass ends, without that thread. Where one gradient fails, all others are scattered, and
     then every rank raises the same `CollectiveError`, which names rank and parameter.
 
@@ -85,6 +86,7 @@ class FSDPBackwardHook:
         self._parameters: dict[str, Any] = {}  # of torch, by name
         self._units: dict[str, FSDPShardingUnit] = {}
         self._buckets: list[list[FSDPShardingUnit]] = []
+        self._plan = b""  # stands for all of them
         self._bucket_of: dict[str, int] = {}  # by parameter
         self._at_once = 0  # how many of the buckets are reduced as soon as they are full
         self._accumulate = False
@@ -139,7 +141,7 @@ class FSDPBackwardHook:
             By the parameter's name. None at all: nothing to do.
         keep_full_gradient : bool, default False
             Leave the full gradients of a module in ``parameter.grad``, as it is without
-            hooks. Default: they are freed as soon as their bucket is reduced.
+            hooks. Default: they are freed when ranks agree on the next buckets.
         accumulate : bool, default False
             Add the parts to the local gradients that are there. Default: replace them.
 
@@ -203,6 +205,7 @@ class FSDPBackwardHook:
     def _divide(self) -> None:
         """Divide the units into buckets, once for all passes."""
         self._buckets = list(self._runs.buckets(reversed(self._units.values())))
+        self._plan = self._runs.plan(self._units.values())
         self._bucket_of = {
             unit.parameter_name: number
             for number, bucket in enumerate(self._buckets)
@@ -438,13 +441,18 @@ class FSDPBackwardHook:
         number, self._next = self._next, self._next + 1
         entries = [self._arrived[unit.parameter_name] for unit in self._buckets[number]]
         return self._runs.reduce_bucket(
-            entries, accumulate=self._accumulate, ready=self._full[number], later=later
+            entries,
+            self._plan,
+            accumulate=self._accumulate,
+            since=self._full[number],
+            later=later,
         )
 
     def finish(self) -> None:
         """End a backward pass: wait until all gradients are scattered.
 
-        Hooks of a torch module do this when ``backward`` ends.
+        Hooks of a torch module do this when ``backward`` ends. Inside `no_sync` there is no
+        pass to end, and nothing is done.
 
         Raises
         ------
@@ -460,6 +468,8 @@ class FSDPBackwardHook:
         with self._lock:
             self._drop_what_was_cut_short()
             if not self._running:
+                if not self._sync:
+                    return
                 self._runs.begin()
             ended = perf_counter()
             try:

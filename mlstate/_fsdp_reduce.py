@@ -1,9 +1,10 @@
 """Buckets of gradients, one after the other: agreed, reduced, checked and stored.
 
-A run is a series of buckets that all ranks reduce in the same order. Before each, ranks tell
-each other in 64 bytes what they are about to reduce and whether the sums of the bucket before
-are finite; after the last one they do that once more. So what one rank finds wrong, all know,
-and what is wrong with one gradient does not keep the others from being reduced.
+A run is a series of buckets that all ranks reduce in the same order. Before each, or before as
+many as all ranks have ready, they tell each other in 64 bytes what they are about to reduce and
+whether the sums since the last message are finite; after the last one they do that once more.
+So what one rank finds wrong, all know, and what is wrong with one gradient does not keep the
+others from being reduced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from ._arrays import is_torch
 from ._collective_args import dtype_name
 from ._fsdp_unit import FSDPShardingUnit
 from ._gradients import add, memory_of, on_host, packed, place, plain, tallies
-from ._guard import ENDED, REFUSED, Head, all_agree, digest_of, judge, settings_text, tell
+from ._guard import (
+    ENDED,
+    REFUSED,
+    Head,
+    all_agree,
+    digest_of,
+    judge,
+    ready_on_all,
+    settings_text,
+    tell,
+)
 from .errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -29,6 +40,8 @@ if TYPE_CHECKING:
     from ._guard import Verdict
 
 Segment: TypeAlias = tuple[Any, tuple[int, ...], Any]  # gradient, counts of ranks, output
+# the same, with dtype and shape that the output is to have
+Again: TypeAlias = tuple[Any, tuple[int, ...], Any, str, tuple[int, ...]]
 
 _SHOWN = 5  # failures that an error lists
 
@@ -151,6 +164,24 @@ class Terms(NamedTuple):
     compression: str = ""
 
 
+class Full(NamedTuple):
+    """A bucket whose gradients are all there.
+
+    Attributes
+    ----------
+    entries : list of Entry
+        Its gradients.
+    terms : Terms
+        How they are reduced.
+    since : float
+        By `time.perf_counter`; 0 where nobody noted it.
+    """
+
+    entries: list[Entry]
+    terms: Terms
+    since: float = 0.0
+
+
 class Event(NamedTuple):
     """One bucket, or the end of a run, as it was on this rank, by `time.perf_counter`.
 
@@ -164,7 +195,8 @@ class Event(NamedTuple):
         When it was full, when its turn came, when all ranks had told what they reduce, and
         when the sums were there.
     waits : tuple of float
-        Seconds that each rank waited for the others with the message before.
+        Seconds that each rank waited for the others with the message before; empty for a bucket
+        that came without a message of its own.
     """
 
     names: tuple[str, ...]
@@ -218,17 +250,6 @@ def _check_sum(entry: Entry) -> None:
         raise ValueError("the local gradient to add to is read-only")
 
 
-def _found(entry: Entry, dtype: str) -> bool:
-    """Whether the result of a plain gradient goes into the local gradient that is there."""
-    unit, there = entry.unit, entry.unit.local_gradient
-    if type(there) is not type(entry.flat):
-        return False
-    if not _core.bucket_fits(there, dtype or unit.dtype, unit.local_shape, True):
-        return False
-    entry.out = there
-    return True
-
-
 def _segment(entry: Entry) -> Segment:
     """Return an entry as the core reduces it."""
     if entry.plain:
@@ -272,38 +293,38 @@ class Reducer:
         self.failures: dict[str, tuple[int | None, str]] = {}
         self.squares: dict[str, float] = {}
 
-    # ---- one bucket ----
+    # ---- buckets ----
 
     def reduce(
-        self, entries: list[Entry], terms: Terms, ready: float = 0.0, rest: Sequence[Entry] = ()
-    ) -> list[Entry] | None:
-        """Reduce a bucket, and return None; what fails is kept for `finish` to raise.
+        self, buckets: Sequence[Full], told: Sequence[Entry], plan: bytes = b""
+    ) -> tuple[int, list[Entry] | None]:
+        """Reduce the first of the buckets, and those after it that all ranks have ready too.
 
-        `rest` is what comes after it in this run, as far as that is known. Where ranks do not
-        agree, nothing is reduced, and what they do agree on of both is returned, in one order
-        for all, to be divided into buckets anew.
+        Returns their number, and None; what fails is kept for `finish` to raise. Where ranks do
+        not agree on the first, nothing is reduced, and what they do agree on of `told` is
+        returned, in one order for all, to be divided into buckets anew.
+
+        Two ranks whose first buckets are the same, and whose `plan` is, must have the same
+        buckets after it. An empty one says nothing of them.
         """
         started = perf_counter()
         try:
             if self._broken is not None:  # nobody is there, or nobody knows where ranks are
                 raise self._broken
-            return self._reduce(entries, terms, ready or started, started, rest)
+            return self._reduce(buckets, told, plan, started)
         except BaseException as error:
             self._broken = error
-            for entry in [*self._pending, *entries, *rest]:
+            given = [entry for full in buckets for entry in full.entries]
+            for entry in [*self._pending, *given, *told]:
                 entry.end(stored=False)
             self._pending = []
             raise
 
     def _reduce(
-        self,
-        entries: list[Entry],
-        terms: Terms,
-        ready: float,
-        started: float,
-        rest: Sequence[Entry],
-    ) -> list[Entry] | None:
-        bucket = self._prepare(entries, terms)
+        self, buckets: Sequence[Full], told: Sequence[Entry], plan: bytes, started: float
+    ) -> tuple[int, list[Entry] | None]:
+        ready = self._ready(buckets)
+        entries, terms, _ = buckets[0]
         settings = {
             **self._settings,
             "gradient_divide_factor": terms.divisor,
@@ -311,16 +332,38 @@ class Reducer:
         }
         digest = digest_of((entry.unit.fact for entry in entries), settings_text(settings))
         refused = REFUSED if any(entry.why for entry in entries) else 0
-        heads = self._exchange(refused, digest, None if terms.compression else bucket)
+        head = self._head(refused, digest)._replace(ready=len(ready), plan=plan)
+        heads = self._exchange(head, None if terms.compression else ready[0])
         agreed = perf_counter()
         self._settle(heads)
         if not all_agree(heads):
-            return self._good([*entries, *rest], settings)
-        self._sequence += 1
-        self._tallies = self._sums(entries, terms, bucket)
-        self._pending, self._pending_terms = entries, terms
-        self._note(entries, ready, started, agreed, heads)
-        return None
+            return 1, self._good(told, settings)
+        count = ready_on_all(heads)
+        for full, bucket in zip(buckets[:count], ready, strict=False):
+            self._sequence += 1
+            self._tallies += self._sums(full.entries, full.terms, bucket)
+            self._packed = None  # that was the first of them
+            self._pending, self._pending_terms = [*self._pending, *full.entries], full.terms
+            self._note(full.entries, full.since or started, started, agreed, heads)
+            started = agreed = perf_counter()
+            heads = []
+        return count, None
+
+    def _ready(self, buckets: Sequence[Full]) -> list[Any]:
+        """Prepare the first bucket, and those after it that need no memory to be prepared.
+
+        Of copies there is never more than one bucket. What is wrong with one is told when it is
+        the first.
+        """
+        ready: list[Any] = []
+        for full in buckets:
+            bucket = self._prepare(full.entries, full.terms)
+            if ready and bucket is None:
+                break
+            ready.append(bucket)
+            if bucket is None or not all(entry.plain for entry in full.entries):
+                break
+        return ready
 
     def _note(
         self,
@@ -337,7 +380,7 @@ class Reducer:
             waits = tuple(head.waited for head in heads)
             self.events.append(Event(names, size, ready, started, agreed, perf_counter(), waits))
 
-    def _good(self, entries: list[Entry], settings: Mapping[str, Any]) -> list[Entry]:
+    def _good(self, entries: Sequence[Entry], settings: Mapping[str, Any]) -> list[Entry]:
         """Return the entries on which all ranks agree."""
         verdict = self._ask(entries, settings, ended=False)
         for entry in entries:
@@ -348,10 +391,12 @@ class Reducer:
 
     def _prepare(self, entries: Sequence[Entry], terms: Terms) -> Any:
         """Find memory for all entries; return them as the core reduces them, if it can."""
-        again = not terms.accumulate and not terms.compression
+        if not terms.accumulate and not terms.compression:
+            bucket = self._like_before(entries, terms)
+            if bucket is not None:
+                return bucket
         for entry in entries:
-            if not (again and entry.plain and _found(entry, terms.reduce_dtype)):
-                self._find_memory(entry, terms)
+            self._find_memory(entry, terms)
         near = [e for e in entries if not e.why and (e.plain or on_host(e.flat))]
         segments = [_segment(entry) for entry in near]
         try:
@@ -366,6 +411,27 @@ class Reducer:
             if not any(entry.why for entry in near):
                 raise
         return None
+
+    def _like_before(self, entries: Sequence[Entry], terms: Terms) -> Any:
+        """Return the bucket of plain gradients whose results go where those of a step before are.
+
+        None where one of them is not there, or not like that: all are looked at by the core
+        alone, which sees them sooner than Python.
+        """
+        segments: list[Again] = []
+        for entry in entries:
+            unit = entry.unit
+            if not entry.plain or unit.local_gradient is None:
+                return None
+            name = terms.reduce_dtype or unit.dtype
+            segments.append((entry.flat, unit.counts, unit.local_gradient, name, unit.local_shape))
+        try:
+            bucket = self._capsule(segments, terms)
+        except Exception:  # found out again, for each by itself
+            return None
+        for entry, segment in zip(entries, segments, strict=True):
+            entry.out = segment[2]
+        return bucket
 
     def _find_memory(self, entry: Entry, terms: Terms) -> None:
         """Find memory for an entry: to be read, and to be written."""
@@ -382,20 +448,23 @@ class Reducer:
         except Exception as error:  # told to all ranks, which then raise it together
             entry.why = f"{type(error).__name__}: {error}"
 
-    def _capsule(self, segments: list[Segment], terms: Terms) -> Any:
+    def _capsule(self, segments: list[Segment] | list[Again], terms: Terms) -> Any:
         group = self._group
         return _core.bucket(segments, group.world_size, group.rank, terms.op, terms.divisor)
 
-    def _exchange(self, flags: int, digest: bytes, bucket: Any = None) -> list[Head]:
+    def _head(self, flags: int, digest: bytes) -> Head:
+        """Return what this rank has to say."""
+        nonfinite = 0
+        if self._pending_terms.nonfinite == "error":
+            nonfinite = sum(count for _, count in self._tallies)
+        return Head(flags, self._sequence, digest, nonfinite, self._waited)
+
+    def _exchange(self, head: Head, bucket: Any = None) -> list[Head]:
         """Tell the others what comes, and hear what they do.
 
         Where an engine sends messages by itself, the bucket is packed meanwhile: no time is
         lost with waiting for these few bytes.
         """
-        nonfinite = 0
-        if self._pending_terms.nonfinite == "error":
-            nonfinite = sum(count for _, count in self._tallies)
-        head = Head(flags, self._sequence, digest, nonfinite, self._waited)
         self._packed = None
         began = perf_counter()
         packing = 0.0
@@ -403,17 +472,14 @@ class Reducer:
         if gather is None:
             texts = self._group.gather_bytes(head.pack(), timeout=self._timeout)
         else:
-            sizes, mine = _core.bucket_sizes(bucket)
-            self._send = _at_least(self._send, sum(sizes))
 
             def pack() -> None:
                 nonlocal packing
                 start = perf_counter()
-                _core.bucket_pack(bucket, self._send)
+                self._packed = self._pack(bucket)
                 packing = perf_counter() - start
 
             texts = gather(head.pack(), pack, self._timeout)
-            self._packed = sizes, mine
         self._waited = perf_counter() - began - packing
         heads = []
         for rank, text in enumerate(texts):
@@ -422,6 +488,13 @@ class Reducer:
                 raise _something_else(self._group.rank, rank)
             heads.append(found)
         return heads
+
+    def _pack(self, bucket: Any) -> tuple[list[int], int]:
+        """Pack what the others get of a bucket; return its sizes, and that of what they send."""
+        sizes, mine = _core.bucket_sizes(bucket)
+        self._send = _at_least(self._send, sum(sizes))
+        _core.bucket_pack(bucket, self._send)
+        return sizes, mine
 
     def _ask(
         self, entries: Sequence[Entry], settings: Mapping[str, Any], *, ended: bool
@@ -463,12 +536,7 @@ class Reducer:
             return found
         if terms.compression:
             return self._compressed(bucket, entries, terms.compression)
-        if self._packed is None:
-            sizes, mine = _core.bucket_sizes(bucket)
-            self._send = _at_least(self._send, sum(sizes))
-            _core.bucket_pack(bucket, self._send)
-        else:
-            sizes, mine = self._packed
+        sizes, mine = self._packed or self._pack(bucket)
         self._exchange_parts(sizes, mine)
         return _core.bucket_reduce(bucket, self._receive)
 
@@ -501,7 +569,7 @@ class Reducer:
     # ---- what became of it ----
 
     def _settle(self, heads: Sequence[Head]) -> None:
-        """Store the sums of the last bucket, but for those that are not finite."""
+        """Store the sums since the last message, but for those that are not finite."""
         pending, tallies, terms = self._pending, self._tallies, self._pending_terms
         self._pending, self._tallies = [], []
         spoiled: dict[str, tuple[int | None, str]] = {}
@@ -553,7 +621,7 @@ class Reducer:
         try:
             while True:
                 started = perf_counter()
-                heads = self._exchange(ENDED, b"")
+                heads = self._exchange(self._head(ENDED, b""))
                 self._note((), started, started, perf_counter(), heads)
                 self._settle(heads)
                 if all(head.flags & ENDED for head in heads):

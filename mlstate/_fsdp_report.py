@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ._text import bytes_text, table_html, table_text
@@ -35,7 +34,8 @@ class Bucket(NamedTuple):
     ended : float
         When the sums were there.
     waits : tuple of float
-        Seconds that each rank waited before this bucket.
+        Seconds that each rank waited before this bucket; 0 where ranks had agreed on it
+        together with one before.
     """
 
     names: tuple[str, ...]
@@ -93,6 +93,9 @@ class BackwardReport:
         began = gradients[0][1] if gradients else ended
         self.gradients = [(name, at - began) for name, at in gradients]
         self.backward = ended - began
+        # ranks tell with the next message how long they waited for the one before
+        told = iter([event.waits for event in events if event.waits][1:])
+        nothing = (0.0,) * len(events[0].waits if events else ())
         self.buckets = [
             Bucket(
                 event.names,
@@ -101,9 +104,9 @@ class BackwardReport:
                 event.started - began,
                 event.agreed - began,
                 event.ended - began,
-                after.waits,  # ranks tell with the next message how long they waited for this
+                next(told, nothing) if event.waits else nothing,
             )
-            for event, after in pairwise(events)
+            for event in events[:-1]
         ]
         self.total = max([self.backward, *(bucket.ended for bucket in self.buckets)])
 

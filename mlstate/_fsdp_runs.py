@@ -7,15 +7,21 @@ end at which all ranks hear what failed.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ._collective_args import failed
-from ._fsdp_reduce import Entry, Event, Reducer, Terms
+from ._fsdp_reduce import Entry, Event, Full, Reducer, Terms
 from ._fsdp_unit import FSDPShardingUnit
+from ._guard import digest_of
 from ._turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+
+# Full buckets of a backward pass that ranks agree on together, at most: their gradients are kept
+# until the next message says whether all sums are finite.
+_TOGETHER = 4
 
 
 class Runs:
@@ -51,6 +57,7 @@ class Runs:
         self._allow_unused: bool = settings["allow_unused"]
         self._reducer = Reducer(group, timeout, settings)
         self._turns = Turns("mlstate-fsdp", group.rank)
+        self._full: deque[Full] = deque()  # of a backward pass, and not reduced yet
         self._run = threading.Lock()  # held from the first bucket of a run to its end
         if record:
             self._reducer.events = []
@@ -118,14 +125,27 @@ class Runs:
         if self._reducer.events is not None:
             self._reducer.events = []
 
+    def plan(self, units: Iterable[FSDPShardingUnit]) -> bytes:
+        """Return what stands for the buckets of units, where ranks know of the first and how."""
+        return digest_of((unit.fact for unit in units), "plan")
+
     def reduce(self, entries: list[Entry], *, accumulate: bool = False) -> None:
         """Reduce the gradients of a run in buckets, one after the other."""
         rest = entries
         while rest:
-            bucket = self._first_bucket(rest)
-            after = rest[len(bucket) :]
-            agreed = self._bucket(bucket, accumulate, 0.0, after)
-            rest = after if agreed is None else agreed
+            buckets = list(self._divided(rest, accumulate))
+            plan = self.plan(entry.unit for entry in rest) if len(buckets) > 1 else b""
+            count, agreed = self._reducer.reduce(buckets, rest, plan)
+            done = sum(len(full.entries) for full in buckets[:count])
+            rest = rest[done:] if agreed is None else agreed
+
+    def _divided(self, entries: list[Entry], accumulate: bool) -> Iterator[Full]:
+        """Divide entries, in their order, into buckets."""
+        start = 0
+        for units in self.buckets(entry.unit for entry in entries):
+            terms = self.terms(units[0], accumulate=accumulate)
+            yield Full(entries[start : start + len(units)], terms)
+            start += len(units)
 
     def reduce_now(self, operation: str, entries: list[Entry], *, accumulate: bool = False) -> None:
         """Reduce gradients in the order of their names, and raise what fails: a whole run."""
@@ -137,25 +157,29 @@ class Runs:
             self.end()
 
     def reduce_bucket(
-        self, entries: list[Entry], *, accumulate: bool, ready: float, later: bool
+        self, entries: list[Entry], plan: bytes, *, accumulate: bool, since: float, later: bool
     ) -> Any:
-        """Reduce one bucket of a run, or let the thread of this object do it; return its `Work`."""
+        """Reduce one bucket of a run, or let the thread of this object do it; return its `Work`.
 
-        def task() -> None:
-            rest: list[Entry] | None = entries
-            while rest:
-                rest = self._bucket(rest, accumulate, ready, [])
-
-        return self._turns.run("reduce_scatter", task, async_op=later)
-
-    def _bucket(
-        self, entries: list[Entry], accumulate: bool, ready: float, rest: list[Entry]
-    ) -> list[Entry] | None:
+        `plan` is that of the whole run.
+        """
         terms = self.terms(entries[0].unit, accumulate=accumulate)
-        return self._reducer.reduce(entries, terms, ready, rest)
+        self._full.append(Full(entries, terms, since))
+        return self._turns.run("reduce_scatter", lambda: self._reduce_full(plan), async_op=later)
 
-    def _first_bucket(self, entries: list[Entry]) -> list[Entry]:
-        return entries[: len(next(self.buckets(entry.unit for entry in entries)))]
+    def _reduce_full(self, plan: bytes) -> None:
+        """Reduce the first of the buckets that are full, and others; none if all are reduced.
+
+        Each bucket has a turn: when the last one ends, no bucket is left.
+        """
+        if not self._full:
+            return
+        buckets = [self._full[i] for i in range(min(len(self._full), _TOGETHER))]
+        count, agreed = self._reducer.reduce(buckets, buckets[0].entries, plan)
+        for _ in range(count):
+            self._full.popleft()
+        if agreed:
+            self.reduce(agreed, accumulate=buckets[0].terms.accumulate)
 
     def finish(self, operation: str) -> dict[str, float]:
         """End the run, and raise what failed in it."""
@@ -172,6 +196,7 @@ class Runs:
     def end(self) -> None:
         """Let another run begin; every `begin` wants one, whatever happened."""
         self._reducer.begin()
+        self._full.clear()
         self._run.release()
 
 

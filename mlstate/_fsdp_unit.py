@@ -192,17 +192,17 @@ class FSDPShardingUnit:
         self._local_shape = layout.shape(self.shape, self.shard_index)
         self._world_size = world_size
 
-    def _check_bound(self) -> int:
-        if self._world_size is None:
-            raise ValueError(
-                f"{self.parameter_name}: pass world_size=, or use the unit with a group first"
-            )
-        return self._world_size
+    def _unbound(self) -> ValueError:
+        return ValueError(
+            f"{self.parameter_name}: pass world_size=, or use the unit with a group first"
+        )
 
     @property
     def layout(self) -> Layout:
         """How the parameter is cut, as `mlstate.checkpoint.Layout`."""
-        return _LAYOUTS[self._layout](self._check_bound())
+        if self._world_size is None:
+            raise self._unbound()
+        return _LAYOUTS[self._layout](self._world_size)
 
     @property
     def world_size(self) -> int | None:
@@ -212,13 +212,15 @@ class FSDPShardingUnit:
     @property
     def counts(self) -> tuple[int, ...]:
         """Elements of the part of each rank."""
-        self._check_bound()
+        if self._world_size is None:
+            raise self._unbound()
         return self._counts
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of `local_gradient`."""
-        self._check_bound()
+        if self._world_size is None:
+            raise self._unbound()
         return self._local_shape
 
     @property

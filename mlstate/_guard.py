@@ -1,8 +1,8 @@
-"""What ranks tell each other before they reduce: one short message for each bucket.
+"""What ranks tell each other before they reduce: one short message for what all have ready.
 
-A message says what its rank is about to reduce, and what became of the bucket before. All
-ranks see all messages and so come to the same conclusion; only where these differ does a
-second, longer exchange find out which rank and which parameter it was.
+A message says which bucket its rank is about to reduce, how many it has ready, and what became
+of those before. All ranks see all messages and so come to the same conclusion; only where these
+differ does a second, longer exchange find out which rank and which parameter it was.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _MAGIC = b"mlsg"
-_HEAD = struct.Struct("<4sIQ16sQd16x")  # 64 bytes
+_HEAD = struct.Struct("<4sHQ16sQdH16s")  # 64 bytes
+_MOST = 0xFFFF  # buckets that a message can tell of
 
 REFUSED = 1  # this rank cannot take part with all of its gradients
 ENDED = 2  # this rank has nothing more to reduce
 
 
 class Head(NamedTuple):
-    """What a rank says of its next bucket, and of the one before.
+    """What a rank says of its next buckets, and of those before.
 
     Attributes
     ----------
@@ -33,9 +34,13 @@ class Head(NamedTuple):
     digest : bytes
         Of the parameters with their shapes and dtypes, and of how they are to be reduced.
     nonfinite : int
-        Elements of the last bucket's sums on this rank that are infinite or NaN.
+        Elements of sums on this rank, since its last message, that are infinite or NaN.
     waited : float
         Seconds that this rank waited for the others with its last message.
+    ready : int
+        How many buckets this rank has ready.
+    plan : bytes
+        A digest as well, of all buckets; empty where nothing is known of those to come.
     """
 
     flags: int
@@ -43,10 +48,12 @@ class Head(NamedTuple):
     digest: bytes
     nonfinite: int
     waited: float
+    ready: int = 1
+    plan: bytes = b""
 
     def pack(self) -> bytes:
         """Return the message."""
-        return _HEAD.pack(_MAGIC, *self)
+        return _HEAD.pack(_MAGIC, *self[:5], min(self.ready, _MOST), self.plan)
 
     @classmethod
     def unpack(cls, data: bytes) -> Head | None:
@@ -74,6 +81,15 @@ def all_agree(heads: Sequence[Head | None]) -> bool:
     return first is not None and all(
         head is not None and head[:3] == first[:3] and not head.flags & REFUSED for head in heads
     )
+
+
+def ready_on_all(heads: Sequence[Head]) -> int:
+    """How many buckets can be reduced by ranks that agree on the first.
+
+    Of the others they know that they are the same where their plans are.
+    """
+    same = all(head.plan == heads[0].plan for head in heads)
+    return min(head.ready for head in heads) if same else 1
 
 
 # ---- where they do not agree ----

@@ -136,11 +136,12 @@ def _chosen(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
     """Return the tensors that `names` mean, in the state's order."""
     if names is None:
         return state
-    from ._load import _names, select
     from ._merge import like
+    from ._names import Names, listed_names
 
-    chosen, used = select(list(state), _names(names), int(isinstance(state, OptimizerStateDict)))
-    unused = [name for name in _names(names) or () if name not in used]
+    listed, keys = listed_names(names), list(state)
+    chosen, used = Names(listed, keys).select(keys, int(isinstance(state, OptimizerStateDict)))
+    unused = [name for name in listed or () if name not in used]
     if unused:
         raise TensorNotFoundError(
             f"no tensor is called {unused[0]!r}, and no name begins with that and a dot"

@@ -257,6 +257,44 @@ def test_nan_and_infinity_are_let_through_where_that_was_asked_for():
     assert second == {"a": [3.0] * 7, "b": [3.0] * 3, "c": [], "d": [3.0] * 20}
 
 
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("kind", ["none", "nan", "shape", "unit"])
+def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, at):
+    """Which of those that all ranks have ready it is makes no difference."""
+    shapes = {f"p{i}": (4,) for i in range(6)}
+    name = f"p{at}"
+    texts = {
+        "none": "rank 1: no gradient",
+        "nan": "NaN or infinite elements (rank 1: 1)",
+        "shape": "rank 1: the gradient has shape (5,), expected (4,)",
+        "unit": "ranks do not reduce the same",
+    }
+
+    def work(group):
+        units = units_of(group, shapes)
+        if kind == "unit" and group.rank == 1:
+            units[name] = FSDPShardingUnit(name, (4,), "float64", 1)
+        gradients = gradients_of(group, units)
+        if group.rank == 1 and kind != "unit":
+            bad = {"none": None, "nan": np.array([1, np.nan, 1, 1], np.float32)}
+            gradients[name] = bad.get(kind, np.ones(5, np.float32))
+        fsdp = FSDP(group, bucket_bytes=0)
+        hook = FSDPBackwardHook(fsdp)
+        hook.use_units(units)
+        with fsdp._runs._turns._turn:  # nothing is reduced before all are there
+            for given in reversed(units):
+                hook.add_gradient(given, gradients[given])
+        with pytest.raises(CollectiveError) as caught:
+            hook.finish()
+        assert parts(units) == expected_parts(units, 2, {name})
+        return text_of(caught.value)
+
+    first, second = run_ranks(work)
+    assert first == second
+    assert f"'{name}': " in first
+    assert texts[kind] in first
+
+
 # ---- settings ----
 
 SETTINGS = {

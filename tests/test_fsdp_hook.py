@@ -216,17 +216,20 @@ def test_a_loop_that_names_no_parameter_or_one_twice_is_refused():
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 def test_buckets_are_reduced_while_the_backward_pass_goes_on(bucket_bytes):
-    """The first bucket is there before the last gradient is, unless all share one."""
-    units = units_of(0, {"a": (4,), "b": (4,), "c": (4,)})
+    """The first bucket is there before the last gradient is, unless all share one.
+
+    That is said with the next message, and of four buckets or fewer at once.
+    """
+    units = units_of(0, dict.fromkeys("abcdef", (4,)))
     hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=bucket_bytes, nonfinite="allow"))
     hook.use_units(units)
-    for name in "cb":
+    for name in "fedcb":
         hook.add_gradient(name, np.ones(4, np.float32))
     deadline = 5.0 if bucket_bytes == 0 else 0.05
     arrived = threading.Event()
-    while units["c"].local_gradient is None and deadline > 0 and not arrived.wait(0.005):
+    while units["f"].local_gradient is None and deadline > 0 and not arrived.wait(0.005):
         deadline -= 0.005
-    assert (units["c"].local_gradient is not None) == (bucket_bytes == 0)
+    assert (units["f"].local_gradient is not None) == (bucket_bytes == 0)
     hook.add_gradient("a", np.ones(4, np.float32))
     hook.finish()
     assert all(unit.local_gradient.tolist() == [1.0] * 4 for unit in units.values())
@@ -279,38 +282,46 @@ def test_gradients_may_come_from_several_threads():
 
 
 def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
-    units = units_of(0, {"a": (4,), "b": (4,), "c": (4,)})
+    """That is said with the next message, and of four buckets or fewer at once."""
+    units = units_of(0, dict.fromkeys("abcdef", (4,)))
     hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=0))
     hook.use_units(units)
     gradient = np.ones(4, np.float32)
     kept = weakref.ref(gradient)
-    hook.add_gradient("c", gradient)
+    hook.add_gradient("f", gradient)
     del gradient
-    hook.add_gradient("b", np.ones(4, np.float32))
+    for name in "edcb":
+        hook.add_gradient(name, np.ones(4, np.float32))
     waited = threading.Event()
     for _ in range(2000):
         if kept() is None:
             break
         waited.wait(0.005)
     assert kept() is None
-    assert units["c"].local_gradient is not None
+    assert units["f"].local_gradient is not None
     hook.add_gradient("a", np.ones(4, np.float32))
     hook.finish()
 
 
+def sizes_of_messages(group):
+    """A list that gets the length of each message which this rank sends from now on."""
+    sizes = []
+    plain = group.gather_bytes
+
+    def counted(data, **keywords):
+        sizes.append(len(data))
+        return plain(data, **keywords)
+
+    group.gather_bytes = counted
+    return sizes
+
+
 @pytest.mark.parametrize(("count", "bucket_bytes"), [(1, 0), (50, 1 << 20), (50, 400), (50, 0)])
-def test_ranks_exchange_64_bytes_for_each_bucket_and_once_more(count, bucket_bytes):
+def test_ranks_exchange_64_bytes_for_what_they_have_ready_and_once_more(count, bucket_bytes):
     """Never for each parameter."""
 
     def work(group):
-        sizes = []
-        plain = group.gather_bytes
-
-        def counted(data, **keywords):
-            sizes.append(len(data))
-            return plain(data, **keywords)
-
-        group.gather_bytes = counted
+        sizes = sizes_of_messages(group)
         named = {f"p{i}": (10,) for i in range(count)}  # 40 bytes each
         units = units_of(group.rank, named)
         hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
@@ -318,7 +329,50 @@ def test_ranks_exchange_64_bytes_for_each_bucket_and_once_more(count, bucket_byt
         return sizes, group.calls.count("all_to_all")
 
     buckets = 1 if bucket_bytes == 1 << 20 else 5 if bucket_bytes else count
-    assert run(work) == [([64] * (buckets + 1), buckets)] * 2
+    assert run(work) == [([64, 64], buckets)] * 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
+    """Rank 1 has one bucket after the other; only the last messages can be for several."""
+
+    def work(group):
+        sizes = sizes_of_messages(group)
+        shapes = {f"p{i:02}": (1 << 17,) for i in range(9)}
+        units = units_of(group.rank, shapes)
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=0))
+        hook.use_units(units)
+        for name in reversed(units):
+            hook.add_gradient(name, np.full(1 << 17, float(group.rank), np.float32))
+            if group.rank == slow:
+                for work in hook._works:
+                    work.wait()
+        hook.finish()
+        assert all((unit.local_gradient == 1).all() for unit in units.values())
+        assert set(sizes) == {64}
+        return len(sizes), group.calls.count("all_to_all")
+
+    assert run(work) == [(10, 9)] * 2
+
+
+def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
+    def work(group):
+        sizes = sizes_of_messages(group)
+        shapes = {f"p{i:02}": (10,) for i in range(10)}
+        units = units_of(group.rank, shapes)
+        fsdp = FSDP(group, bucket_bytes=0)
+        hook = FSDPBackwardHook(fsdp)
+        hook.use_units(units)
+        with fsdp._runs._turns._turn:  # nothing is reduced before all are there
+            for name in reversed(units):
+                hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
+        hook.finish()
+        assert all((unit.local_gradient == 1).all() for unit in units.values())
+        assert set(sizes) == {64}
+        return len(sizes), group.calls.count("all_to_all")
+
+    # of four, four, the last that the thread has, one of less than 1 MiB, and the end
+    assert run(work) == [(5, 10)] * 2
 
 
 def test_another_reduction_inside_a_backward_pass_is_refused_and_does_it_no_harm():

@@ -1,6 +1,7 @@
 """Gradients are scattered: the same bits by every public way, for every kind of array."""
 
 import asyncio
+import weakref
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tries import tries
 
-from mlstate import CollectiveError, CompatibilityError
+from mlstate import CollectiveError, CompatibilityError, _fsdp_reduce
+from mlstate._fsdp_reduce import Reducer
 from mlstate.collectives import SingleGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 from mlstate.threads import get_num_threads, set_num_threads
@@ -342,9 +344,31 @@ def test_the_next_pass_writes_into_the_same_memory(engine):
     run(work, 2, engine)
 
 
+def test_where_all_results_have_a_place_no_gradient_is_looked_at_by_itself(monkeypatch):
+    looked_at = []
+    find = Reducer._find_memory
+
+    def counted(self, entry, terms):
+        looked_at.append(entry.name)
+        find(self, entry, terms)
+
+    monkeypatch.setattr(Reducer, "_find_memory", counted)
+    shapes = {"a": (5, 3), "b": (7,), "e": (0, 4)}
+    units = units_of(0, shapes)
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    for step, expected in enumerate([["a", "b", "e"], [], ["a", "b", "e"], []]):
+        hook.scatter_multiple(units, gradients_of(0, shapes))
+        check_parts(units, 1, shapes)
+        assert sorted(looked_at) == expected
+        looked_at.clear()
+        if step == 1:
+            units["b"].local_gradient = None
+
+
 @pytest.mark.parametrize(
     "there",
     [
+        None,
         np.zeros(4, np.float64),
         np.zeros(5, np.float32),
         np.zeros((2, 2), np.float32),
@@ -352,17 +376,23 @@ def test_the_next_pass_writes_into_the_same_memory(engine):
         np.zeros(4, ">f4"),
         np.broadcast_to(np.float32(0), (4,)),
     ],
-    ids=["dtype", "length", "shape", "strides", "byte order", "read-only"],
+    ids=["none", "dtype", "length", "shape", "strides", "byte order", "read-only"],
 )
 def test_memory_that_does_not_fit_is_left_alone(there):
+    """That of another gradient in the same bucket, which does fit, is used."""
+
     def work(group):
-        unit = FSDPShardingUnit("w", (8,), "float32", group.rank)
-        unit.local_gradient = there
-        FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, np.ones(8, np.float32))
-        assert_same(unit.local_gradient, np.full(4, 2, np.float32))
+        units = units_of(group.rank, {"v": (8,), "w": (8,)})
+        fits = units["v"].local_gradient = np.zeros(4, np.float32)
+        units["w"].local_gradient = there
+        gradients = {name: np.ones(8, np.float32) for name in units}
+        FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
+        assert units["v"].local_gradient is fits
+        for unit in units.values():
+            assert_same(unit.local_gradient, np.full(4, 2, np.float32))
 
     run(work)
-    assert not there.any()
+    assert there is None or not there.any()
 
 
 def test_local_gradients_are_never_the_full_gradients_memory():
@@ -371,6 +401,26 @@ def test_local_gradients_are_never_the_full_gradients_memory():
     unit = FSDPShardingUnit("w", (2, 2), "float32", 0)
     FSDPBackwardHook(FSDP(SingleGroup())).scatter_gradient(unit, full)
     assert not np.shares_memory(unit.local_gradient, full)
+
+
+def test_of_copies_there_is_one_bucket_at_a_time_and_the_one_before(monkeypatch):
+    """However many buckets one message is for; others are used where they lie."""
+    copies, most = [], []
+    pack = _fsdp_reduce.packed
+
+    def counted(array):
+        found = pack(array)
+        copies.append(weakref.ref(found))
+        most.append(sum(copy() is not None for copy in copies))
+        return found
+
+    monkeypatch.setattr(_fsdp_reduce, "packed", counted)
+    shapes = {f"p{i}": (4, 3) for i in range(8)}
+    units = units_of(0, shapes)
+    gradients = {name: np.ones((3, 4), np.float32).T for name in shapes}
+    FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=0)).scatter_multiple(units, gradients)
+    assert len(copies) == 8
+    assert max(most) == 2
 
 
 # ---- accumulation ----
@@ -498,6 +548,7 @@ def test_passes_inside_no_sync_add_up_before_they_travel(hooks):
 
         with hook.no_sync():
             give(0)
+            hook.finish()  # as a loop does that is written the same for all its passes
             with hook.no_sync():
                 give(1)
             assert all(unit.local_gradient is None for unit in units.values())

@@ -271,6 +271,43 @@ def test_arrays_that_a_bucket_takes_as_they_lie(array, dtype, shape, reads, writ
     assert _core.bucket_fits(array, dtype, shape, True) is writes
 
 
+def _outputs():
+    """Outputs, by what is wrong with them for a bucket that wants two of float32."""
+    return {
+        "": np.empty(2, np.float32),
+        "dtype": np.empty(2),
+        "shape": np.empty((2, 1), np.float32),
+        "strides": np.empty(4, np.float32)[::2],
+        "read-only": _read_only(np.empty(2, np.float32)),
+        "another kind": np.ma.masked_array(np.empty(2, np.float32)),
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize("wrong", _outputs())
+def test_a_bucket_wants_an_output_as_it_was_told(wrong):
+    out = _outputs()[wrong]
+    segment = (np.ones(2, np.float32), (2,), out, "float32", (2,))
+    if wrong:
+        with pytest.raises(ValueError, match="not an array or tensor of that dtype and shape"):
+            _core.bucket([segment], 1, 0, "sum", 1.0)
+    else:
+        _core.bucket_reduce(_core.bucket([segment], 1, 0, "sum", 1.0), np.empty(0, np.uint8))
+        assert out.tolist() == [1, 1]
+
+
+def test_segments_that_are_none_are_refused():
+    array = np.ones(2, np.float32)
+    for segment, error in (
+        ((array, (2,)), "a segment is a tuple"),
+        ((array, (2,), array, "float32"), "a segment is a tuple"),
+        ((array, (2,), array, 3, (2,)), "dtype"),
+        ((array, (2,), array, "float32", [2]), "shape must be a tuple"),
+    ):
+        with pytest.raises(TypeError, match=error):
+            _core.bucket([segment], 1, 0, "sum", 1.0)
+
+
 def test_lengths_that_no_array_has_do_not_fit_and_leave_no_error():
     assert _core.bucket_fits(np.ones(3), "float64", (1 << 80,), False) is False
     with pytest.raises(TypeError, match="shape must be a tuple"):

@@ -97,41 +97,57 @@ int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
     return 0;
 }
 
-/* bucket_fits(array, dtype, shape, writable) -> bool
- *
- * Whether an array is one that a bucket takes as it lies, of this dtype and shape: a
- * plain ndarray or tensor in main memory.  For others the answer is no, whatever they
- * are. */
-static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t count)
+/* Look at an array that a bucket takes as it lies, of this dtype and shape: a plain
+ * ndarray or tensor in main memory.  1 with a view that the caller releases; 0 without,
+ * for all others; -1 with TypeError set where dtype or shape are none. */
+static int view_fitting(const mlsp_state *state, PyObject *array, PyObject *dtype,
+                        PyObject *shape, bool writable, mlsp_view *out)
 {
-    const mlsp_state *state = mlsp_state_of(module);
     mls_text name;
-    mls_dtype dtype;
-    mlsp_view view;
-    if (mlsp_take_count("bucket_fits", 4, count) < 0 ||
-        mlsp_take_text(args[1], "dtype", &name) < 0) {
-        return NULL;
+    mls_dtype wanted;
+    if (mlsp_take_text(dtype, "dtype", &name) < 0) {
+        return -1;
     }
-    if (!PyTuple_Check(args[2])) {
+    if (!PyTuple_Check(shape)) {
         PyErr_SetString(PyExc_TypeError, "shape must be a tuple");
-        return NULL;
+        return -1;
     }
     /* a subclass of ndarray may be more than its memory */
-    if ((PyArray_Check(args[0]) && !PyArray_CheckExact(args[0])) ||
-        !mls_dtype_from_name(name.data, name.length, &dtype) ||
-        !mlsp_view_quickly(state, args[0], args[3] == Py_True, &view)) {
-        Py_RETURN_FALSE;
+    if ((PyArray_Check(array) && !PyArray_CheckExact(array)) ||
+        !mls_dtype_from_name(name.data, name.length, &wanted) ||
+        !mlsp_view_quickly(state, array, writable, out)) {
+        return 0;
     }
-    const mls_tensor *t = &view.tensor;
+    const mls_tensor *t = &out->tensor;
     bool same =
-        t->dtype == dtype && lies_packed(t) && t->rank == PyTuple_GET_SIZE(args[2]);
+        t->dtype == wanted && lies_packed(t) && t->rank == PyTuple_GET_SIZE(shape);
     for (int axis = 0; same && axis < t->rank; axis++) {
-        PyObject *length = PyTuple_GET_ITEM(args[2], axis);
+        PyObject *length = PyTuple_GET_ITEM(shape, axis);
         same = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
     }
-    mlsp_view_release(&view);
-    PyErr_Clear(); /* of lengths that no array has */
-    return PyBool_FromLong(same);
+    if (!same) {
+        mlsp_view_release(out);
+        PyErr_Clear(); /* of lengths that no array has */
+    }
+    return same;
+}
+
+/* bucket_fits(array, dtype, shape, writable) -> bool */
+static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    mlsp_view view;
+    if (mlsp_take_count("bucket_fits", 4, count) < 0) {
+        return NULL;
+    }
+    const int fits = view_fitting(mlsp_state_of(module), args[0], args[1], args[2],
+                                  args[3] == Py_True, &view);
+    if (fits < 0) {
+        return NULL;
+    }
+    if (fits) {
+        mlsp_view_release(&view);
+    }
+    return PyBool_FromLong(fits);
 }
 
 /* The elements of each rank's part, which make up the array and its output; -1 with an
@@ -193,6 +209,28 @@ static int check_apart(const mls_tensor *data, const mls_tensor *out,
     return -1;
 }
 
+/* The output of a segment: of any dtype that reductions have, or, in a tuple that has
+ * dtype and shape as well, just that, of the kind of the array.  -1 with an exception
+ * set. */
+static int view_output(const mlsp_state *state, PyObject *tuple, mlsp_view *out)
+{
+    PyObject *output = PyTuple_GET_ITEM(tuple, 2);
+    if (PyTuple_GET_SIZE(tuple) == 3) {
+        return mlsp_view_packed(state, output, "the output", true, out);
+    }
+    int fits = Py_TYPE(output) == Py_TYPE(PyTuple_GET_ITEM(tuple, 0));
+    if (fits) {
+        fits = view_fitting(state, output, PyTuple_GET_ITEM(tuple, 3),
+                            PyTuple_GET_ITEM(tuple, 4), true, out);
+    }
+    if (fits == 0) {
+        PyErr_SetString(PyExc_ValueError,
+                        "the output is not an array or tensor of that dtype and shape "
+                        "that a bucket takes as it lies");
+    }
+    return fits > 0 ? 0 : -1;
+}
+
 /* Fill segment `held->bucket.count` from a tuple, and count it.  -1 with an exception
  * set; the caller then frees the whole bucket.  `reduction` comes without its dtypes,
  * which each segment has from its own arrays. */
@@ -203,16 +241,17 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
     mls_bucket *b = &held->bucket;
     mlsp_view views[2];
     size_t *counts = &held->counts[b->world * b->count];
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 3) {
-        PyErr_SetString(PyExc_TypeError, "a segment is a tuple (array, counts, out)");
+    if (!PyTuple_Check(tuple) ||
+        (PyTuple_GET_SIZE(tuple) != 3 && PyTuple_GET_SIZE(tuple) != 5)) {
+        PyErr_SetString(PyExc_TypeError, "a segment is a tuple (array, counts, out) or "
+                                         "(array, counts, out, dtype, shape)");
         return -1;
     }
     if (mlsp_view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false,
                          &views[0]) < 0) {
         return -1;
     }
-    if (mlsp_view_packed(state, PyTuple_GET_ITEM(tuple, 2), "the output", true,
-                         &views[1]) < 0) {
+    if (view_output(state, tuple, &views[1]) < 0) {
         mlsp_view_release(&views[0]);
         return -1;
     }

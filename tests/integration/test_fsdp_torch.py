@@ -5,6 +5,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch_processes import check, run_ranks, scenarios
 
@@ -112,6 +113,19 @@ TENSORS = {
 def test_only_plain_tensors_are_seen_by_the_core_itself(kind):
     tensor, seen = TENSORS[kind]
     assert _core.bucket_fits(tensor, "float32", (3,), True) is seen
+
+
+@pytest.mark.parametrize("kind", ["a tensor", *TENSORS])
+def test_an_output_is_of_the_kind_of_its_gradient(kind):
+    """So that a gradient of NumPy's never ends up in what was a tensor."""
+    out, seen = TENSORS.get(kind, (torch.ones(3), PLAIN))
+    for gradient, good in ((torch.ones(3), seen), (np.ones(3, np.float32), False)):
+        segments = [(gradient, (3,), out, "float32", (3,))]
+        if good:
+            _core.bucket(segments, 1, 0, "sum", 1.0)
+        else:
+            with pytest.raises(ValueError):
+                _core.bucket(segments, 1, 0, "sum", 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
