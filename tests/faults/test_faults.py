@@ -77,7 +77,7 @@ def test_what_is_made_to_fail_stores_layers(make_bench, name, most):
         assert bench.scenario.load(root)[0] == "B"
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("call", harness.amount(USUAL, ERRORS, ERRORS))
 def test_each_call_fails_once(bench, call):
     complaints = []
@@ -87,7 +87,7 @@ def test_each_call_fails_once(bench, call):
     complain(complaints)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("start", ["A", "-"], ids=["over A", "over nothing"])
 @pytest.mark.parametrize("how", ["kill-before", "kill-after", "kill-half"])
 def test_killed_at_each_change(bench, how, start):
@@ -98,7 +98,7 @@ def test_killed_at_each_change(bench, how, start):
     complain(complaints)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     "fault", ["pwrite:{}+:ENOSPC", "write:{}+:ENOSPC", "create:{}+:ENOSPC", "change:{}+:EIO"]
 )
