@@ -41,7 +41,8 @@ class KVState:
     strided view: `resize` costs microseconds at any size and copies nothing. Reserved
     memory that was never written occupies none. Positions that come into view read as
     zeros. Thread-safe; arrays handed out stay valid until they die, and show the memory as
-    it is.
+    it is: what is written through an older one beyond the length of today comes into view
+    when the state grows.
 
     Examples
     --------

@@ -186,3 +186,10 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == "main\n"
     assert done.stderr == ""
+
+
+def test_a_closed_standard_output_leaves_the_exit_status(tmp_path):
+    package = write_package(tmp_path / "m", spec_bytes(state("kv", KV)))
+    command = f'"{sys.executable}" -m mlstate coreml states "{package}" >&-'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

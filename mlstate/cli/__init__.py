@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     try:
         status = _run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who wants the exit status alone
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
