@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,7 +131,8 @@ class LocalGroup(Engine):
     at every run, however arrays are divided.
 
     The memory that ranks share is a few slots for each, about 1 MB, whatever the size of the
-    arrays. It has no name in any file system: nothing is left of it when the processes end.
+    arrays, and what is asked for by `empty`. It has no name in any file system: nothing is left
+    of it when the processes end.
 
     Calls that do not go together raise `CollectiveError` on every rank, naming what each
     called, and the group lives on. After a timeout, an interruption (Ctrl-C), `abort`, or the
@@ -364,6 +367,77 @@ class LocalGroup(Engine):
     def __repr__(self) -> str:
         ended = "closed" if self._closed else self._link.ended()
         return f"LocalGroup(rank {self._rank} of {self._world_size}{', ' if ended else ''}{ended})"
+
+    # ---- memory that ranks share ----
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float64) -> Any:
+        """Make an array that the other ranks can read where it lies.
+
+        Where all arrays of a reduce-scatter are of this kind, on all ranks, they are summed
+        where they lie: nothing is copied, and no rank goes on before all have read. Any rank may
+        make such arrays at any time, of any size; the others learn of them when they are reduced.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+            Of the array.
+        dtype : numpy.dtype or torch.dtype, default float64
+            Of its elements. One of torch makes a tensor.
+
+        Returns
+        -------
+        numpy.ndarray or torch.Tensor
+            Its elements are anything. It may outlive the group.
+
+        Raises
+        ------
+        MemoryError
+            There is not so much memory.
+        TypeError
+            Elements of `dtype` are objects of Python.
+        ValueError
+            A length is negative.
+        CollectiveError
+            The group was closed.
+
+        Notes
+        -----
+        The memory is the group's, reserved when this returns: it counts as shared memory of this
+        process, and is the system's again when the array, and all its views, are gone. A process
+        forked later shares it with its parent. Where ranks are threads, or the system is not
+        Linux, this is an array of ordinary memory, which is sent as others are.
+
+        Operations other than `reduce_scatter`, and the hooks that are made of it, send these
+        arrays as they send others.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import LocalGroup
+        >>> def work(group):
+        ...     gradient = group.empty((2, 3), np.float32)
+        ...     gradient[...] = group.rank + 1
+        ...     return group.reduce_scatter(gradient)
+        >>> LocalGroup.run(work, 2, start_method="fork")[1]
+        array([[3., 3., 3.]], dtype=float32)
+        """
+        self._check_open("empty")
+        lengths = (shape,) if not hasattr(shape, "__iter__") else tuple(shape)
+        lengths = tuple(index(n) for n in lengths)
+        if any(n < 0 for n in lengths):
+            raise ValueError(f"empty: the shape {lengths} has a negative length")
+        if type(dtype).__module__ == "torch":
+            import torch
+
+            memory = self._link.memory(prod(lengths) * dtype.itemsize)
+            if not len(memory):  # which torch has no view of
+                return torch.empty(lengths, dtype=dtype)
+            return torch.frombuffer(memory, dtype=dtype).view(lengths)
+        kind = np.dtype(dtype)
+        if kind.hasobject:
+            raise TypeError(f"empty: elements of dtype {kind} are objects, which cannot be shared")
+        memory = self._link.memory(prod(lengths) * kind.itemsize)
+        return np.ndarray(lengths, kind, memory)
 
     # ---- one operation after the other ----
 

@@ -17,9 +17,10 @@
 
 #if !defined(_WIN32)
 
-#    include "local.h"
+#    include "local_shared.h"
 
 #    include <stdatomic.h>
+#    include <string.h>
 #    include <sys/types.h>
 
 /* Words of different ranks lie this far apart: processors fetch lines in pairs. */
@@ -30,6 +31,7 @@ typedef struct mls_local_note {
     uint64_t number;      /* of the operation, from 1 */
     uint64_t fingerprint; /* of all that ranks must call alike */
     uint32_t kind;
+    uint32_t shared; /* the slot says where arrays lie, and has nothing of them */
     char text[MLS_LOCAL_CALL_BYTES];
 } mls_local_note;
 
@@ -100,10 +102,12 @@ struct mls_local {
     int fd; /* owned; -1 among threads */
     pid_t process;
     mls_cpu cpu;
-    uint64_t written, read; /* steps published and consumed by this rank */
-    uint64_t number;        /* operations begun */
-    long spins;             /* nanoseconds to spin before sleeping */
-    size_t piece_bytes;     /* of a slot, for one peer */
+    uint64_t written, read;   /* steps published and consumed by this rank */
+    uint64_t number;          /* operations begun */
+    long spins;               /* nanoseconds to spin before sleeping */
+    size_t piece_bytes;       /* of a slot, for one peer */
+    mls_local_blocks *blocks; /* owned, with the arrays in them */
+    mls_local_views views[MLS_LOCAL_MAX_RANKS];
     mls_local_cursor cursors[MLS_LOCAL_MAX_RANKS];
 };
 
@@ -129,7 +133,8 @@ mls_code mls_local_blamed(mls_local *g, mls_local_kind kind, const char *more,
 typedef struct mls_local_flow {
     mls_local_kind kind;
     uint64_t fingerprint;
-    int source; /* the one rank whose slots are read after the first step; -1 for all */
+    int source;  /* the one rank whose slots are read after the first step; -1 for all */
+    bool shared; /* goes into the note of the first step */
     /* Write this rank's part of a step; NULL where it never has one. */
     void (*fill)(void *context, unsigned char *slot);
     /* Read everybody's; NULL for nothing. */
@@ -155,8 +160,61 @@ mls_code mls_local_begin(mls_local *g, const mls_local_flow *flow,
 mls_code mls_local_continue(mls_local *g, const mls_local_flow *flow,
                             mls_local_clock *clock, mls_status *st);
 
+/* Wait until every rank has read all that this one published. */
+mls_code mls_local_settle(mls_local *g, const mls_local_flow *flow,
+                          mls_local_clock *clock, mls_status *st);
+
+/* Begin and continue. */
+mls_code mls_local_run(mls_local *g, const mls_local_flow *flow,
+                       const mls_local_call *call, mls_status *st);
+
 /* Ring for every rank that sleeps. */
 void mls_local_ring(const mls_local *g);
+
+/* ---- small things ---- */
+
+/* Mix a number into a fingerprint. */
+static inline uint64_t mls_local_mix(uint64_t print, uint64_t value)
+{
+    print = (print ^ value) * 0x9E3779B97F4A7C15U;
+    return print ^ print >> 29;
+}
+
+/* What a call says in words takes part. */
+static inline uint64_t mls_local_mix_text(uint64_t print, const char *text)
+{
+    for (const char *c = text; c != NULL && *c != '\0'; c++) {
+        print = mls_local_mix(print, (unsigned char)*c);
+    }
+    return mls_local_mix(print, 0x100);
+}
+
+/* The smaller one. */
+static inline size_t mls_local_least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* memcpy, for empty ranges at NULL too. */
+static inline void mls_local_copy(void *to, const void *from, size_t bytes)
+{
+    if (bytes > 0 && to != from) {
+        memcpy(to, from, bytes);
+    }
+}
+
+/* Which of a rank's pieces is that of `peer`. */
+static inline size_t mls_local_piece_of(const mls_local *g, size_t rank, size_t peer)
+{
+    return (peer < rank ? peer : peer - 1) * g->piece_bytes;
+}
+
+/* ---- local_ops.c ---- */
+
+/* What is left of an operation of that kind, an all_gather. */
+mls_code mls_local_gather_on(mls_local *g, mls_local_kind kind, const void *data,
+                             const size_t *sizes, void *out, mls_local_clock *clock,
+                             mls_status *st);
 
 #endif
 #endif

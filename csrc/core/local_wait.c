@@ -25,7 +25,8 @@
 /* What a rank can do next, where it waits for either. */
 typedef struct wish {
     bool reads, writes;
-    int source; /* whose slots it reads; -1 for everybody's */
+    bool settles; /* nobody reads any more what this rank published */
+    int source;   /* whose slots it reads; -1 for everybody's */
 } wish;
 
 enum { NOBODY = -1 };
@@ -66,12 +67,13 @@ static int unpublished(const mls_local *g, int source)
     return NOBODY;
 }
 
-/* The first rank that still needs the slot that is written next. */
-static int unconsumed(const mls_local *g)
+/* The first rank that still needs the last slots that this one wrote, all but `most - 1`
+ * of them: the one that is written next where `most` is all that there are. */
+static int unconsumed(const mls_local *g, size_t most)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         const uint64_t consumed = atomic_load(&mls_local_area_of(g, rank)->consumed);
-        if (consumed + g->shape.depth <= g->written) {
+        if (consumed + most <= g->written) {
             return (int)rank;
         }
     }
@@ -82,6 +84,9 @@ static int unconsumed(const mls_local *g)
 static int missing(const mls_local *g, wish w)
 {
     int who = NOBODY;
+    if (w.settles) {
+        return unconsumed(g, 1);
+    }
     if (w.reads) {
         who = unpublished(g, w.source);
         if (who == NOBODY) {
@@ -89,7 +94,7 @@ static int missing(const mls_local *g, wish w)
         }
     }
     if (w.writes) {
-        const int slow = unconsumed(g);
+        const int slow = unconsumed(g, g->shape.depth);
         return slow == NOBODY || who == NOBODY ? slow : who;
     }
     return who;
@@ -332,6 +337,7 @@ static void take_note(mls_local *g, const mls_local_flow *flow, const char *text
     note->number = g->number;
     note->fingerprint = flow->fingerprint;
     note->kind = (uint32_t)flow->kind;
+    note->shared = flow->shared;
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
@@ -434,7 +440,7 @@ mls_code mls_local_continue(mls_local *g, const mls_local_flow *flow,
         if (code != MLS_OK) {
             return code;
         }
-        if (more && unconsumed(g) == NOBODY) {
+        if (more && unconsumed(g, g->shape.depth) == NOBODY) {
             publish(g, flow);
         } else if (behind && unpublished(g, flow->source) == NOBODY) {
             code = drain(g, flow, st);
@@ -446,6 +452,22 @@ mls_code mls_local_continue(mls_local *g, const mls_local_flow *flow,
             return code;
         }
     }
+}
+
+/* Operations of one kind of steps. */
+mls_code mls_local_run(mls_local *g, const mls_local_flow *flow,
+                       const mls_local_call *call, mls_status *st)
+{
+    mls_local_clock clock;
+    const mls_code code = mls_local_begin(g, flow, call, &clock, st);
+    return code == MLS_OK ? mls_local_continue(g, flow, &clock, st) : code;
+}
+
+/* What others read is not in slots, and is about to change. */
+mls_code mls_local_settle(mls_local *g, const mls_local_flow *flow,
+                          mls_local_clock *clock, mls_status *st)
+{
+    return wait_for(g, clock, flow->kind, (wish){.settles = true}, st);
 }
 
 #else

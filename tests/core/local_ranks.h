@@ -131,4 +131,25 @@ static inline void in_processes(mls_local_shape shape, void (*run)(rank_case *c)
 }
 #endif
 
+/* Small slots, so that operations take many steps. */
+static const mls_local_shape shapes[] = {
+    {.world = 1},
+    {.world = 2, .slot_bytes = 4096, .depth = 2},
+    {.world = 2},
+    {.world = 3, .slot_bytes = 4096, .depth = 3},
+    {.world = 5, .slot_bytes = 4096},
+};
+
+enum { SHAPES = sizeof shapes / sizeof shapes[0] };
+
+static inline void everywhere(void (*run)(rank_case *c))
+{
+    for (size_t i = 0; i < SHAPES; i++) {
+        in_threads(shapes[i], run);
+#if !defined(WITHOUT_FORK)
+        in_processes(shapes[i], run, -1);
+#endif
+    }
+}
+
 #endif

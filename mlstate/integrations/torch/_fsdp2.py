@@ -126,7 +126,8 @@ class _Reduction:
 
         buffer = self._free.pop(dtype, None)
         if buffer is None or len(buffer) < count:
-            buffer = torch.empty(count, dtype=dtype)
+            make = getattr(self._group, "empty", None)  # memory that all ranks can read
+            buffer = torch.empty(count, dtype=dtype) if make is None else make(count, dtype)
         return buffer[:count]
 
     def _give(self, buffer: torch.Tensor) -> None:
