@@ -60,9 +60,9 @@ TARGET static inline void store_f16(unsigned char *items, floats values)
     _mm_storeu_si128((__m128i *)(void *)items, halves);
 }
 
-/* Rounded by an addition, as in copy_avx2.c; a NaN keeps its upper half with the quiet
- * bit set. */
-TARGET static inline void store_bf16(unsigned char *items, floats values)
+/* Rounded by an addition, as in copy_avx2.c, in the lower halves; a NaN keeps its upper
+ * half with the quiet bit set. */
+TARGET static inline __m256i rounded_bf16(floats values)
 {
     const __m256i bits = _mm256_castps_si256(values);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
@@ -71,10 +71,47 @@ TARGET static inline void store_bf16(unsigned char *items, floats values)
     const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
     const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
-    const __m256i all = _mm256_blendv_epi8(rounded, quiet, nan);
+    return _mm256_blendv_epi8(rounded, quiet, nan);
+}
+
+/* The lower halves of both, in one. */
+TARGET static inline void store_bf16(unsigned char *items, floats values)
+{
+    const __m256i all = rounded_bf16(values);
     const __m128i low = _mm256_castsi256_si128(all);
     const __m128i high = _mm256_extracti128_si256(all, 1);
     _mm_storeu_si128((__m128i *)(void *)items, _mm_packus_epi32(low, high));
+}
+
+/* What store_X leaves of floats.  Compilers compute what both have in common once. */
+TARGET static inline floats kept_f32(floats values)
+{
+    return values;
+}
+
+/* There and back. */
+TARGET static inline floats kept_f16(floats values)
+{
+    return _mm256_cvtph_ps(
+        _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+/* Each is the upper half of a float. */
+TARGET static inline floats kept_bf16(floats values)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(rounded_bf16(values), 16));
+}
+
+/* The first half of the floats, and the second, as doubles. */
+TARGET static inline doubles lower_half(floats values)
+{
+    return _mm256_cvtps_pd(_mm256_castps256_ps128(values));
+}
+
+/* As above. */
+TARGET static inline doubles upper_half(floats values)
+{
+    return _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1));
 }
 
 /* Doubles: exact as well. */

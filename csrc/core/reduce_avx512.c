@@ -60,18 +60,55 @@ TARGET static inline void store_f16(unsigned char *items, floats values)
     _mm256_storeu_si256((__m256i *)(void *)items, halves);
 }
 
-/* Rounded by an addition, as in copy_avx512.c; a NaN keeps its upper half with the quiet
- * bit set. */
-TARGET static inline void store_bf16(unsigned char *items, floats values)
+/* Rounded by an addition, as in copy_avx512.c, in the upper halves; a NaN keeps its upper
+ * half with the quiet bit set. */
+TARGET static inline __m512i rounded_bf16(floats values)
 {
     const __m512i bits = _mm512_castps_si512(values);
     const __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    const __m512i upper = _mm512_srli_epi32(bits, 16);
-    const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-    const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
-    const __m512i all = _mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(64));
-    _mm256_storeu_si256((__m256i *)(void *)items, _mm512_cvtepi32_epi16(all));
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(1 << 16));
+    const __m512i half = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));
+    const __m512i even = _mm512_mask_add_epi32(half, odd, half, _mm512_set1_epi32(1));
+    return _mm512_mask_or_epi32(even, nan, bits, _mm512_set1_epi32(1 << 22));
+}
+
+/* The upper halves alone. */
+TARGET static inline void store_bf16(unsigned char *items, floats values)
+{
+    const __m512i upper = _mm512_srli_epi32(rounded_bf16(values), 16);
+    _mm256_storeu_si256((__m256i *)(void *)items, _mm512_cvtepi32_epi16(upper));
+}
+
+/* What store_X leaves of floats.  Compilers compute what both have in common once. */
+TARGET static inline floats kept_f32(floats values)
+{
+    return values;
+}
+
+/* There and back. */
+TARGET static inline floats kept_f16(floats values)
+{
+    return _mm512_cvtph_ps(
+        _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+/* Without the lower halves. */
+TARGET static inline floats kept_bf16(floats values)
+{
+    const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000U);
+    return _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(values), upper));
+}
+
+/* The first half of the floats, and the second, as doubles. */
+TARGET static inline doubles lower_half(floats values)
+{
+    return _mm512_cvtps_pd(_mm512_castps512_ps256(values));
+}
+
+/* As above. */
+TARGET static inline doubles upper_half(floats values)
+{
+    return _mm512_cvtps_pd(_mm512_extractf32x8_ps(values, 1));
 }
 
 /* Doubles: exact as well. */

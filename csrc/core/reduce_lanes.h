@@ -7,6 +7,8 @@
  *   floats, doubles    a register of each; + * / on them are the compiler's own
  *   floats_X           WIDTH / 4 items of dtype X from memory as floats, exactly
  *   store_X            the other way, rounded to nearest even
+ *   kept_X             floats as they are once store_X has rounded them
+ *   lower_half, upper_half    half of the floats of a register as doubles, exactly
  *   doubles_X          WIDTH / 8 items of dtype X from memory as doubles, exactly
  *   store_f64, repeat, repeat_f64    one register to memory; one number in all lanes
  *
@@ -39,6 +41,7 @@ enum {
  * inlined with their caller: no pointer is left in the machine code. */
 typedef floats (*floats_function)(const unsigned char *items);
 typedef void (*store_function)(unsigned char *items, floats values);
+typedef floats (*kept_function)(floats values);
 typedef doubles (*doubles_function)(const unsigned char *items);
 
 /* Ask for the cache lines of `bytes` bytes; a wish, which may reach past the end: a
@@ -317,23 +320,48 @@ MLS_DEFINE_SQUARES(f64, 8)
 
 enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and then squared at once */
 
-/* Whole pairs; how many items that were.  What was stored last is read back at once: the
- * processor computes squares while it waits for the sources.  `count` and `divides` are
- * constants. */
+/* A few registers of a sum, and the squares of what is stored of them, which are not read
+ * back: loads of a part of what was just stored are slow.  `first` is the place of the
+ * first item among the lanes, a constant. */
+TARGET MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out,
+                                       const void *const *sources, size_t count,
+                                       size_t at, floats by, bool divides,
+                                       size_t from_bytes, size_t to_bytes,
+                                       floats_function load, store_function store,
+                                       kept_function kept)
+{
+    floats sum[TOGETHER];
+    sum_lanes(sum, sources, count, at * from_bytes, from_bytes, load);
+    MLS_UNROLLED
+    for (size_t k = 0; k < TOGETHER; k++) {
+        if (divides) {
+            sum[k] = sum[k] / by;
+        }
+        store(out + (at + k * FLOATS) * to_bytes, sum[k]);
+        const floats value = kept(sum[k]);
+        const doubles low = lower_half(value), high = upper_half(value);
+        const size_t lane = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
+        lanes[lane] = lanes[lane] + low * low;
+        lanes[lane + 1] = lanes[lane + 1] + high * high;
+    }
+}
+
+/* Whole pairs; how many items that were.  `count` and `divides` are constants. */
 TARGET MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
                                     const void *const *sources, size_t count,
                                     size_t start, size_t n, float divisor, bool divides,
                                     size_t from_bytes, size_t to_bytes,
                                     floats_function load, store_function store,
-                                    doubles_function back)
+                                    kept_function kept)
 {
+    const floats by = repeat(divisor);
     size_t done = 0;
     for (; n - done >= PAIR; done += PAIR) {
-        const size_t at = start + done;
-        (void)sum_steps(out, sources, count, at, at + PAIR, divisor, divides, from_bytes,
-                        to_bytes, load, store);
-        square_lanes(lanes, out + at * to_bytes, to_bytes, back);
-        square_lanes(lanes, out + (at + MLS_SQUARE_LANES) * to_bytes, to_bytes, back);
+        MLS_UNROLLED
+        for (size_t first = 0; first < PAIR; first += (size_t)TOGETHER * FLOATS) {
+            sum_and_square(lanes, first, out, sources, count, start + done + first, by,
+                           divides, from_bytes, to_bytes, load, store, kept);
+        }
     }
     return done;
 }
@@ -344,8 +372,8 @@ TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,
                                           double divisor, size_t from_bytes,
                                           size_t to_bytes, floats_function load,
-                                          store_function store, doubles_function back,
-                                          mls_reduce_kernel scalar)
+                                          store_function store, kept_function kept,
+                                          doubles_function back, mls_reduce_kernel scalar)
 {
     const float by = (float)divisor;
     const bool divides = by < 1 || by > 1;
@@ -354,13 +382,13 @@ TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
     clear_lanes(lanes);
     if (divides) {
         done = sum_pairs(lanes, out, sources, count, start, n, by, true, from_bytes,
-                         to_bytes, load, store, back);
+                         to_bytes, load, store, kept);
     } else if (count == 2) {
         done = sum_pairs(lanes, out, sources, 2, start, n, by, false, from_bytes,
-                         to_bytes, load, store, back);
+                         to_bytes, load, store, kept);
     } else {
         done = sum_pairs(lanes, out, sources, count, start, n, by, false, from_bytes,
-                         to_bytes, load, store, back);
+                         to_bytes, load, store, kept);
     }
     scalar(out, sources, count, start + done, n - done, divisor);
     square_items(lanes, (const unsigned char *)out + (start + done) * to_bytes, n - done,
@@ -374,7 +402,7 @@ TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
                               size_t start, size_t n, double divisor)                    \
     {                                                                                    \
         return sum_squares_run(out, sources, count, start, n, divisor, from_bytes,       \
-                               to_bytes, floats_##A, store_##B, doubles_##B,             \
+                               to_bytes, floats_##A, store_##B, kept_##B, doubles_##B,   \
                                mls_reduce_scalar.table);                                 \
     }
 

@@ -47,7 +47,7 @@ static inline void store_f16(unsigned char *items, floats values)
 
 /* Rounded by an addition, as in copy_neon.c; a NaN, which does not equal itself, keeps
  * its upper half with the quiet bit set. */
-static inline void store_bf16(unsigned char *items, floats values)
+static inline uint16x4_t rounded_bf16(floats values)
 {
     const uint32x4_t bits = vreinterpretq_u32_f32(values);
     const uint32x4_t number = vceqq_f32(values, values);
@@ -56,8 +56,43 @@ static inline void store_bf16(unsigned char *items, floats values)
     const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7FFFU));
     const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, bias), 16);
     const uint32x4_t quiet = vorrq_u32(upper, vdupq_n_u32(0x40U));
-    const uint16x4_t all = vmovn_u32(vbslq_u32(number, rounded, quiet));
-    vst1_u8(items, vreinterpret_u8_u16(all));
+    return vmovn_u32(vbslq_u32(number, rounded, quiet));
+}
+
+/* Four halves. */
+static inline void store_bf16(unsigned char *items, floats values)
+{
+    vst1_u8(items, vreinterpret_u8_u16(rounded_bf16(values)));
+}
+
+/* What store_X leaves of floats.  Compilers compute what both have in common once. */
+static inline floats kept_f32(floats values)
+{
+    return values;
+}
+
+/* There and back. */
+static inline floats kept_f16(floats values)
+{
+    return vcvt_f32_f16(vcvt_f16_f32(values));
+}
+
+/* Each is the upper half of a float. */
+static inline floats kept_bf16(floats values)
+{
+    return vreinterpretq_f32_u32(vshll_n_u16(rounded_bf16(values), 16));
+}
+
+/* The first half of the floats, and the second, as doubles. */
+static inline doubles lower_half(floats values)
+{
+    return vcvt_f64_f32(vget_low_f32(values));
+}
+
+/* As above. */
+static inline doubles upper_half(floats values)
+{
+    return vcvt_f64_f32(vget_high_f32(values));
 }
 
 /* Two items of 4 or of 2 bytes, from any address. */
