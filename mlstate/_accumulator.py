@@ -43,7 +43,7 @@ _CONVERTED = ("float16", "bfloat16", "float32", "float64")
 class _Sum:
     """One parameter's running sum; `array` is None between two rounds."""
 
-    __slots__ = ("array", "count", "figures", "given", "in_core", "memory")
+    __slots__ = ("array", "count", "figures", "given", "in_core", "memory", "shape")
 
     def __init__(self, array: Any, given: str, memory: Any = None) -> None:
         self.array = array
@@ -52,6 +52,15 @@ class _Sum:
         self.in_core = memory is not None  # whether the core adds to it, or torch itself
         self.count = 1
         self.figures: tuple[float, int] | None = None  # known, or to be found out
+        self.shape = () if array is None else tuple(array.shape)
+
+    def takes(self, gradient: Any) -> bool:
+        """Whether a gradient is plainly one that the core adds, which it sees quickly."""
+        return (
+            type(gradient) is type(self.array)
+            and self.in_core
+            and _core.bucket_fits(gradient, self.given, self.shape, False)
+        )
 
 
 def _holders(total: _Sum) -> int:
@@ -252,17 +261,23 @@ class GradientAccumulator:
                 "gradients must be a mapping of parameter names to arrays, got "
                 f"{type(gradients).__name__}"
             )
-        batch = {name: _gradient_of(name, value) for name, value in gradients.items()}
         with self._lock:
+            plain, others = {}, {}
+            for name, value in gradients.items():
+                total = self._sums.get(name)
+                if total is not None and total.takes(value):
+                    plain[name] = value
+                else:
+                    others[name] = _gradient_of(name, value)
             started = {}
-            for name, gradient in batch.items():
+            for name, gradient in others.items():
                 total = self._sums.get(name)
                 if total is not None and total.array is not None:
                     _check_same(name, total, gradient)
                 else:
                     started[name] = self._start(name, gradient)
-            _fill(started, batch)
-            self._add({name: batch[name] for name in batch if name not in started})
+            _fill(started, others)
+            self._add(plain, {name: others[name] for name in others if name not in started})
             self._sums.update(started)
 
     def _start(self, name: str, gradient: Any) -> _Sum:
@@ -291,20 +306,20 @@ class GradientAccumulator:
         memory = _memory(count * native.itemsize, before)
         return _Sum(memory.view(native).reshape(gradient.shape), given, memory)
 
-    def _add(self, batch: dict[str, Any]) -> None:
-        """Add gradients that were checked."""
-        names, targets, sources, rest = [], [], [], []
-        for name, gradient in batch.items():
+    def _add(self, plain: dict[str, Any], others: dict[str, Any]) -> None:
+        """Add gradients that were checked; the core reads the plain ones as they are."""
+        rest = []
+        for name, gradient in others.items():
             total = self._sums[name]
-            plain = _readable(gradient) if total.in_core else None
-            if plain is None:
+            found = _readable(gradient) if total.in_core else None
+            if found is None:
                 rest.append((total, gradient))
             else:
-                names.append(name)
-                targets.append(total.array)
-                sources.append(plain)
-        found = _core.accumulate(names, targets, sources, 1.0, True)
-        for name, figures in zip(names, found, strict=True):
+                plain[name] = found
+        names, sources = list(plain), list(plain.values())
+        targets = [self._sums[name].array for name in names]
+        all_figures = _core.accumulate(names, targets, sources, 1.0, True)
+        for name, figures in zip(names, all_figures, strict=True):
             total = self._sums[name]
             total.count += 1
             total.figures = figures

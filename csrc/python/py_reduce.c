@@ -41,14 +41,18 @@ static int name_at(const named_views *v, Py_ssize_t i, mls_text *out)
 }
 
 /* View one array more.  -1 with an exception set, and nothing to release for it.  The
- * item has no facts, and borrows: it does not outlive the call. */
+ * item has no facts, and borrows: it does not outlive the call.  Where the quick way
+ * declines, the long one finds out what the object is, or raises what fits. */
 static int view_next(const mlsp_state *state, named_views *v, bool writable)
 {
     size_t bytes = 0;
     mlsp_item item = {.key = PyTuple_GET_ITEM(v->names, v->count),
                       .value = PyTuple_GET_ITEM(v->arrays, v->count)};
     mlsp_view *view = &v->views[v->count];
-    if (name_at(v, v->count, &item.name) < 0 ||
+    if (name_at(v, v->count, &item.name) < 0) {
+        return -1;
+    }
+    if (!mlsp_view_quickly(state, item.value, writable, view) &&
         mlsp_view_item(state, &item, "", writable, view) < 0) {
         return -1;
     }
