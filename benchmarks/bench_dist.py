@@ -199,8 +199,8 @@ def reducing(run: Run, dtype: str) -> None:
     aims = [Aim(way, LIMIT, 1.3, limit=True) for way in (SHARED, HOOK)]
     aims += [Aim(way, GLOO, 8) for way in (SHARED, HOOK)] + [Aim(HOOK, MPICH, 2)]
     note = (
-        "group.empty: gradients in memory that ranks share, like the limit's; bits: against float32 "
-        "sums in the order of ranks; extra MiB: first call, a rank"
+        "group.empty: gradients in memory that ranks share, as the limit's are; bits: against "
+        "float32 sums in the order of ranks; extra MiB: first call, a rank"
     )
     run.show(f"reduce-scatter: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
 

@@ -20,7 +20,8 @@
 #    include <sys/stat.h>
 #    include <unistd.h>
 
-/* A block, whether an array is in it or not. */
+/* A block, whether an array is in it or not.  Its address and its offset are the same as
+ * long as there is one: other ranks have mapped it. */
 typedef struct block {
     unsigned char *data;
     size_t bytes;
@@ -28,16 +29,18 @@ typedef struct block {
     bool used;
 } block;
 
+/* Who lives longest, the group or the last array in a block, frees it all.  The list only
+ * grows: a block that is given back stays mapped, and waits. */
 struct mls_local_blocks {
     pthread_mutex_t lock;
     pid_t process;
-    int fd;       /* borrowed; -1 for ordinary memory */
-    bool grouped; /* whether the group is there still */
-    size_t arrays;
+    int fd;              /* borrowed; -1 for ordinary memory */
+    bool grouped;        /* whether the group is there still */
+    size_t arrays;       /* that are in blocks now */
     uint64_t start, end; /* offsets that are free */
     block *list;
-    size_t count, room;
-    size_t next; /* the block that is likely to be asked for */
+    size_t count, room; /* used and free or not; places in the list */
+    size_t next;        /* the block that is likely to be asked for */
 };
 
 /* ---- offsets ---- */
@@ -134,10 +137,14 @@ static mls_code reserve(int fd, uint64_t start, size_t bytes, mls_status *st)
     while (error == EINTR) {
         error = posix_fallocate(fd, (off_t)start, (off_t)bytes);
     }
-    return error == 0 ? MLS_OK
-                      : mls_fail(st, MLS_E_MEMORY,
-                                 "no memory for %zu bytes that all ranks can read: %s",
-                                 bytes, strerror(error));
+    if (error != 0) {
+        /* it is a file to the system, and memory to the caller */
+        (void)mls_fail_os(st, error, "no memory for %zu bytes that all ranks can read",
+                          bytes);
+        st->code = MLS_E_MEMORY;
+        return st->code;
+    }
+    return MLS_OK;
 #    else
     (void)fd, (void)start, (void)bytes, (void)st;
     return MLS_OK; /* not called: see shares() */
