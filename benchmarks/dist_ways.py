@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -61,7 +62,7 @@ class Rank:
         return self.rank * chunk, (self.rank + 1) * chunk
 
 
-class Way:
+class Way(ABC):
     """A way to go; `call` is what is timed, on every rank at the same moment."""
 
     divisor = 1.0
@@ -73,8 +74,9 @@ class Way:
     def before(self) -> None:
         """Prepare for a call, untimed."""
 
+    @abstractmethod
     def call(self) -> None:
-        raise NotImplementedError
+        """Reduce the gradients once."""
 
     def parts(self) -> Tensors | None:
         """What this rank has of the sums, by parameter and flat; None for nothing to check."""
