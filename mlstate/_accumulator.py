@@ -261,9 +261,10 @@ class GradientAccumulator:
                 "gradients must be a mapping of parameter names to arrays, got "
                 f"{type(gradients).__name__}"
             )
+        given = list(gradients.items())  # a mapping of the caller's may ask this object
         with self._lock:
             plain, others = {}, {}
-            for name, value in gradients.items():
+            for name, value in given:
                 total = self._sums.get(name)
                 if total is not None and total.takes(value):
                     plain[name] = value

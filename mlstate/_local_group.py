@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,17 @@ def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, tuple[int,
     """Return what the core reduces into `out`: flat numbers, and how many are each rank's."""
     numbers = _numbers_of(array)
     return numbers, tuple(shares(len(numbers), rows)), _numbers_of(out)
+
+
+def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as NumPy takes it."""
+    try:
+        lengths = (index(shape),)  # type: ignore[arg-type]
+    except TypeError:
+        lengths = tuple(index(n) for n in shape)  # type: ignore[union-attr]
+    if any(n < 0 for n in lengths):
+        raise ValueError(f"empty: the shape {lengths} has a negative length")
+    return lengths
 
 
 def _operator(kind: str, world_size: int) -> tuple[str, float]:
@@ -373,9 +385,10 @@ class LocalGroup(Engine):
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float64) -> Any:
         """Make an array that the other ranks can read where it lies.
 
-        Where all arrays of a reduce-scatter are of this kind, on all ranks, they are summed
-        where they lie: nothing is copied, and no rank goes on before all have read. Any rank may
-        make such arrays at any time, of any size; the others learn of them when they are reduced.
+        Where all arrays of a reduce-scatter are of this kind, on all ranks, and have 1 MiB or
+        more, they are summed where they lie: nothing is copied, and no rank goes on before all
+        have read, unless it raises. Any rank may make such arrays at any time, of any size; the
+        others learn of them when they are reduced.
 
         Parameters
         ----------
@@ -392,7 +405,7 @@ class LocalGroup(Engine):
         Raises
         ------
         MemoryError
-            There is not so much memory.
+            There is not so much memory that ranks can share.
         TypeError
             Elements of `dtype` are objects of Python.
         ValueError
@@ -403,9 +416,10 @@ class LocalGroup(Engine):
         Notes
         -----
         The memory is the group's, reserved when this returns: it counts as shared memory of this
-        process, and is the system's again when the array, and all its views, are gone. A process
-        forked later shares it with its parent. Where ranks are threads, or the system is not
-        Linux, this is an array of ordinary memory, which is sent as others are.
+        process, and is the system's again when the array, and all its views, are gone; that of a
+        rank that was killed when the others have closed the group. A process forked later shares
+        it with its parent. Where ranks are threads, or the system is not Linux, this is an array
+        of ordinary memory, which is sent as others are.
 
         Operations other than `reduce_scatter`, and the hooks that are made of it, send these
         arrays as they send others.
@@ -422,22 +436,28 @@ class LocalGroup(Engine):
         array([[3., 3., 3.]], dtype=float32)
         """
         self._check_open("empty")
-        lengths = (shape,) if not hasattr(shape, "__iter__") else tuple(shape)
-        lengths = tuple(index(n) for n in lengths)
-        if any(n < 0 for n in lengths):
-            raise ValueError(f"empty: the shape {lengths} has a negative length")
+        lengths = _lengths_of(shape)
         if type(dtype).__module__ == "torch":
             import torch
 
-            memory = self._link.memory(prod(lengths) * dtype.itemsize)
-            if not len(memory):  # which torch has no view of
+            if not prod(lengths):  # torch has no view of no memory
                 return torch.empty(lengths, dtype=dtype)
-            return torch.frombuffer(memory, dtype=dtype).view(lengths)
+            return torch.frombuffer(self._memory(lengths, dtype), dtype=dtype).view(lengths)
         kind = np.dtype(dtype)
         if kind.hasobject:
             raise TypeError(f"empty: elements of dtype {kind} are objects, which cannot be shared")
-        memory = self._link.memory(prod(lengths) * kind.itemsize)
-        return np.ndarray(lengths, kind, memory)
+        return np.ndarray(lengths, kind, self._memory(lengths, kind))
+
+    def _memory(self, lengths: tuple[int, ...], dtype: Any) -> Any:
+        """Return bytes of the group's memory for an array."""
+        size = prod(lengths) * dtype.itemsize
+        if size > sys.maxsize:
+            raise MemoryError(f"empty: {size} bytes for the shape {lengths} of {dtype}")
+        try:
+            return self._link.memory(size)
+        except RuntimeError:  # closed meanwhile
+            self._check_open("empty")
+            raise
 
     # ---- one operation after the other ----
 

@@ -422,11 +422,12 @@ void mls_local_free(mls_local *g)
         atomic_store(&mls_local_area_of(g, g->rank)->state, MLS_LOCAL_CLOSED);
         mls_local_ring(g);
     }
+    const int fd = g->fd;
     unmap(g->memory);
-    if (g->fd >= 0) {
-        close(g->fd);
-    }
     drop(g);
+    if (fd >= 0) {
+        close(fd);
+    }
 }
 
 /* The blocks know how the group's memory is shared. */

@@ -150,7 +150,7 @@ mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const vo
 
 /* Reduce the `count` arrays of a bucket (bucket.h) as one operation, nothing being copied
  * together.  Where all arrays of all ranks are in memory of mls_local_take nothing is
- * copied at all, and no rank returns before all have read.  Errors as
+ * copied at all, and no rank returns before all have read, unless it fails.  Errors as
  * mls_local_all_reduce. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
                                   mls_segment *segments, size_t count, mls_status *st);

@@ -69,9 +69,9 @@ typedef struct scatter {
     mls_local_cursor reader;
     size_t piece_bytes; /* what a step takes of each rank's shares */
     /* where arrays of all lie that nobody sends: of rank r's segment i, at r * count + i;
-     * NULL where they are sent.  `offers` and `began`: in the first step. */
+     * NULL where they are sent.  The rest is settled in the first steps. */
     const unsigned char **lie;
-    bool offers, began;
+    bool offers, began, mapped;
 } scatter;
 
 /* What one segment has in a piece. */
@@ -135,8 +135,10 @@ static bool next_stretch(const scatter *s, size_t rank, mls_local_cursor *c, siz
 
 /* ... of arrays that all ranks read where they lie */
 
-/* A step takes as much of each array; there is time for a look around between steps. */
-enum { SHARED_PIECE = 4 << 20 };
+enum {
+    SHARED_PIECE = 4 << 20, /* of each rank's share in a step: then it looks around */
+    SHARED_LEAST = 1 << 20  /* of all arrays: less is sent sooner than agreed on */
+};
 
 /* Bytes of a whole array. */
 static size_t bytes_of(const scatter *s, size_t i)
@@ -155,16 +157,18 @@ static mls_local_spot spot_of(const scatter *s, size_t i)
     return mls_local_blocks_find(s->g->blocks, s->segments[i].data, bytes_of(s, i));
 }
 
-/* Whether all arrays of this rank are in memory that the others read, and a slot has room
- * to say where.  Most calls have an array elsewhere, the first one. */
+/* Whether all arrays of this rank are in memory that the others read, a slot has room to
+ * say where, and it is worth it.  Most calls have an array elsewhere, the first one. */
 static bool can_offer(const scatter *s)
 {
-    bool all = s->g->shape.world > 1 && s->count > 0 &&
+    size_t bytes = 0;
+    bool all = s->g->shape.world > 1 &&
                s->count <= s->g->shape.slot_bytes / sizeof(mls_local_spot);
     for (size_t i = 0; all && i < s->count; i++) {
+        bytes += bytes_of(s, i);
         all = bytes_of(s, i) == 0 || spot_of(s, i).start != 0;
     }
-    return all;
+    return all && bytes >= SHARED_LEAST;
 }
 
 /* The bytes of a stretch where this rank has them. */
@@ -184,30 +188,39 @@ static void tell_spots(const scatter *s, unsigned char *slot)
     }
 }
 
-/* Read where those of the others lie. */
-static mls_code find_spots(scatter *s, uint64_t step, mls_status *st)
+/* Read where those of the others lie; whether this process could map it all. */
+static bool find_spots(scatter *s, uint64_t step)
 {
     mls_local *g = s->g;
-    mls_code code = MLS_OK;
-    for (size_t rank = 0; rank < g->shape.world && code == MLS_OK; rank++) {
+    mls_status unused;
+    bool good = true;
+    for (size_t rank = 0; rank < g->shape.world && good; rank++) {
         const unsigned char *slot = mls_local_slot(g, rank, step);
-        for (size_t i = 0; i < s->count && code == MLS_OK; i++) {
+        for (size_t i = 0; i < s->count && good; i++) {
             const unsigned char **lies = &s->lie[rank * s->count + i];
             mls_local_spot spot;
             memcpy(&spot, slot + i * sizeof spot, sizeof spot);
             if (rank == g->rank || bytes_of(s, i) == 0) {
                 *lies = s->segments[i].data;
             } else {
-                code = mls_local_views_find(&g->views[rank], g->fd, rank, &spot,
-                                            bytes_of(s, i), lies, st);
+                good = mls_local_views_find(&g->views[rank], g->fd, rank, &spot,
+                                            bytes_of(s, i), lies, &unused) == MLS_OK;
             }
         }
     }
-    return code;
+    return good;
 }
 
-/* How many ranks told where their arrays lie, instead of sending them. */
-static size_t offering(const mls_local *g, uint64_t step)
+/* From now on everything is sent. */
+static void send_all(scatter *s)
+{
+    mls_free((void *)(uintptr_t)s->lie);
+    s->lie = NULL;
+    s->piece_bytes = s->g->piece_bytes;
+}
+
+/* How many ranks say yes in the note of a step. */
+static size_t consenting(const mls_local *g, uint64_t step)
 {
     size_t count = 0;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -217,25 +230,45 @@ static size_t offering(const mls_local *g, uint64_t step)
 }
 
 /* In the first step all see who offers what.  Where all do nothing is sent; where only
- * some do, what the others sent in this step is sent again.  Returns whether there is
- * nothing to read in it. */
-static mls_code agree_on_way(scatter *s, uint64_t step, bool *empty, mls_status *st)
+ * some do, what the others sent in this step is sent again.  Whether there is something
+ * to read in it. */
+static bool agree_on_way(scatter *s, uint64_t step)
 {
     mls_local *g = s->g;
-    const size_t offers = offering(g, step);
+    const size_t offers = consenting(g, step);
     s->began = true;
-    *empty = offers > 0;
     if (offers == 0) {
-        return MLS_OK;
+        return true;
     }
     memset(g->cursors, 0, sizeof g->cursors);
     if (offers < g->shape.world) {
-        mls_free((void *)(uintptr_t)s->lie);
-        s->lie = NULL;
-        return MLS_OK;
+        send_all(s);
+    } else {
+        s->piece_bytes = SHARED_PIECE;
+        s->mapped = find_spots(s, step);
     }
-    s->piece_bytes = SHARED_PIECE;
-    return find_spots(s, step, st);
+    return false;
+}
+
+/* In the second all see whether each could map what it is to read. */
+static mls_code drain_maps(void *context, uint64_t step, mls_status *st)
+{
+    (void)st;
+    scatter *s = context;
+    if (consenting(s->g, step) < s->g->shape.world) {
+        send_all(s);
+    }
+    return MLS_OK;
+}
+
+/* What was read where it lies counts only if nobody had given up by then, whose arrays
+ * may be another's since: who fails says so before its caller hears of it. */
+static mls_code check_whole(const scatter *s, mls_status *st)
+{
+    atomic_thread_fence(memory_order_acquire);
+    return s->lie != NULL && atomic_load(&mls_local_header_of(s->g)->broken) != 0
+               ? mls_local_blamed(s->g, MLS_LOCAL_REDUCE_SCATTER, "", st)
+               : MLS_OK;
 }
 
 /* A piece for each peer.  The cursor of this rank itself only walks along, to know when
@@ -279,12 +312,8 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     scatter *s = context;
     const mls_local *g = s->g;
-    if (!s->began) {
-        bool empty;
-        const mls_code code = agree_on_way(s, step, &empty, st);
-        if (code != MLS_OK || empty) {
-            return code;
-        }
+    if (!s->began && !agree_on_way(s, step)) {
+        return MLS_OK;
     }
     const void *sources[MLS_LOCAL_MAX_RANKS];
     size_t used = 0;
@@ -300,7 +329,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
                        (unsigned char *)segment->out + part.start * item, part.length,
                        &segment->tally);
     }
-    return MLS_OK;
+    return check_whole(s, st);
 }
 
 /* Whether any rank's share goes on. */
@@ -363,10 +392,21 @@ mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
         s.lie = mls_alloc(g->shape.world * count, sizeof *s.lie);
         s.offers = s.lie != NULL; /* or else they are sent */
     }
-    const mls_local_flow flow = scatter_flow(g, MLS_LOCAL_REDUCE_SCATTER, &s,
-                                             print_segments(g, call, segments, count));
+    const uint64_t print = print_segments(g, call, segments, count);
+    const mls_local_flow flow = scatter_flow(g, MLS_LOCAL_REDUCE_SCATTER, &s, print);
     mls_local_clock clock;
     mls_code code = mls_local_begin(g, &flow, call, &clock, st);
+    if (code == MLS_OK && s.lie != NULL) {
+        const int64_t deadline = clock.deadline;
+        const mls_local_flow maps = {.kind = flow.kind,
+                                     .fingerprint = print,
+                                     .source = NOBODY,
+                                     .shared = s.mapped,
+                                     .drain = drain_maps,
+                                     .context = &s};
+        code = mls_local_begin(g, &maps, call, &clock, st);
+        clock.deadline = deadline;
+    }
     if (code == MLS_OK) {
         code = mls_local_continue(g, &flow, &clock, st);
     }

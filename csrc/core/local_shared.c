@@ -10,7 +10,6 @@
 #    include "local_shared.h"
 
 #    include "mem.h"
-#    include "size.h"
 
 #    include <errno.h>
 #    include <fcntl.h>
@@ -26,6 +25,7 @@ typedef struct block {
     unsigned char *data;
     size_t bytes;
     uint64_t start; /* offset into the file; 0 for ordinary memory */
+    size_t there;   /* bytes of it that an array has, whose pages are there */
     bool used;
 } block;
 
@@ -127,16 +127,27 @@ static block *unused_block(mls_local_blocks *b, size_t bytes)
     return found;
 }
 
-/* Have the pages of a range of the file there, or say that they cannot be. */
+/* Have the pages of a range of the file there, or say that they cannot be.  Piece by
+ * piece: some systems begin a piece anew after a signal, and would never end with all. */
 static mls_code reserve(int fd, uint64_t start, size_t bytes, mls_status *st)
 {
+    int error = 0;
 #    if defined(__linux__)
-    /* the system would look for them at the cost of others' memory */
+    enum { PIECE = 16 << 20 };
     const long pages = sysconf(_SC_PHYS_PAGES);
-    int error = pages > 0 && bytes / mls_page_bytes() >= (size_t)pages ? ENOMEM : EINTR;
-    while (error == EINTR) {
-        error = posix_fallocate(fd, (off_t)start, (off_t)bytes);
+    /* the system would look for them at the cost of others' memory */
+    if (pages > 0 && bytes / mls_page_bytes() >= (size_t)pages) {
+        error = ENOMEM;
     }
+    for (size_t at = 0; at < bytes && error == 0;) {
+        const size_t step = bytes - at < PIECE ? bytes - at : PIECE;
+        error = posix_fallocate(fd, (off_t)(start + at), (off_t)step);
+        at += error == 0 ? step : 0;
+        error = error == EINTR ? 0 : error;
+    }
+#    else
+    (void)fd, (void)start; /* not called: see shares() */
+#    endif
     if (error != 0) {
         /* it is a file to the system, and memory to the caller */
         (void)mls_fail_os(st, error, "no memory for %zu bytes that all ranks can read",
@@ -145,9 +156,20 @@ static mls_code reserve(int fd, uint64_t start, size_t bytes, mls_status *st)
         return st->code;
     }
     return MLS_OK;
+}
+
+/* Give the pages of a block back.  Where they are locked in memory (mlockall), advice is
+ * refused, and the file is asked. */
+static void forget_pages(const block *one, int fd)
+{
+#    if defined(__linux__)
+    const int advice = one->start != 0 ? MADV_REMOVE : MADV_DONTNEED;
+    if (madvise(one->data, one->bytes, advice) != 0 && one->start != 0 && fd >= 0) {
+        (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)one->start,
+                        (off_t)one->bytes);
+    }
 #    else
-    (void)fd, (void)start, (void)bytes, (void)st;
-    return MLS_OK; /* not called: see shares() */
+    (void)one, (void)fd;
 #    endif
 }
 
@@ -162,37 +184,86 @@ static bool shares(const mls_local_blocks *b)
 #    endif
 }
 
-/* Map a new block at the end of the list.  Offsets are not used twice, whatever fails. */
-static mls_code add_block(mls_local_blocks *b, size_t bytes, mls_status *st)
+/* Addresses and offsets for arrays of about one size, an eighth more at most: arrays that
+ * grow find a place that was given back.  Only what an array needs is ever there. */
+static size_t roomy(size_t bytes)
 {
-    const bool shared = shares(b);
-    block *list = with_room(b->list, b->count, &b->room, sizeof *list);
-    if (list == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a block");
+    size_t step = mls_page_bytes();
+    while (bytes / step >= 16) {
+        step *= 2;
     }
-    b->list = list;
-    uint64_t start = 0;
-    if (shared) {
-        if (bytes > b->end - b->start) {
-            return mls_fail(st, MLS_E_MEMORY, "%zu bytes are more than a rank can share",
-                            bytes);
-        }
-        start = b->start;
-        b->start += bytes;
-        const mls_code code = reserve(b->fd, start, bytes, st);
-        if (code != MLS_OK) {
-            return code;
-        }
-    }
-    void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+    return (bytes + step - 1) / step * step;
+}
+
+/* Map a block that is in no list yet. */
+static mls_code map_block(const mls_local_blocks *b, block *one, mls_status *st)
+{
+    const bool shared = one->start != 0;
+    void *data = mmap(NULL, one->bytes, PROT_READ | PROT_WRITE,
                       shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS,
-                      shared ? b->fd : -1, (off_t)start);
+                      shared ? b->fd : -1, (off_t)one->start);
     if (data == MAP_FAILED) {
-        return mls_fail_os(st, errno, "%zu bytes of memory cannot be mapped", bytes);
+        (void)mls_fail_os(st, errno, "%zu bytes of memory cannot be mapped", one->bytes);
+        st->code = MLS_E_MEMORY;
+        return st->code;
     }
-    mls_advise_pages(data, bytes, true);
-    b->list[b->count++] = (block){.data = data, .bytes = bytes, .start = start};
+    one->data = data;
+    mls_advise_pages(data, one->bytes, true);
     return MLS_OK;
+}
+
+/* Take a place that was given back, or claim offsets for a new one, and count an array
+ * that will be there.  Nothing slow is done under the lock: operations wait for it. */
+static mls_code claim(mls_local_blocks *b, size_t bytes, block *one, bool *fresh,
+                      mls_status *st)
+{
+    mls_code code = MLS_OK;
+    pthread_mutex_lock(&b->lock);
+    block *found = unused_block(b, bytes);
+    *fresh = found == NULL;
+    *one = (block){.bytes = roomy(bytes), .used = true};
+    if (found != NULL) {
+        found->used = true;
+        *one = *found;
+    } else if (shares(b) && one->bytes > b->end - b->start) {
+        code =
+            mls_fail(st, MLS_E_MEMORY, "%zu bytes are more than a rank can share", bytes);
+    } else if (shares(b)) {
+        one->start = b->start;
+        b->start += one->bytes;
+    }
+    b->arrays += code == MLS_OK;
+    pthread_mutex_unlock(&b->lock);
+    return code;
+}
+
+/* Have the memory of a claimed block there, and a new one in the list. */
+static mls_code settle_in(mls_local_blocks *b, block *one, bool fresh, size_t bytes,
+                          mls_status *st)
+{
+    mls_code code = fresh ? map_block(b, one, st) : MLS_OK;
+    if (code == MLS_OK && one->start != 0) {
+        code = reserve(b->fd, one->start, bytes, st);
+    }
+    pthread_mutex_lock(&b->lock);
+    if (code == MLS_OK && fresh) {
+        block *list = with_room(b->list, b->count, &b->room, sizeof *list);
+        if (list == NULL) {
+            code = mls_fail(st, MLS_E_MEMORY, "no memory for a block");
+        } else {
+            b->list = list;
+            b->list[b->count++] = *one;
+        }
+    }
+    for (size_t i = 0; i < b->count; i++) {
+        if (b->list[i].data == one->data && one->data != NULL) {
+            b->list[i].used = code == MLS_OK;
+            b->list[i].there = code == MLS_OK ? bytes : 0;
+        }
+    }
+    b->arrays -= code != MLS_OK;
+    pthread_mutex_unlock(&b->lock);
+    return code;
 }
 
 /* Whole pages, one at least, so that every array has an address. */
@@ -200,54 +271,56 @@ mls_code mls_local_blocks_take(mls_local_blocks *b, size_t bytes, void **out,
                                mls_status *st)
 {
     const size_t page = mls_page_bytes();
-    size_t whole;
-    if (!mls_size_add(bytes == 0 ? 1 : bytes, page - 1, &whole)) {
+    block one;
+    bool fresh;
+    if (bytes > SIZE_MAX / 4) {
         return mls_fail(st, MLS_E_SIZE, "%zu bytes are more than memory has", bytes);
     }
-    whole -= whole % page;
-    pthread_mutex_lock(&b->lock);
-    block *found = unused_block(b, whole);
-    mls_code code = MLS_OK;
-    if (found == NULL) {
-        code = add_block(b, whole, st);
-        found = code == MLS_OK ? &b->list[b->count - 1] : NULL;
-    } else if (found->start != 0) {
-        code = reserve(b->fd, found->start, found->bytes, st);
+    const size_t whole = (bytes == 0 ? 1 : bytes) + page - 1;
+    const size_t needed = whole - whole % page;
+    mls_code code = claim(b, needed, &one, &fresh, st);
+    if (code != MLS_OK) {
+        return code;
     }
+    code = settle_in(b, &one, fresh, needed, st);
     if (code == MLS_OK) {
-        found->used = true;
-        b->arrays++;
-        *out = found->data;
+        *out = one.data;
+        return MLS_OK;
     }
-    pthread_mutex_unlock(&b->lock);
+    if (one.data != NULL) {
+        forget_pages(&one, b->fd); /* what was reserved so far */
+    }
+    if (fresh && one.data != NULL) {
+        munmap(one.data, one.bytes);
+    }
     return code;
 }
 
-/* Pages that nobody needs any more are the system's; the next array finds zeros. */
-static void forget_pages(const block *one)
-{
-#    if defined(__linux__)
-    const int advice = one->start != 0 ? MADV_REMOVE : MADV_DONTNEED;
-    (void)madvise(one->data, one->bytes, advice);
-#    else
-    (void)one;
-#    endif
-}
-
-/* Called when an array ends, from any thread. */
+/* Called when an array ends, from any thread.  The block is nobody else's until its pages
+ * are gone. */
 void mls_local_give(mls_local_blocks *owner, void *data)
 {
     if (owner->process != getpid()) {
         return; /* the pages are the parent's */
     }
+    block one = {0};
     pthread_mutex_lock(&owner->lock);
     for (size_t i = 0; i < owner->count; i++) {
         if (owner->list[i].data == data) {
-            forget_pages(&owner->list[i]);
-            owner->list[i].used = false;
-            owner->arrays--;
+            one = owner->list[i];
+            owner->list[i].there = 0;
         }
     }
+    const int fd = owner->fd;
+    pthread_mutex_unlock(&owner->lock);
+    forget_pages(&one, fd);
+    pthread_mutex_lock(&owner->lock);
+    for (size_t i = 0; i < owner->count; i++) {
+        if (owner->list[i].data == data) {
+            owner->list[i].used = false;
+        }
+    }
+    owner->arrays--;
     const bool last = owner->arrays == 0 && !owner->grouped;
     pthread_mutex_unlock(&owner->lock);
     if (last) {
@@ -265,10 +338,10 @@ mls_local_spot mls_local_blocks_find(mls_local_blocks *b, const void *data, size
         const size_t at = (b->next + i) % b->count;
         const block *one = &b->list[at];
         const uintptr_t first = (uintptr_t)one->data;
-        if (address >= first && address - first <= one->bytes &&
-            bytes <= one->bytes - (address - first)) {
+        if (address >= first && address - first <= one->there &&
+            bytes <= one->there - (address - first)) {
             spot = (mls_local_spot){
-                .start = one->start, .bytes = one->bytes, .at = address - first};
+                .start = one->start, .bytes = one->there, .at = address - first};
             b->next = at;
             break;
         }
@@ -300,29 +373,46 @@ static mls_code check_spot(int fd, size_t rank, const mls_local_spot *spot,
     return MLS_OK;
 }
 
-/* Map a block that was not read before. */
-static mls_code add_view(mls_local_views *v, int fd, size_t rank,
+/* Map a block that was not read before, or not so far: its place is used again for
+ * arrays of other sizes. */
+static mls_code map_view(mls_local_views *v, size_t at, int fd, size_t rank,
                          const mls_local_spot *spot, mls_status *st)
 {
+    const size_t bytes = (size_t)spot->bytes;
     mls_code code = check_spot(fd, rank, spot, st);
     if (code != MLS_OK) {
         return code;
     }
-    mls_local_view *list = with_room(v->list, v->count, &v->room, sizeof *list);
+    mls_local_view *list = with_room(v->list, at, &v->room, sizeof *list);
     if (list == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a block of rank %zu", rank);
     }
     v->list = list;
-    const size_t bytes = (size_t)spot->bytes;
     void *data = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, (off_t)spot->start);
     if (data == MAP_FAILED) {
         return mls_fail_os(st, errno, "%zu bytes of rank %zu cannot be mapped", bytes,
                            rank);
     }
     mls_advise_pages(data, bytes, true);
-    v->list[v->count++] =
-        (mls_local_view){.start = spot->start, .bytes = bytes, .data = data};
+    if (at < v->count) {
+        munmap((void *)(uintptr_t)v->list[at].data, v->list[at].bytes);
+    } else {
+        v->count++;
+    }
+    v->list[at] = (mls_local_view){.start = spot->start, .bytes = bytes, .data = data};
     return MLS_OK;
+}
+
+/* The view of a block that starts there; `v->count` for none. */
+static size_t view_at(const mls_local_views *v, uint64_t start)
+{
+    for (size_t i = 0; i < v->count; i++) {
+        const size_t at = (v->next + i) % v->count;
+        if (v->list[at].start == start) {
+            return at;
+        }
+    }
+    return v->count;
 }
 
 /* The same arrays are asked for in the same order again and again. */
@@ -330,28 +420,21 @@ mls_code mls_local_views_find(mls_local_views *v, int fd, size_t rank,
                               const mls_local_spot *spot, size_t bytes,
                               const unsigned char **out, mls_status *st)
 {
-    size_t at = 0;
-    for (size_t i = 0; i < v->count; i++) {
-        at = (v->next + i) % v->count;
-        if (v->list[at].start == spot->start) {
-            break;
-        }
-        at = v->count;
+    if (spot->at > spot->bytes || bytes > spot->bytes - spot->at) {
+        return mls_fail(st, MLS_E_FORMAT,
+                        "rank %zu tells of %zu bytes at offset %llu of a block of %llu",
+                        rank, bytes, (unsigned long long)spot->at,
+                        (unsigned long long)spot->bytes);
     }
-    if (at == v->count) {
-        const mls_code code = add_view(v, fd, rank, spot, st);
+    const size_t at = view_at(v, spot->start);
+    if (at == v->count || v->list[at].bytes < spot->at + bytes) {
+        const mls_code code = map_view(v, at, fd, rank, spot, st);
         if (code != MLS_OK) {
             return code;
         }
     }
-    const mls_local_view *view = &v->list[at];
-    if (spot->at > view->bytes || bytes > view->bytes - spot->at) {
-        return mls_fail(st, MLS_E_FORMAT,
-                        "rank %zu tells of %zu bytes at offset %llu of a block of %zu",
-                        rank, bytes, (unsigned long long)spot->at, view->bytes);
-    }
     v->next = at;
-    *out = view->data + spot->at;
+    *out = v->list[at].data + spot->at;
     return MLS_OK;
 }
 

@@ -477,24 +477,32 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
 /* What ends with an array: its address, and to whom it is given back. */
 typedef struct loan {
     void *data;
+    size_t bytes;
     mls_local_blocks *owner;
 } loan;
 
 static const char loan_name[] = "mlstate.local_memory";
 
-/* Called by NumPy when the last view is gone, whether the link is there or not. */
+/* Called by NumPy when the last view is gone, whether the link is there or not.  The
+ * system takes a while to have many pages back. */
 static void end_loan(PyObject *capsule)
 {
     loan *l = PyCapsule_GetPointer(capsule, loan_name);
-    mls_local_give(l->owner, l->data);
+    if (l->bytes >= MLSP_RELEASE_BYTES) {
+        PyThreadState *saved = PyEval_SaveThread();
+        mls_local_give(l->owner, l->data);
+        PyEval_RestoreThread(saved);
+    } else {
+        mls_local_give(l->owner, l->data);
+    }
     PyMem_Free(l);
 }
 
 /* A flat array of bytes at the address of a loan, which it takes over.  NULL with an
  * exception set, and nothing lent any more. */
-static PyObject *array_of(loan lent, size_t bytes)
+static PyObject *array_of(loan lent)
 {
-    npy_intp length = (npy_intp)bytes;
+    npy_intp length = (npy_intp)lent.bytes;
     loan *kept = PyMem_Malloc(sizeof *kept);
     if (kept == NULL) {
         mls_local_give(lent.owner, lent.data);
@@ -527,7 +535,7 @@ static PyObject *link_memory(PyObject *self, PyObject *const *args, Py_ssize_t c
     const mlsp_state *state = state_of_link(link);
     int64_t bytes;
     mls_status st;
-    loan lent;
+    loan lent = {.data = NULL};
     if (state == NULL || mlsp_take_count("memory", 1, count) < 0 ||
         mlsp_take_int64(state, args[0], "bytes", &bytes) < 0) {
         return NULL;
@@ -541,12 +549,12 @@ static PyObject *link_memory(PyObject *self, PyObject *const *args, Py_ssize_t c
         PyErr_SetString(PyExc_RuntimeError, "the link is closed");
         return NULL;
     }
+    lent.bytes = (size_t)bytes;
     PyThreadState *saved = PyEval_SaveThread();
-    const mls_code code =
-        mls_local_take(place, (size_t)bytes, &lent.data, &lent.owner, &st);
+    const mls_code code = mls_local_take(place, lent.bytes, &lent.data, &lent.owner, &st);
     unpin(link);
     PyEval_RestoreThread(saved);
-    return code == MLS_OK ? array_of(lent, (size_t)bytes) : mlsp_raise(state, &st, NULL);
+    return code == MLS_OK ? array_of(lent) : mlsp_raise(state, &st, NULL);
 }
 
 /* ---- the end ---- */

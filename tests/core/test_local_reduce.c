@@ -269,7 +269,49 @@ static void nobody_goes_on_before_all_have_read(void)
 {
     in_processes((mls_local_shape){.world = 2}, overwrite, -1);
 }
+
+/* Rank 0 has no share, waits for rank 1 to read its array, gives up and writes to it. */
+static void give_up(rank_case *c)
+{
+    enum { COUNT = 2000000 };
+    mls_status st;
+    mls_local_blocks *owner;
+    void *block = NULL;
+    const size_t counts[2] = {0, COUNT};
+    uint16_t *out = calloc(COUNT, sizeof *out);
+    EXPECT(c, mls_local_take(c->g, COUNT * sizeof *out, &block, &owner, &st) == MLS_OK);
+    uint16_t *data = block;
+    for (size_t i = 0; i < COUNT; i++) {
+        data[i] = 0x3C00; /* 1 */
+    }
+    mls_segment segment = {
+        .data = block, .counts = counts, .out = out, .reduction = sum_f32};
+    segment.reduction.dtype = segment.reduction.out_dtype = MLS_F16;
+    EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
+    const mls_local_call hasty = {.timeout = c->rank == 0 ? 0.002 : 20};
+    const mls_code code = mls_local_reduce_scatter(c->g, &hasty, &segment, 1, &st);
+    if (c->rank == 0 && code != MLS_OK) {
+        memset(data, 0, COUNT * sizeof *data);
+    }
+    size_t wrong = 0;
+    for (size_t i = 0; c->rank == 1 && code == MLS_OK && i < COUNT; i++) {
+        wrong += out[i] != 0x4000; /* 2 */
+    }
+    EXPECT(c, wrong == 0);
+    mls_local_give(owner, block);
+    free(out);
+}
+
+static void a_sum_counts_only_if_nobody_gave_up_meanwhile(void)
+{
+    for (int round = 0; round < 5; round++) {
+        in_processes((mls_local_shape){.world = 2}, give_up, -1);
+    }
+}
 #else
+static void a_sum_counts_only_if_nobody_gave_up_meanwhile(void)
+{
+}
 static void nobody_goes_on_before_all_have_read(void)
 {
 }
@@ -310,6 +352,7 @@ static const test_case tests[] = {
     TEST(shares_are_summed_and_tallied_however_they_are_cut),
     TEST(arrays_that_all_ranks_read_are_summed_where_they_lie),
     TEST(nobody_goes_on_before_all_have_read),
+    TEST(a_sum_counts_only_if_nobody_gave_up_meanwhile),
     TEST(large_sums_have_the_same_bits_with_every_instruction_set),
     TEST(reductions_that_make_no_sense_send_nothing),
 };

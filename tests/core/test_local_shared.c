@@ -70,6 +70,41 @@ static void a_place_is_used_again_and_its_pages_are_not_kept(void)
     close(fd);
 }
 
+#if defined(__linux__)
+/* Arrays that grow find the place again; only what they need is there, and told. */
+static void a_place_has_room_for_a_little_more(void)
+{
+    enum { BYTES = (3 << 20) + 100000, MORE = BYTES + 40000 };
+    const int fd = file_of(4096);
+    mls_local_blocks *b = mls_local_blocks_new(1, fd);
+    mls_local_views views = {0};
+    mls_status st;
+    void *first = NULL, *second = NULL;
+    const unsigned char *seen = NULL;
+    const size_t before = used_bytes(fd);
+    REQUIRE(mls_local_blocks_take(b, BYTES, &first, &st) == MLS_OK);
+    CHECK(used_bytes(fd) <= before + BYTES + 65536);
+    mls_local_spot spot = mls_local_blocks_find(b, first, BYTES);
+    CHECK(mls_local_views_find(&views, fd, 1, &spot, BYTES, &seen, &st) == MLS_OK);
+    mls_local_give(b, first);
+    CHECK(mls_local_blocks_find(b, first, BYTES).start == 0);
+    REQUIRE(mls_local_blocks_take(b, MORE, &second, &st) == MLS_OK);
+    CHECK(second == first);
+    memset(second, 4, MORE);
+    spot = mls_local_blocks_find(b, second, MORE);
+    REQUIRE(mls_local_views_find(&views, fd, 1, &spot, MORE, &seen, &st) == MLS_OK);
+    CHECK(views.count == 1 && memcmp(seen, second, MORE) == 0);
+    mls_local_views_fini(&views);
+    mls_local_give(b, second);
+    mls_local_blocks_leave(b);
+    close(fd);
+}
+#else
+static void a_place_has_room_for_a_little_more(void)
+{
+}
+#endif
+
 static void an_array_outlives_the_group(void)
 {
     mls_local_shape shape = {.world = 1};
@@ -179,6 +214,7 @@ static void a_forked_child_gives_nothing_back(void)
 static const test_case tests[] = {
     TEST(a_block_is_found_by_every_address_in_it),
     TEST(a_place_is_used_again_and_its_pages_are_not_kept),
+    TEST(a_place_has_room_for_a_little_more),
     TEST(an_array_outlives_the_group),
     TEST(more_than_there_is_is_refused),
     TEST(spots_that_cannot_be_are_refused),
