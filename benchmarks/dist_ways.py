@@ -71,7 +71,7 @@ class Way(ABC):
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
 
-    def before(self) -> None:
+    def before(self) -> None:  # noqa: B027 - most ways have nothing to prepare
         """Prepare for a call, untimed."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Way(ABC):
         start, end = self.rank.bounds(self.rank.shapes[name])
         return total.view(-1)[start:end]
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - or to give back
         """Give back what is not memory."""
 
     def check(self) -> str:
