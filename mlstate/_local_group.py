@@ -115,13 +115,14 @@ def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, tuple[int,
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return a shape as NumPy takes it."""
+    axes: Sequence[int]
     try:
-        lengths = (index(shape),)  # type: ignore[arg-type]
+        axes = (index(shape),)  # type: ignore[arg-type]
     except TypeError:
-        lengths = tuple(index(n) for n in shape)  # type: ignore[union-attr]
-    if any(n < 0 for n in lengths):
-        raise ValueError(f"empty: the shape {lengths} has a negative length")
-    return lengths
+        axes = [index(n) for n in shape]  # type: ignore[union-attr]
+    if any(n < 0 for n in axes):
+        raise ValueError(f"empty: the shape {tuple(axes)} has a negative length")
+    return tuple(axes)
 
 
 def _operator(kind: str, world_size: int) -> tuple[str, float]:
