@@ -1,6 +1,7 @@
 """GradientAccumulator against plain NumPy and the specification's cloning algorithm."""
 
 import threading
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -459,3 +460,22 @@ def test_cuda_tensors_are_added_where_they_are(torch):
         accumulator.add_gradients({"w": torch.tensor([3.0, 4.0], device="cuda")})
     assert accumulator.norm == 10 and accumulator.nonfinite == {}
     assert accumulator.get_and_clear_gradients()["w"].device.type == "cuda"
+
+
+@pytest.mark.timeout(30)
+def test_a_mapping_of_gradients_may_ask_the_accumulator():
+    accumulator = GradientAccumulator()
+
+    class Asking(Mapping):
+        def __getitem__(self, name):
+            return np.full(2, accumulator.counts.get(name, 0), np.float32)
+
+        def __iter__(self):
+            return iter(["w"])
+
+        def __len__(self):
+            return 1
+
+    for _ in range(3):
+        accumulator.add_gradients(Asking())
+    assert accumulator.get_and_clear_gradients()["w"].tolist() == [3.0, 3.0]  # 0 + 1 + 2

@@ -168,6 +168,34 @@ def a_forked_child_shares_and_frees_nothing(group):
     assert group.reduce_scatter(mine)[7] in (2.0 * group.world_size, 3.0 * group.world_size)
 
 
+def mapped_blocks():
+    """Parts of groups' memory that this process has mapped."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("mlstate-group" in line for line in maps)
+
+
+def who_cannot_map_is_sent_to(group):
+    """Rank 1 has no addresses left for what the others offer; then it has."""
+    import resource
+
+    mine = group.empty(3_000_000 * group.world_size, np.float32)
+    mine.fill(group.rank + 1)
+    total = sum(range(1, group.world_size + 1))
+    out = np.empty(3_000_000, np.float32)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    blocks = mapped_blocks()
+    for limited in (True, False):
+        out.fill(0)
+        if limited and group.rank == 1:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            least = pages * resource.getpagesize() + (2 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (least, before[1]))
+        group.reduce_scatter(mine, out=out)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        assert (out == total).all()
+        assert (mapped_blocks() == blocks) == (limited and group.rank == 1)
+
+
 def be_killed(group, folder, who=1):
     """One rank ends while the others read its memory, over and over."""
     mine = group.empty(3_000_000, np.float32)

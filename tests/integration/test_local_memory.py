@@ -1,5 +1,6 @@
 """`LocalGroup.empty`: arrays that are reduced where they lie."""
 
+import os
 import sys
 import threading
 
@@ -61,6 +62,12 @@ def test_shapes_and_dtypes_are_those_of_numpy(method):
 @pytest.mark.skipif(not LINUX, reason="elsewhere a child has memory of its own")
 def test_a_forked_child_shares_and_frees_nothing():
     run(memory_ranks.a_forked_child_shares_and_frees_nothing)
+
+
+@pytest.mark.skipif(not LINUX, reason="looks at /proc for what is mapped")
+@pytest.mark.skipif("MLSTATE_UNDER_SANITIZER" in os.environ, reason="it maps terabytes itself")
+def test_who_cannot_map_what_others_offer_is_sent_to():
+    run(memory_ranks.who_cannot_map_is_sent_to)
 
 
 def test_a_rank_killed_while_others_read_its_memory_is_named(tmp_path):
