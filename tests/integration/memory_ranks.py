@@ -101,7 +101,7 @@ def gradients_of_hooks_are_reduced(group, hook):
     return found[0]
 
 
-def memory_is_given_back(group, count=8_000_000):
+def memory_is_given_back(group, count=32_000_000):
     """When the array is gone, though views of it lived longer; others' maps do not hold it."""
     before = shared_kilobytes()
     mine = group.empty(count, np.uint8)
@@ -116,7 +116,7 @@ def memory_is_given_back(group, count=8_000_000):
     gc.collect()
     group.barrier()
     assert shared_kilobytes() - before < 0.2 * count / 1024
-    for _ in range(200):  # the place is used again: nothing adds up
+    for _ in range(40):  # the place is used again: nothing adds up
         group.empty(count, np.uint8)[:100] = 1
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "mlstate" in line]
     assert len(maps) < 10, maps
