@@ -419,8 +419,8 @@ class LocalGroup(Engine):
         The memory is the group's, reserved when this returns: it counts as shared memory of this
         process, and is the system's again when the array, and all its views, are gone; that of a
         rank that was killed when the others have closed the group. A process forked later shares
-        it with its parent. Where ranks are threads, or the system is not Linux, this is an array
-        of ordinary memory, which is sent as others are.
+        it with its parent. Where ranks are threads, or the system is not Linux, all this does not
+        hold: it is an array of ordinary memory, which is sent as others are.
 
         Operations other than `reduce_scatter`, and the hooks that are made of it, send these
         arrays as they send others.
