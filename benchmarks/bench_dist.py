@@ -312,10 +312,10 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "small": small,
     "guard": guard,
     "compression": compression,
-    "kernels": kernels,
     "accumulator": accumulator,
+    "kernels": kernels,
 }
-ALONE = ("kernels", "accumulator")
+ALONE = ("accumulator", "kernels")
 
 
 def options() -> argparse.Namespace:

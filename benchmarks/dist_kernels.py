@@ -132,7 +132,11 @@ def summing(batches: list[Tensors]) -> Any:
 
 
 def accumulator(report: Report, quick: bool, repeats: int) -> None:
-    """Compare ways to add up four micro-batches of the whole model; see `keep_memory`."""
+    """Compare ways to add up four micro-batches of the whole model, before all else.
+
+    Clones take what malloc makes of them: twice as long while their pages are fresh, as they
+    are in a process that did nothing else, than once its heap has grown.
+    """
     torch.set_num_threads(1)
     shapes = shapes_of(quick)
     batches = [gradients_of(n, shapes, torch.float32) for n in range(2)] * (MICRO_BATCHES // 2)
@@ -154,7 +158,8 @@ def accumulator(report: Report, quick: bool, repeats: int) -> None:
     report.table(
         f"{MICRO_BATCHES} micro-batches of float32 gradients, {count / 1e6:.0f} M elements each",
         measure(candidates, repeats, unit=1e-6, warm_up=1),
-        note="memory by the C library as it is set up; mlstate's with norm and finite report",
+        note="memory by the C library as it is set up, in a process that did nothing else before; "
+        "mlstate's with norm and finite report",
     )
 
 
