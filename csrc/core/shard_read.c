@@ -6,7 +6,8 @@
  * in few openings of the files that they share.
  *
  * Each byte takes the shortest way that there is.  A run of bytes that is long enough
- * goes from the system's cache straight to its place; short runs that lie close together
+ * goes from the system's cache straight to its place, and so do small shards that lie one
+ * behind the other, several with one call; short runs of a shard that lie close together
  * are read as one, gaps included, and spread from there.  What is verified is read block
  * by block instead, in steps that are still in the processor's cache when the checksum is
  * taken.
@@ -27,6 +28,7 @@
 #    include <stdlib.h>
 #    include <string.h>
 #    include <sys/stat.h>
+#    include <sys/uio.h>
 #    include <unistd.h>
 
 enum {
@@ -35,6 +37,7 @@ enum {
     DIRECT = 64 << 10,                /* so long a run is read by itself */
     GAP = 4 << 10,                    /* reading it takes no longer than a system call */
     SPAN_COST = 16 << 10,             /* in bytes: what a span costs besides its bytes */
+    PARTS = 64,                       /* of neighbours that are read by one call */
     CODED_COST = 8,                   /* what a coded byte costs more than a plain one */
     SHARED_BYTES = 8 << 20,           /* less is read by the calling thread */
     SHOWN_NAME = 80,                  /* bytes of a name in a message */
@@ -500,19 +503,95 @@ static void read_span(worker *w, const span *s)
     }
 }
 
-/* Spans behind one that failed are not read any more. */
+/* Whether a span is one run of bytes that go straight to their place; where they are
+ * verified, all of a shard that is no longer than a block. */
+static bool goes_straight(const span *s, bool verified)
+{
+    const mls_stored_shard *shard = s->piece->shard;
+    size_t bytes;
+    if (s->piece->data == NULL || s->to == SIZE_MAX || s->zeros_end > s->zeros_from ||
+        shard->file == NULL || shard->frames != NULL) {
+        return false;
+    }
+    return !verified || (s->from == 0 && s->end <= MLS_SAFETENSORS_BLOCK &&
+                         mls_stored_bytes(shard, &bytes) && bytes == s->end);
+}
+
+/* How many spans from `order[first]` on, before `order[end]`, lie one behind the other in
+ * their file and are short enough for one call and the cache. */
+static size_t neighbours(const reading *shared, size_t first, size_t end)
+{
+    const char *file = shared->order[first]->file;
+    uint64_t at = shared->order[first]->at;
+    size_t count = 0;
+    for (size_t left = STEP; first + count < end && count < PARTS; count++) {
+        const span *s = shared->order[first + count];
+        const size_t length = s->end - s->from;
+        if (s->at != at || length > left || !goes_straight(s, shared->crc != NULL) ||
+            (s->file != file && strcmp(s->file, file) != 0)) {
+            break;
+        }
+        at += length;
+        left -= length;
+    }
+    return count;
+}
+
+/* Read that many with one call, and verify them.  False where anything is not as it
+ * should be: then each is read by itself, and the one that fails is told by its name. */
+static bool read_neighbours(worker *w, const span *const *spans, size_t count)
+{
+    struct iovec parts[PARTS];
+    const mls_crc_kernels *crc = w->shared->crc;
+    mls_status ignored;
+    size_t bytes = 0;
+    for (size_t i = 0; i < count; i++) {
+        const span *s = spans[i];
+        if (open_shard(w, s->piece->shard, &ignored) != MLS_OK) {
+            return false;
+        }
+        parts[i] = (struct iovec){s->piece->data + s->to, s->end - s->from};
+        bytes += parts[i].iov_len;
+    }
+    if (preadv(w->fd, parts, (int)count, (off_t)spans[0]->at) != (ssize_t)bytes) {
+        return false;
+    }
+    for (size_t i = 0; crc != NULL && i < count; i++) {
+        if (crc->update(0, parts[i].iov_base, parts[i].iov_len) !=
+            spans[i]->piece->shard->crcs[0]) {
+            return false;
+        }
+    }
+    w->done += bytes;
+    return true;
+}
+
+/* Whether a span is still to be read: none behind one that failed is. */
+static bool is_wanted(const reading *shared, const span *s)
+{
+    return (size_t)(s - shared->spans) <
+               atomic_load_explicit(&shared->failed, memory_order_relaxed) &&
+           !atomic_load_explicit(&shared->stopped, memory_order_relaxed);
+}
+
+/* All spans of a task, neighbours together. */
 static void read_task(void *context, size_t index)
 {
     reading *shared = context;
     const size_t end = shared->tasks[index + 1];
     worker w = {.shared = shared, .fd = -1};
-    for (size_t i = shared->tasks[index]; i < end; i++) {
-        const span *s = shared->order[i];
-        if ((size_t)(s - shared->spans) <
-                atomic_load_explicit(&shared->failed, memory_order_relaxed) &&
-            !atomic_load_explicit(&shared->stopped, memory_order_relaxed)) {
-            read_span(&w, s);
+    for (size_t i = shared->tasks[index]; i < end;) {
+        const span *const *spans = shared->order + i;
+        const size_t count = neighbours(shared, i, end), all = count < 1 ? 1 : count;
+        if (count < 2 || !is_wanted(shared, *spans) ||
+            !read_neighbours(&w, spans, count)) {
+            for (size_t j = 0; j < all; j++) {
+                if (is_wanted(shared, spans[j])) {
+                    read_span(&w, spans[j]);
+                }
+            }
         }
+        i += all;
     }
     close_file(&w);
     if (w.bounce != NULL) {
