@@ -340,6 +340,55 @@ static void verify_block(verifier *v, int fd, size_t number, size_t start,
     report(v, length);
 }
 
+/* How many of at most `most` places, from `first` on, lie one behind the other and fit
+ * the buffer; `*bytes` is what they have together. */
+static size_t adjacent(const verifier *v, size_t first, size_t most, size_t *bytes)
+{
+    const uint64_t start = place_of(v, first).offset;
+    size_t count = 0;
+    for (*bytes = 0; count < most; count++) {
+        const mls_layer place = place_of(v, first + count);
+        if (place.offset != start + *bytes || place.bytes > STEP - *bytes) {
+            break;
+        }
+        *bytes += place.bytes;
+    }
+    return count;
+}
+
+/* Such places, none longer than a block, read with one call.  False where they cannot be
+ * read: then it is for each of them to say so. */
+static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, size_t bytes,
+                            unsigned char *buffer)
+{
+    mls_status ignored;
+    const unsigned char *data = buffer;
+    if (mls_file_read_at(fd, buffer, bytes, place_of(v, first).offset, &ignored) !=
+        MLS_OK) {
+        return false;
+    }
+    for (size_t i = first; i < first + count; i++) {
+        const mls_layer place = place_of(v, i);
+        if (place.bytes > 0 && v->crc->update(0, data, place.bytes) != place.crcs[0]) {
+            add_altered(v, &v->order[i], place.file, place.offset, place.bytes);
+        }
+        data += place.bytes;
+    }
+    report(v, bytes);
+    return true;
+}
+
+/* One place, from `start` on: all of it, or a PART. */
+static void verify_place(verifier *v, int fd, size_t number, size_t start,
+                         unsigned char *buffer)
+{
+    const size_t bytes = place_of(v, number).bytes;
+    const size_t end = bytes - start > PART ? start + PART : bytes;
+    for (size_t at = start; at < end && !gave_up(v); at += MLS_SAFETENSORS_BLOCK) {
+        verify_block(v, fd, number, at, buffer);
+    }
+}
+
 /* The task of some places in one file, in the order in which they lie there. */
 static void verify_places(verifier *v, const task *t)
 {
@@ -350,12 +399,15 @@ static void verify_places(verifier *v, const task *t)
         return;
     }
     if (open_file(v, place_of(v, t->first).file, false, &fd)) {
-        for (size_t i = 0; i < t->count && !gave_up(v); i++) {
-            const size_t bytes = place_of(v, t->first + i).bytes;
-            const size_t end = bytes - t->start > PART ? t->start + PART : bytes;
-            for (size_t at = t->start; at < end && !gave_up(v);
-                 at += MLS_SAFETENSORS_BLOCK) {
-                verify_block(v, fd, t->first + i, at, buffer);
+        for (size_t i = 0; i < t->count && !gave_up(v);) {
+            size_t bytes = 0;
+            const size_t first = t->first + i;
+            const size_t count = adjacent(v, first, t->count - i, &bytes);
+            if (count < 2 || !verify_adjacent(v, fd, first, count, bytes, buffer)) {
+                verify_place(v, fd, first, t->start, buffer);
+                i += 1;
+            } else {
+                i += count;
             }
         }
         (void)close(fd);
