@@ -70,7 +70,7 @@ typedef struct writer {
     bool sync_once;       /* the whole file system at the end */
     bool indexed;         /* the index has its name */
     pthread_mutex_t lock; /* round everything below, and `output`s but for their bytes */
-    void *buffers[MLS_POOL_MAX_THREADS]; /* that nobody uses now */
+    mls_pages buffers[MLS_POOL_MAX_THREADS]; /* that nobody uses now */
     size_t buffer_count;
     size_t failed; /* the first task that failed, SIZE_MAX: none */
     mls_status why;
@@ -78,39 +78,26 @@ typedef struct writer {
 
 /* ---- buffers ---- */
 
-/* An aligned block; the address of the whole one lies in front of it. */
-static void *new_buffer(void)
+/* One that was given back, else a new one: at most as many as there are threads.  Whole
+ * pages, since direct writes want aligned memory; what malloc is given back it may keep.
+ * No data: there is no memory. */
+static mls_pages take_buffer(writer *w)
 {
-    unsigned char *whole = mls_alloc(MLS_WRITE_BUFFER + ALIGNMENT + sizeof(void *), 1);
-    if (whole == NULL) {
-        return NULL;
-    }
-    const uintptr_t after = (uintptr_t)whole + sizeof(void *);
-    const size_t skip = (ALIGNMENT - after % ALIGNMENT) % ALIGNMENT;
-    unsigned char *aligned = whole + sizeof(void *) + skip;
-    memcpy(aligned - sizeof(void *), &whole, sizeof(void *));
-    return aligned;
-}
-
-/* The address of the whole block lies in front of the part that is used. */
-static void free_buffer(void *buffer)
-{
-    void *whole;
-    memcpy(&whole, (unsigned char *)buffer - sizeof(void *), sizeof(void *));
-    mls_free(whole);
-}
-
-/* One that was given back, else a new one: at most as many as there are threads. */
-static void *take_buffer(writer *w)
-{
+    mls_pages buffer = {0};
+    mls_status ignored;
     pthread_mutex_lock(&w->lock);
-    void *buffer = w->buffer_count > 0 ? w->buffers[--w->buffer_count] : NULL;
+    if (w->buffer_count > 0) {
+        buffer = w->buffers[--w->buffer_count];
+    }
     pthread_mutex_unlock(&w->lock);
-    return buffer != NULL ? buffer : new_buffer();
+    if (buffer.data == NULL) {
+        (void)mls_pages_init(&buffer, MLS_WRITE_BUFFER, &ignored);
+    }
+    return buffer;
 }
 
 /* Kept for the next task: fresh memory would cost as much as the copying. */
-static void give_buffer(writer *w, void *buffer)
+static void give_buffer(writer *w, mls_pages buffer)
 {
     pthread_mutex_lock(&w->lock);
     const bool room = w->buffer_count < MLS_POOL_MAX_THREADS;
@@ -119,7 +106,7 @@ static void give_buffer(writer *w, void *buffer)
     }
     pthread_mutex_unlock(&w->lock);
     if (!room) {
-        free_buffer(buffer);
+        mls_pages_fini(&buffer);
     }
 }
 
@@ -127,7 +114,7 @@ static void give_buffer(writer *w, void *buffer)
 static void free_buffers(writer *w)
 {
     while (w->buffer_count > 0) {
-        free_buffer(w->buffers[--w->buffer_count]);
+        mls_pages_fini(&w->buffers[--w->buffer_count]);
     }
 }
 
@@ -503,11 +490,12 @@ static void write_task(void *context, size_t index)
     if (failed) {
         return;
     }
-    unsigned char *buffer = take_buffer(w);
+    const mls_pages buffer = take_buffer(w);
     const mls_code code =
-        buffer == NULL ? mls_fail(&st, MLS_E_MEMORY, "no memory for a buffer of 2 MiB")
-                       : do_task(w, t, buffer, &st);
-    if (buffer != NULL) {
+        buffer.data == NULL
+            ? mls_fail(&st, MLS_E_MEMORY, "no memory for a buffer of 2 MiB")
+            : do_task(w, t, buffer.data, &st);
+    if (buffer.data != NULL) {
         give_buffer(w, buffer);
     }
     if (code != MLS_OK) {
