@@ -7,7 +7,6 @@
  */
 #include "cpu.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -34,14 +33,6 @@ const char *mls_cpu_name(mls_cpu cpu)
 }
 
 #if defined(__x86_64__)
-
-/* By the maker's name, which CPUID's first leaf spells in three registers. */
-static bool made_by_amd(void)
-{
-    unsigned a, b, c, d;
-    return __get_cpuid(0, &a, &b, &c, &d) != 0 && b == signature_AMD_ebx &&
-           c == signature_AMD_ecx && d == signature_AMD_edx;
-}
 
 /* Which register sets the operating system saves on a context switch (XCR0). */
 static unsigned saved_registers(void)
@@ -99,22 +90,6 @@ bool mls_cpu_offers(mls_cpu cpu)
 }
 
 #endif
-
-/* Asked of the processor once: under a hypervisor CPUID takes microseconds. */
-bool mls_cpu_follows_runs(void)
-{
-#if defined(__x86_64__)
-    static _Atomic int known; /* 0: not yet; 1: it does not; 2: it does */
-    int answer = atomic_load_explicit(&known, memory_order_relaxed);
-    if (answer == 0) {
-        answer = made_by_amd() ? 2 : 1;
-        atomic_store_explicit(&known, answer, memory_order_relaxed);
-    }
-    return answer == 2;
-#else
-    return false;
-#endif
-}
 
 /* "scalar, avx2": what this machine offers. */
 static void list_offered(char *text, size_t room)

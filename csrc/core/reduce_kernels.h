@@ -10,7 +10,6 @@
 #define MLS_REDUCE_KERNELS_H
 
 #include "convert.h"
-#include "cpu.h"
 #include "reduce.h"
 
 enum {
