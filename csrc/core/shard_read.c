@@ -553,6 +553,8 @@ static bool read_neighbours(worker *w, const span *const *spans, size_t count)
         parts[i] = (struct iovec){s->piece->data + s->to, s->end - s->from};
         bytes += parts[i].iov_len;
     }
+    /* a short read is not gone on with: the file was cut off, or a signal came; either is
+     * rare, and reading one by one knows what to do */
     if (preadv(w->fd, parts, (int)count, (off_t)spans[0]->at) != (ssize_t)bytes) {
         return false;
     }

@@ -367,6 +367,8 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
         MLS_OK) {
         return false;
     }
+    /* each still has its own checksum, so damage is told as if it had been read alone;
+     * an empty place has none */
     for (size_t i = first; i < first + count; i++) {
         const mls_layer place = place_of(v, i);
         if (place.bytes > 0 && v->crc->update(0, data, place.bytes) != place.crcs[0]) {
