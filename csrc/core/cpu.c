@@ -91,6 +91,17 @@ bool mls_cpu_offers(mls_cpu cpu)
 
 #endif
 
+/* What the compiler's own library noted when the program was loaded: CPUID itself takes
+ * microseconds under a hypervisor, and this is asked in every kernel. */
+bool mls_cpu_follows_runs(void)
+{
+#if defined(__x86_64__)
+    return __builtin_cpu_is("amd") != 0;
+#else
+    return false;
+#endif
+}
+
 /* "scalar, avx2": what this machine offers. */
 static void list_offered(char *text, size_t room)
 {

@@ -10,6 +10,7 @@
 #define MLS_REDUCE_KERNELS_H
 
 #include "convert.h"
+#include "cpu.h"
 #include "reduce.h"
 
 enum {

@@ -33,6 +33,7 @@ enum {
     FLOATS = WIDTH / 4,
     DOUBLES = WIDTH / 8,
     AHEAD = 2048, /* bytes asked for in advance: bfloat16 gains a quarter */
+    PAGE = 4096,  /* where processors that follow a run stop following it */
     TOGETHER = 4, /* registers in flight, so that none waits for another's sum */
     SQUARES = MLS_SQUARE_LANES / DOUBLES /* registers that hold the lanes of a tally */
 };
@@ -46,7 +47,7 @@ typedef doubles (*doubles_function)(const unsigned char *items);
 
 /* Ask for the cache lines of `bytes` bytes; a wish, which may reach past the end: a
  * prefetch of memory that is not there does nothing. */
-MLS_INLINED void ask_ahead(const void *address, size_t bytes)
+MLS_INLINED void ask_for(const void *address, size_t bytes)
 {
     MLS_UNROLLED
     for (size_t line = 0; line < bytes; line += 64) {
@@ -54,21 +55,33 @@ MLS_INLINED void ask_ahead(const void *address, size_t bytes)
     }
 }
 
+/* Ask for what comes after a step of `bytes` bytes in a run: line by line, or, by
+ * `pages`, for the first line of the next page alone, once in a page. */
+MLS_INLINED void ask_ahead(const void *address, size_t bytes, bool pages)
+{
+    if (!pages) {
+        ask_for((const void *)((uintptr_t)address + AHEAD), bytes);
+    } else if ((uintptr_t)address % PAGE < bytes) {
+        ask_for((const void *)((uintptr_t)address + PAGE), 1);
+    }
+}
+
 /* ---- sums ---- */
 
 /* The sum of a few registers' items of all sources, from byte `at` on, in their order. */
 TARGET MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
-                                  size_t at, size_t bytes, floats_function load)
+                                  size_t at, size_t bytes, bool pages,
+                                  floats_function load)
 {
     const unsigned char *first = sources[0];
-    ask_ahead(first + at + AHEAD, (size_t)TOGETHER * FLOATS * bytes);
+    ask_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
     MLS_UNROLLED
     for (size_t k = 0; k < TOGETHER; k++) {
         sum[k] = load(first + at + k * FLOATS * bytes);
     }
     for (size_t s = 1; s < count; s++) {
         const unsigned char *next = sources[s];
-        ask_ahead(next + at + AHEAD, (size_t)TOGETHER * FLOATS * bytes);
+        ask_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, pages);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             sum[k] = sum[k] + load(next + at + k * FLOATS * bytes);
@@ -83,10 +96,11 @@ TARGET MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sourc
                                     floats_function load, store_function store)
 {
     const floats by = repeat(divisor);
+    const bool pages = mls_cpu_follows_runs();
     size_t i = start;
     for (; end - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        sum_lanes(sum, sources, count, i * from_bytes, from_bytes, load);
+        sum_lanes(sum, sources, count, i * from_bytes, from_bytes, pages, load);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             if (divides) {
@@ -162,11 +176,12 @@ TARGET MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src
                                     floats_function load_src, store_function store)
 {
     const floats times = repeat(scale);
+    const bool pages = mls_cpu_follows_runs();
     size_t i = 0;
     for (; n - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        ask_ahead(dst + i * to_bytes + AHEAD, (size_t)TOGETHER * FLOATS * to_bytes);
-        ask_ahead(src + i * from_bytes + AHEAD, (size_t)TOGETHER * FLOATS * from_bytes);
+        ask_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, pages);
+        ask_ahead(src + i * from_bytes, (size_t)TOGETHER * FLOATS * from_bytes, pages);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             const size_t at = i + k * FLOATS;
@@ -265,7 +280,7 @@ TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items,
 {
     unsigned char rest[MLS_SQUARE_LANES * 8] = {0};
     for (; n >= MLS_SQUARE_LANES; n -= MLS_SQUARE_LANES) {
-        ask_ahead(items + MLS_TALLY_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
+        ask_for(items + MLS_TALLY_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
         square_lanes(lanes, items, bytes, load);
         items += MLS_SQUARE_LANES * bytes;
     }
@@ -331,7 +346,7 @@ TARGET MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned ch
                                        kept_function kept)
 {
     floats sum[TOGETHER];
-    sum_lanes(sum, sources, count, at * from_bytes, from_bytes, load);
+    sum_lanes(sum, sources, count, at * from_bytes, from_bytes, false, load);
     MLS_UNROLLED
     for (size_t k = 0; k < TOGETHER; k++) {
         if (divides) {

@@ -45,12 +45,19 @@ static void there_is_a_processor(void)
     CHECK(mls_cpu_count() >= 1 && mls_cpu_count() < 100000);
 }
 
+static void how_memory_is_asked_for_does_not_change(void)
+{
+    const bool first = mls_cpu_follows_runs();
+    CHECK(mls_cpu_follows_runs() == first);
+}
+
 static const test_case tests[] = {
     TEST(the_oracle_is_always_offered),
     TEST(the_default_is_the_best_offered),
     TEST(every_offered_set_can_be_asked_for_by_name),
     TEST(an_unknown_name_lists_what_is_offered),
     TEST(there_is_a_processor),
+    TEST(how_memory_is_asked_for_does_not_change),
 };
 
 int main(void)
