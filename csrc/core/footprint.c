@@ -186,6 +186,7 @@ static bool read_system(mls_footprint *out)
 
 #endif
 
+/* Nothing is cached: the numbers are of the moment of the call. */
 mls_code mls_footprint_read(mls_footprint *out, mls_status *st)
 {
     mls_footprint found = {0};

@@ -250,6 +250,7 @@ static size_t file_of(const spot *s)
     return s->layer == NULL ? s->shard->file : s->layer->file;
 }
 
+/* Of the first byte, in that file. */
 static uint64_t offset_of(const spot *s)
 {
     return s->layer == NULL ? s->shard->offset : s->layer->offset;

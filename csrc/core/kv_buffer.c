@@ -100,6 +100,7 @@ static mls_tensor positions(const mls_kv_buffer *b, size_t start, size_t length)
     return t;
 }
 
+/* What is used; the room behind it belongs to the buffer. */
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
 {
     return positions(buffer, 0, buffer->length);

@@ -130,6 +130,7 @@ typedef struct quoted {
     char text[SHOWN_NAME + 8];
 } quoted;
 
+/* Continuation bytes of UTF-8 begin with 10: a cut never leaves half a character. */
 static quoted quote(mls_text name)
 {
     size_t length = name.length;
@@ -621,6 +622,7 @@ void mls_load_run(const mls_load *load, const mls_kernels *kernels, mls_pool *po
     mls_pool_run(load->bytes >= SHARED_BYTES ? pool : NULL, run_task, &j, load->tasks);
 }
 
+/* Sources and targets are borrowed and stay. */
 void mls_load_free(mls_load *load)
 {
     if (load != NULL) {

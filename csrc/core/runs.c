@@ -228,6 +228,8 @@ mls_totals mls_runs_totals(const mls_chain *chain, const mls_action *runs, size_
     return totals;
 }
 
+/* What a run drops goes right behind it: held longer, it would count against the budget
+ * of all that follows. */
 mls_code mls_runs_write(const mls_action *runs, size_t count, mls_schedule *out,
                         mls_status *st)
 {

@@ -185,6 +185,7 @@ static size_t slot_of(const search *s, uint64_t key)
     return slot;
 }
 
+/* The states tell the user how far it got, and so what to lower. */
 static mls_code no_memory(search *s)
 {
     return mls_fail(s->st, MLS_E_MEMORY, "no memory to search through %zu states",
@@ -625,6 +626,7 @@ static search search_of(const mls_stretch *stretch, const mls_search_limits *lim
                     .st = st};
 }
 
+/* Seconds for costs; a peak is only a bound that no state may exceed. */
 mls_code mls_search(const mls_stretch *stretch, const mls_search_limits *limits,
                     mls_found *out, mls_status *st)
 {

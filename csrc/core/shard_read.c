@@ -1,9 +1,4 @@
-/* Reading parts of shards: planned as spans, read by tasks.
- *
- * A piece is cut into spans at block boundaries, the spans of all pieces are put in the
- * order in which they lie in the files, and neighbours make up a task until they are
- * worth handing out.  So a large tensor is read by several threads, and many small ones
- * in few openings of the files that they share.
+/* Reading parts of shards: tasks that follow a plan (read_plan.h).
  *
  * Each byte takes the shortest way that there is.  A run of bytes that is long enough
  * goes from the system's cache straight to its place, and so do small shards that lie one
@@ -25,39 +20,18 @@
 #    include <fcntl.h>
 #    include <pthread.h>
 #    include <stdatomic.h>
-#    include <stdlib.h>
 #    include <string.h>
 #    include <sys/stat.h>
 #    include <sys/uio.h>
 #    include <unistd.h>
 
 enum {
-    SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* enough to be worth handing out */
-    STEP = 256 << 10,                 /* stays in the cache between reading and use */
-    DIRECT = 64 << 10,                /* so long a run is read by itself */
-    GAP = 4 << 10,                    /* reading it takes no longer than a system call */
-    SPAN_COST = 16 << 10,             /* in bytes: what a span costs besides its bytes */
-    PARTS = 64,                       /* of neighbours that are read by one call */
-    CODED_COST = 8,                   /* what a coded byte costs more than a plain one */
-    SHARED_BYTES = 8 << 20,           /* less is read by the calling thread */
-    SHOWN_NAME = 80,                  /* bytes of a name in a message */
-    SHOWN_FILE = 90                   /* and of a file's path */
+    STEP = 256 << 10,       /* stays in the cache between reading and use */
+    DIRECT = 64 << 10,      /* so long a run is read by itself */
+    GAP = 4 << 10,          /* reading it takes no longer than a system call */
+    PARTS = 64,             /* of neighbours that are read by one call */
+    SHARED_BYTES = 8 << 20, /* less is read by the calling thread */
 };
-
-/* Bytes `from` .. `end` of a piece's shard.  Whole blocks, but for the ends of what the
- * piece needs.  File, place and cost are kept here: the shard that they come from is out
- * of the cache by the time that spans are put in order. */
-typedef struct span {
-    const mls_piece *piece;
-    size_t from, end;
-    size_t to; /* byte of what is wanted that `from` is; all others follow. SIZE_MAX:
-                * there are several runs */
-    size_t zeros_from,
-        zeros_end; /* of what is wanted: zeros are filled in between runs */
-    const char *file;
-    uint64_t at;   /* of `from` in the file */
-    uint64_t cost; /* as cost_of says */
-} span;
 
 /* Lent to the task that takes it; allocated at its first use. */
 typedef struct bounce {
@@ -69,15 +43,11 @@ typedef struct bounce {
 /* What the tasks share. */
 typedef struct reading {
     int folder;
-    const mls_crc_kernels *crc;     /* NULL: nothing to compare */
-    const mls_codecs *codecs;       /* NULL: none */
-    const mls_progress *progress;   /* NULL: nobody asks */
-    span *spans;                    /* in the order of the pieces */
-    const span **order;             /* in the order of the files */
-    size_t *tasks;                  /* the first span of each in `order`, and the end */
-    size_t count, room, task_count; /* of spans, of room for them, of tasks */
-    uint64_t cost;                  /* of all spans */
-    atomic_size_t failed;           /* the first span that failed so far, else SIZE_MAX */
+    const mls_crc_kernels *crc;   /* NULL: nothing to compare */
+    const mls_codecs *codecs;     /* NULL: none */
+    const mls_progress *progress; /* NULL: nobody asks */
+    mls_read_plan plan;
+    atomic_size_t failed; /* the first span that failed so far, else SIZE_MAX */
     atomic_bool stopped;
     pthread_mutex_t lock; /* of `status` */
     mls_status status;    /* why `failed` failed, or that all was stopped */
@@ -105,7 +75,7 @@ typedef struct run {
 /* All runs of a span, one after the other. */
 typedef struct run_reader {
     run now;
-    const span *span;
+    const mls_read_span *span;
     mls_stored_runs runs;
     size_t filled, zeros; /* where zeros are to go on; how many there were */
 } run_reader;
@@ -145,7 +115,7 @@ static void next_run(run_reader *r)
 }
 
 /* Only what the span touches is walked; one run needs no walk. */
-static void start_runs(run_reader *r, const span *s)
+static void start_runs(run_reader *r, const mls_read_span *s)
 {
     r->span = s;
     r->filled = s->zeros_from;
@@ -170,23 +140,6 @@ static void advance(run_reader *r, size_t bytes)
 }
 
 /* ---- files ---- */
-
-/* Put what failed in front of the why: of thousands of files in a folder, this one. */
-static mls_code blame(const mls_stored_shard *shard, mls_status *st)
-{
-    const mls_status why = *st;
-    const int shown =
-        (int)(shard->name.length < SHOWN_NAME ? shard->name.length : SHOWN_NAME);
-    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", shown, shard->name.data,
-             (int)SHOWN_FILE, shard->file == NULL ? "" : shard->file, why.text);
-    st->os_error = why.os_error;
-    st->has_offset = why.has_offset;
-    st->offset = why.offset;
-    mls_status_name(st, shard->name.data, shard->name.length);
-    mls_status_expected(st, "%s", why.expected);
-    mls_status_got(st, "%s", why.got);
-    return why.code;
-}
 
 /* The one answer to what is there but holds no bytes to read. */
 static mls_code not_regular(const char *what, mls_status *st)
@@ -450,9 +403,9 @@ static void fill_zeros(worker *w, run_reader *r)
  */
 
 /* Keep the failure of a span, unless one in front of it failed or all was stopped. */
-static void record(reading *shared, const span *s, const mls_status *st)
+static void record(reading *shared, const mls_read_span *s, const mls_status *st)
 {
-    const size_t index = (size_t)(s - shared->spans);
+    const size_t index = (size_t)(s - shared->plan.spans);
     pthread_mutex_lock(&shared->lock);
     if (index < atomic_load(&shared->failed) && !atomic_load(&shared->stopped)) {
         shared->status = *st;
@@ -462,20 +415,20 @@ static void record(reading *shared, const span *s, const mls_status *st)
 }
 
 /* The caller's wish goes before any failure: whoever asked knows why. */
-static void record_stop(reading *shared, const span *s)
+static void record_stop(reading *shared, const mls_read_span *s)
 {
     pthread_mutex_lock(&shared->lock);
     if (!atomic_load(&shared->stopped)) {
         mls_fail(&shared->status, MLS_E_STOPPED, "stopped as the caller asked");
-        (void)blame(s->piece->shard, &shared->status);
-        atomic_store(&shared->failed, (size_t)(s - shared->spans));
+        (void)mls_stored_blame(s->piece->shard, &shared->status);
+        atomic_store(&shared->failed, (size_t)(s - shared->plan.spans));
         atomic_store(&shared->stopped, true);
     }
     pthread_mutex_unlock(&shared->lock);
 }
 
 /* One span of a task. */
-static void read_span(worker *w, const span *s)
+static void read_span(worker *w, const mls_read_span *s)
 {
     mls_status st;
     run_reader r;
@@ -498,14 +451,14 @@ static void read_span(worker *w, const span *s)
     if (code == MLS_E_STOPPED) {
         record_stop(w->shared, s); /* a codec was interrupted: so is everything */
     } else if (code != MLS_OK) {
-        (void)blame(s->piece->shard, &st);
+        (void)mls_stored_blame(s->piece->shard, &st);
         record(w->shared, s, &st);
     }
 }
 
 /* Whether a span is one run of bytes that go straight to their place; where they are
  * verified, all of a shard that is no longer than a block. */
-static bool goes_straight(const span *s, bool verified)
+static bool goes_straight(const mls_read_span *s, bool verified)
 {
     const mls_stored_shard *shard = s->piece->shard;
     size_t bytes;
@@ -521,11 +474,11 @@ static bool goes_straight(const span *s, bool verified)
  * their file and are short enough for one call and the cache. */
 static size_t neighbours(const reading *shared, size_t first, size_t end)
 {
-    const char *file = shared->order[first]->file;
-    uint64_t at = shared->order[first]->at;
+    const char *file = shared->plan.order[first]->file;
+    uint64_t at = shared->plan.order[first]->at;
     size_t count = 0;
     for (size_t left = STEP; first + count < end && count < PARTS; count++) {
-        const span *s = shared->order[first + count];
+        const mls_read_span *s = shared->plan.order[first + count];
         const size_t length = s->end - s->from;
         if (s->at != at || length > left || !goes_straight(s, shared->crc != NULL) ||
             (s->file != file && strcmp(s->file, file) != 0)) {
@@ -539,14 +492,14 @@ static size_t neighbours(const reading *shared, size_t first, size_t end)
 
 /* Read that many with one call, and verify them.  False where anything is not as it
  * should be: then each is read by itself, and the one that fails is told by its name. */
-static bool read_neighbours(worker *w, const span *const *spans, size_t count)
+static bool read_neighbours(worker *w, const mls_read_span *const *spans, size_t count)
 {
     struct iovec parts[PARTS];
     const mls_crc_kernels *crc = w->shared->crc;
     mls_status ignored;
     size_t bytes = 0;
     for (size_t i = 0; i < count; i++) {
-        const span *s = spans[i];
+        const mls_read_span *s = spans[i];
         if (open_shard(w, s->piece->shard, &ignored) != MLS_OK) {
             return false;
         }
@@ -569,9 +522,9 @@ static bool read_neighbours(worker *w, const span *const *spans, size_t count)
 }
 
 /* Whether a span is still to be read: none behind one that failed is. */
-static bool is_wanted(const reading *shared, const span *s)
+static bool is_wanted(const reading *shared, const mls_read_span *s)
 {
-    return (size_t)(s - shared->spans) <
+    return (size_t)(s - shared->plan.spans) <
                atomic_load_explicit(&shared->failed, memory_order_relaxed) &&
            !atomic_load_explicit(&shared->stopped, memory_order_relaxed);
 }
@@ -580,10 +533,10 @@ static bool is_wanted(const reading *shared, const span *s)
 static void read_task(void *context, size_t index)
 {
     reading *shared = context;
-    const size_t end = shared->tasks[index + 1];
+    const size_t end = shared->plan.tasks[index + 1];
     worker w = {.shared = shared, .fd = -1};
-    for (size_t i = shared->tasks[index]; i < end;) {
-        const span *const *spans = shared->order + i;
+    for (size_t i = shared->plan.tasks[index]; i < end;) {
+        const mls_read_span *const *spans = shared->plan.order + i;
         const size_t count = neighbours(shared, i, end), all = count < 1 ? 1 : count;
         if (count < 2 || !is_wanted(shared, *spans) ||
             !read_neighbours(&w, spans, count)) {
@@ -601,231 +554,8 @@ static void read_task(void *context, size_t index)
     }
     const mls_progress *progress = shared->progress;
     if (progress != NULL && w.done > 0 && !progress->report(progress->context, w.done)) {
-        record_stop(shared, shared->order[end - 1]);
+        record_stop(shared, shared->plan.order[end - 1]);
     }
-}
-
-/* ---- the plan ---- */
-
-/* What a span costs, in bytes: what it takes besides them, what it reads, zeros. */
-static uint64_t cost_of(const span *s)
-{
-    const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
-    const uint64_t all = s->zeros_end - s->zeros_from; /* zeros, and what is read */
-    return SPAN_COST + (s->piece->shard->frames != NULL ? CODED_COST * bytes
-                        : all > bytes                   ? all
-                                                        : bytes);
-}
-
-/* A span more, at the end of those that there are. */
-static mls_code add_span(reading *shared, span s, mls_status *st)
-{
-    if (shared->count == shared->room) {
-        const size_t room = shared->room < 64 ? 64 : 2 * shared->room;
-        span *grown = mls_realloc(shared->spans, room, sizeof *grown);
-        if (grown == NULL) {
-            return mls_fail(st, MLS_E_MEMORY, "no memory for a plan of %zu parts", room);
-        }
-        shared->spans = grown;
-        shared->room = room;
-    }
-    s.cost = cost_of(&s);
-    shared->spans[shared->count++] = s;
-    shared->cost += s.cost;
-    return MLS_OK;
-}
-
-/* Where byte `from` of a place's elements is among the stored ones; of coded bytes, where
- * its frame begins.  It is inside the file. */
-static size_t place_of(const mls_stored_shard *shard, size_t from)
-{
-    return shard->frames == NULL ? from
-                                 : mls_frame_begin(shard->frames, from / MLS_FRAME_BYTES);
-}
-
-/* What a piece shows of its shard, and the zeros that are the rest of it: bytes `from` ..
- * `end` of what is wanted, where these lie together. */
-typedef struct filling {
-    size_t from, end; /* the same: there are no zeros to be filled in */
-    size_t first;     /* element of the shard that is byte `from` */
-} filling;
-
-/* Elements of extents. */
-static size_t elements_of(const mls_stored_shard *shard)
-{
-    size_t count = 0;
-    for (size_t i = 0; i < shard->visible_count; i++) {
-        count += shard->visible[i].count;
-    }
-    return count;
-}
-
-/* Whether two parts of one tensor are the same. */
-static bool same_part(const mls_part *a, const mls_part *b)
-{
-    bool same = a->begin == b->begin && a->end == b->end;
-    for (int i = 0; same && i < a->rank; i++) {
-        same = a->start[i] == b->start[i] && a->length[i] == b->length[i];
-    }
-    return same;
-}
-
-/* Whether the piece behind `piece` is of the zeros between its runs, and both go to one
- * run of bytes: then these are written in one pass, while they are in the cache. */
-static filling zeros_between(const mls_piece *piece, const mls_piece *next)
-{
-    const filling none = {0};
-    const mls_stored_shard *shard = piece->shard;
-    const size_t item = shard->item_bytes;
-    mls_overlap overlap;
-    mls_run first, more;
-    mls_stored_range range;
-    if (shard->visible == NULL || shard->file == NULL || next->shard->file != NULL ||
-        piece->data == NULL || next->data != piece->data || next->to != piece->to ||
-        shard->name.data != next->shard->name.data ||
-        !same_part(&shard->part, &next->shard->part) ||
-        elements_of(shard) + elements_of(next->shard) != mls_part_count(&shard->part)) {
-        return none;
-    }
-    mls_overlap_init(&overlap, &shard->part, piece->to);
-    if (!mls_overlap_next(&overlap, &first) || mls_overlap_next(&overlap, &more) ||
-        !mls_stored_range_of(shard, piece->to, &range)) {
-        return none;
-    }
-    return (filling){first.b * item, (first.b + first.count) * item, first.a};
-}
-
-/* Where byte `at` of a piece's place goes among what is wanted; of what goes nowhere, as
- * it lies behind all that does, the end. */
-static size_t goes_to(const mls_stored_shard *shard, const filling *f, size_t at)
-{
-    const size_t element = mls_stored_element(shard, at / shard->item_bytes);
-    const size_t to = f->from + (element - f->first) * shard->item_bytes;
-    return to < f->end ? to : f->end;
-}
-
-/* Cut what a piece needs into spans, at multiples of a span from the place's first byte,
- * so that no block is in two of them.  Zeros that are there already need no cutting. What
- * is filled with zeros belongs to the span behind it, and to the last one. */
-static mls_code plan_piece(reading *shared, const mls_piece *piece, const filling *zeros,
-                           mls_status *st)
-{
-    const mls_stored_shard *shard = piece->shard;
-    size_t bytes;
-    mls_stored_range range;
-    if (!mls_stored_bytes(shard, &bytes)) {
-        mls_fail_at(st, shard->offset, "its records place bytes of it beyond the file");
-        mls_status_expected(st, "at most %llu bytes",
-                            (unsigned long long)shard->file_bytes);
-        return blame(shard, st);
-    }
-    if (!mls_stored_range_of(shard, piece->to, &range)) {
-        return MLS_OK;
-    }
-    size_t from = range.from;
-    for (size_t filled = zeros->from; from < range.end;) {
-        const bool fills = zeros->end > 0;
-        const size_t most = fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* more is written */
-        const size_t left = range.end - from, room = most - from % most;
-        const size_t length = left < room || piece->data == NULL ? left : room;
-        const size_t until = !fills           ? 0
-                             : length == left ? zeros->end
-                                              : goes_to(shard, zeros, from + length);
-        const span next = {.piece = piece,
-                           .from = from,
-                           .end = from + length,
-                           .to =
-                               range.together ? range.to + (from - range.from) : SIZE_MAX,
-                           .zeros_from = filled,
-                           .zeros_end = until,
-                           .file = shard->file == NULL ? "" : shard->file,
-                           .at = shard->offset + place_of(shard, from)};
-        const mls_code code = add_span(shared, next, st);
-        if (code != MLS_OK) {
-            return blame(shard, st);
-        }
-        from += length;
-        filled = until;
-    }
-    return MLS_OK;
-}
-
-/* By file, then by place; the address breaks ties, so that the order is the same with
- * every qsort. */
-static int compare_places(const void *a, const void *b)
-{
-    const span *x = *(const span *const *)a;
-    const span *y = *(const span *const *)b;
-    const int names = x->file == y->file ? 0 : strcmp(x->file, y->file);
-    if (names != 0) {
-        return names;
-    }
-    if (x->at != y->at) {
-        return x->at < y->at ? -1 : 1;
-    }
-    return x < y ? -1 : x > y;
-}
-
-/* Put the spans in the order of the files.  They mostly are, and then need no sorting. */
-static void sort_spans(reading *shared)
-{
-    bool sorted = true;
-    for (size_t i = 0; i < shared->count; i++) {
-        shared->order[i] = &shared->spans[i];
-        sorted = sorted &&
-                 (i == 0 || compare_places(&shared->order[i - 1], &shared->order[i]) < 0);
-    }
-    if (!sorted) {
-        qsort(shared->order, shared->count, sizeof *shared->order, compare_places);
-    }
-}
-
-/* Group neighbours until they cost as much as a whole span. */
-static void cut_tasks(reading *shared)
-{
-    uint64_t cost = 0;
-    for (size_t i = 0; i < shared->count; i++) {
-        const span *s = shared->order[i];
-        if (i == 0 || cost + s->cost > SPAN + SPAN_COST) {
-            shared->tasks[shared->task_count++] = i;
-            cost = 0;
-        }
-        cost += s->cost;
-    }
-    shared->tasks[shared->task_count] = shared->count;
-}
-
-/* Plan the pieces, as far as one that cannot be read: those in front of it are read all
- * the same, since they may fail as well.  `*planned` is the number of good ones. */
-static mls_code plan(reading *shared, const mls_piece *pieces, size_t count,
-                     size_t *planned, mls_status *st)
-{
-    mls_code code = MLS_OK;
-    *planned = 0;
-    while (*planned < count) {
-        const mls_piece *piece = &pieces[*planned];
-        filling zeros = {0};
-        if (*planned + 1 < count) {
-            zeros = zeros_between(piece, piece + 1);
-        }
-        code = plan_piece(shared, piece, &zeros, st);
-        if (code != MLS_OK) {
-            break;
-        }
-        *planned += zeros.end > 0 ? 2 : 1;
-    }
-    if (code == MLS_E_MEMORY) {
-        return code;
-    }
-    shared->order = mls_alloc(shared->count, sizeof *shared->order);
-    shared->tasks = mls_alloc(shared->count + 1, sizeof *shared->tasks);
-    if (shared->order == NULL || shared->tasks == NULL) {
-        *planned = 0;
-        return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", shared->count);
-    }
-    sort_spans(shared);
-    cut_tasks(shared);
-    return code;
 }
 
 /* Release what the tasks shared. */
@@ -835,9 +565,7 @@ static void reading_fini(reading *shared)
         mls_free(shared->bounces[i].data);
         mls_frame_room_fini(&shared->bounces[i].frames);
     }
-    mls_free(shared->spans);
-    mls_free(shared->order);
-    mls_free(shared->tasks);
+    mls_read_plan_fini(&shared->plan);
     pthread_mutex_destroy(&shared->lock);
 }
 
@@ -857,14 +585,14 @@ mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
     }
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
-    mls_code code = plan(&shared, pieces, count, &planned, st);
+    mls_code code = mls_read_plan_make(&shared.plan, pieces, count, &planned, st);
     if (code != MLS_E_MEMORY) {
-        mls_pool_run(shared.cost >= SHARED_BYTES ? pool : NULL, read_task, &shared,
-                     shared.task_count);
+        mls_pool_run(shared.plan.cost >= SHARED_BYTES ? pool : NULL, read_task, &shared,
+                     shared.plan.task_count);
     }
     const size_t first = atomic_load(&shared.failed);
     if (first != SIZE_MAX) {
-        planned = (size_t)(shared.spans[first].piece - pieces);
+        planned = (size_t)(shared.plan.spans[first].piece - pieces);
         *st = shared.status;
         code = st->code;
     }

@@ -9,24 +9,13 @@
 #define MLS_SHARD_READ_H
 
 #include "crc32c.h"
-#include "layout.h"
 #include "pool.h"
+#include "read_plan.h"
 #include "status.h"
-#include "stored.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-
-/* What goes where: the elements that `shard` and `to` have in common, to `data`, where
- * the part `to` lies packed.  NULL, of zeros only: they are there already.  Pieces may
- * share a shard, and may share `data` where their shards are different parts of the
- * tensor. */
-typedef struct mls_piece {
-    const mls_stored_shard *shard;
-    const mls_part *to;
-    unsigned char *data;
-} mls_piece;
 
 /* Called by any of the threads, also by several at once, with the number of bytes that
  * were done since the last call; false stops the work as soon as may be. */

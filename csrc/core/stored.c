@@ -9,6 +9,11 @@
 #include "safetensors.h"
 #include "size.h"
 
+enum {
+    SHOWN_NAME = 80, /* bytes of a name in a message */
+    SHOWN_FILE = 90  /* and of a file's path */
+};
+
 /* All that is stored of coded bytes. */
 static size_t coded_bytes(const mls_frames *frames)
 {
@@ -272,4 +277,21 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
         reads.end = shard->offset + last;
     }
     return reads;
+}
+
+/* Of thousands of files in a folder, this one. */
+mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st)
+{
+    const mls_status why = *st;
+    const int shown =
+        (int)(shard->name.length < SHOWN_NAME ? shard->name.length : SHOWN_NAME);
+    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", shown, shard->name.data,
+             (int)SHOWN_FILE, shard->file == NULL ? "" : shard->file, why.text);
+    st->os_error = why.os_error;
+    st->has_offset = why.has_offset;
+    st->offset = why.offset;
+    mls_status_name(st, shard->name.data, shard->name.length);
+    mls_status_expected(st, "%s", why.expected);
+    mls_status_got(st, "%s", why.got);
+    return why.code;
 }

@@ -9,6 +9,7 @@
 
 #include "layers.h"
 #include "layout.h"
+#include "status.h"
 #include "text.h"
 
 #include <stdbool.h>
@@ -87,5 +88,8 @@ typedef struct mls_stored_reads {
 /* The same for what is wanted of a place that has a file; `bytes` 0: nothing is. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify);
+
+/* Put tensor and file in front of what failed; the status is otherwise as it was. */
+mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st);
 
 #endif

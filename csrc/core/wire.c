@@ -33,6 +33,7 @@ static size_t encoded_bytes(mls_wire wire, size_t n)
     return wire == MLS_WIRE_INT8 ? n + blocks_of(n) * sizeof(float) : 2 * n;
 }
 
+/* Padded, so that what follows in a message is aligned too. */
 size_t mls_wire_bytes(mls_wire wire, size_t n)
 {
     const size_t bytes = encoded_bytes(wire, n);
@@ -224,6 +225,8 @@ static void add_up(const mls_bucket *b, const mls_kernels *kernels, mls_wire wir
     }
 }
 
+/* Decoded sums lie in the output already, so the reduction that follows has one source.
+ */
 void mls_wire_reduce(const mls_bucket *b, const mls_kernels *kernels, mls_wire wire,
                      const unsigned char *own, const unsigned char *received)
 {

@@ -229,11 +229,29 @@ static void bytes_lie_in_their_file_or_in_none(void)
     CHECK(!mls_stored_bytes(&shard, &bytes));
 }
 
+static void a_failure_names_the_tensor_and_its_file(void)
+{
+    const mls_stored_shard shard = {.file = "shards/a", .name = {"weight", 6}},
+                           zeros = {.name = {"bias", 4}};
+    mls_status st;
+    mls_fail_at(&st, 7, "it is damaged");
+    mls_status_got(&st, "nonsense");
+    CHECK(mls_stored_blame(&shard, &st) == MLS_E_FORMAT);
+    CHECK_TEXT(st.text, "tensor 'weight', file 'shards/a': it is damaged");
+    CHECK_TEXT(st.name, "weight");
+    CHECK_TEXT(st.got, "nonsense");
+    CHECK(st.has_offset && st.offset == 7);
+    mls_fail(&st, MLS_E_MEMORY, "no memory");
+    CHECK(mls_stored_blame(&zeros, &st) == MLS_E_MEMORY);
+    CHECK_TEXT(st.text, "tensor 'bias', file '': no memory");
+}
+
 static const test_case tests[] = {
     TEST(runs_are_where_the_elements_lie),
     TEST(ranges_hold_all_that_is_wanted),
     TEST(verified_reads_take_each_block_once),
     TEST(bytes_lie_in_their_file_or_in_none),
+    TEST(a_failure_names_the_tensor_and_its_file),
 };
 
 int main(void)
