@@ -1,5 +1,8 @@
-"""Filling what exists: by names, and where memory is shared."""
+"""Arrays that are made, and filling what exists: by names, and where memory is shared."""
 
+import sys
+
+import child
 import numpy as np
 import pytest
 from checkpoint_model import same
@@ -77,3 +80,54 @@ def test_what_names_mean_must_arrive_and_be_filled(path):
     assert same({"enc.w": random(4)}, {"enc.w": into["model"]["enc.w"]})
     assert not into["model"]["head.w"].any() and not into["model"]["new.w"].any()
     assert not into["optimizer"]["enc.b.m"].any() and into["optimizer"]["new.w.m"].all()
+
+
+# ---- arrays that are made ----
+
+FEW_BYTES = """
+import resource
+import mlstate
+
+path, count = {path!r}, {count}
+mlstate.set_num_threads(2)
+mlstate.load(path)  # the threads are there from now on
+
+def loaded():
+    model = mlstate.load(path).model
+    return len(model) == count and all((model[f"w{{i}}"] == i).all() for i in range(count))
+
+def used():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used() + (24 << 20), before[1]))
+for _ in range(3):
+    try:
+        mlstate.load(path)
+    except MemoryError:
+        print("no memory")
+resource.setrlimit(resource.RLIMIT_AS, before)
+print(loaded())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on memory differ")
+def test_arrays_that_find_no_memory_end_a_load_that_has_begun(path):
+    """The first of them are read to by then, and must outlive the reading."""
+    count = 40
+    mlstate.save(path, {f"w{i}": np.full(1 << 19, i, np.float32) for i in range(count)})  # 80 MiB
+    out = child.run(FEW_BYTES.format(path=str(path), count=count))
+    assert out.split("\n")[:-1] == ["no memory"] * 3 + ["True"]
+
+
+def test_many_small_tensors_arrive_whatever_order_they_are_asked_for_in(path):
+    """Places are made in the order of the names asked for, and read to in that of the file."""
+    names = [f"w{i:04}" for i in range(3000)]
+    mlstate.save(path, {name: np.full(1100, i, np.int32) for i, name in enumerate(names)})
+    shuffled = [names[i * 7 % 3000] for i in range(3000)]
+    for wanted in (names, names[::-1], shuffled):
+        model = mlstate.load(path, names=wanted).model
+        assert list(model) == list(mlstate.load(path, names=wanted, verify=False).model)
+        for name in wanted:
+            assert (model[name] == int(name[1:])).all()

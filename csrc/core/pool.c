@@ -126,20 +126,37 @@ static void crew_staff(crew *c, size_t wanted)
     }
 }
 
+/* What a run is made of. */
+typedef struct work {
+    void (*own)(void *context); /* of the calling thread, or NULL */
+    mls_task task;
+    void *context;
+    size_t count;
+} work;
+
+/* The caller's own part, if it has one. */
+static void begin(const work *w)
+{
+    if (w->own != NULL) {
+        w->own(w->context);
+    }
+}
+
 /* One round: publish the task, work along, and return when no helper is inside any more,
- * so that `context` may die. */
-static void crew_run(crew *c, mls_task task, void *context, size_t count, size_t helpers)
+ * so that the context may die. */
+static void crew_run(crew *c, const work *w, size_t helpers)
 {
     pthread_mutex_lock(&c->lock);
-    c->task = task;
-    c->context = context;
-    c->count = count;
+    c->task = w->task;
+    c->context = w->context;
+    c->count = w->count;
     atomic_store_explicit(&c->next, 0, memory_order_relaxed);
     c->wanted = helpers;
     c->round++;
     pthread_cond_broadcast(&c->wake);
     pthread_mutex_unlock(&c->lock);
 
+    begin(w);
     take_indices(c);
 
     pthread_mutex_lock(&c->lock);
@@ -233,10 +250,10 @@ mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 }
 
 /* Try to run with helpers, `busy` being held; false where there are none. */
-static bool run_with_helpers(mls_pool *pool, mls_task task, void *context, size_t count)
+static bool run_with_helpers(mls_pool *pool, const work *w)
 {
     const size_t threads = atomic_load(&pool->threads);
-    const size_t helpers = (threads < count ? threads : count) - 1;
+    const size_t helpers = (threads < w->count ? threads : w->count) - 1;
     if (pool->crew == NULL) {
         pool->crew = crew_new();
     }
@@ -247,25 +264,34 @@ static bool run_with_helpers(mls_pool *pool, mls_task task, void *context, size_
     if (pool->crew->started == 0) {
         return false;
     }
-    crew_run(pool->crew, task, context, count, helpers);
+    crew_run(pool->crew, w, helpers);
     return true;
 }
 
 /* A pool that is at work already is not waited for: each caller then does its own
  * work, and nobody sleeps. */
-void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count)
+void mls_pool_run_beside(mls_pool *pool, void (*own)(void *context), mls_task task,
+                         void *context, size_t count)
 {
+    const work w = {own, task, context, count};
     if (pool != NULL && count > 1 && atomic_load(&pool->threads) > 1) {
         adopt_after_fork(pool);
         if (pthread_mutex_trylock(&pool->busy) == 0) {
-            const bool done = run_with_helpers(pool, task, context, count);
+            const bool done = run_with_helpers(pool, &w);
             pthread_mutex_unlock(&pool->busy);
             if (done) {
                 return;
             }
         }
     }
+    begin(&w);
     for (size_t i = 0; i < count; i++) {
         task(context, i);
     }
+}
+
+/* Nothing of its own. */
+void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count)
+{
+    mls_pool_run_beside(pool, NULL, task, context, count);
 }

@@ -36,4 +36,9 @@ mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st);
  * is going on, the calling thread does it all.  A NULL pool is a pool of one thread. */
 void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count);
 
+/* The same, but the calling thread does `own(context)` before it takes part; others begin
+ * meanwhile, if there are any. */
+void mls_pool_run_beside(mls_pool *pool, void (*own)(void *context), mls_task task,
+                         void *context, size_t count);
+
 #endif

@@ -46,11 +46,15 @@ typedef struct reading {
     const mls_crc_kernels *crc;   /* NULL: nothing to compare */
     const mls_codecs *codecs;     /* NULL: none */
     const mls_progress *progress; /* NULL: nobody asks */
+    const mls_maker *maker;       /* of places; NULL: they are there */
+    const mls_piece *pieces;
     mls_read_plan plan;
     atomic_size_t failed; /* the first span that failed so far, else SIZE_MAX */
     atomic_bool stopped;
     pthread_mutex_t lock; /* of `status` */
     mls_status status;    /* why `failed` failed, or that all was stopped */
+    mls_gate made;        /* places, where they are made meanwhile */
+    bool unmade;          /* there will be no more of them */
     bounce bounces[MLS_POOL_MAX_THREADS];
 } reading;
 
@@ -529,12 +533,41 @@ static bool is_wanted(const reading *shared, const mls_read_span *s)
            !atomic_load_explicit(&shared->stopped, memory_order_relaxed);
 }
 
+/* Make the places, while others read to those that there are.  In the end nobody waits
+ * any more, also where one could not be made: then nothing is read that was not begun. */
+static void make_places(void *context)
+{
+    reading *shared = context;
+    if (shared->maker == NULL) {
+        return;
+    }
+    shared->unmade = !shared->maker->make(shared->maker->context, &shared->made);
+    if (shared->unmade && shared->plan.count > 0) {
+        record_stop(shared, shared->plan.spans);
+    }
+    mls_gate_open(&shared->made, SIZE_MAX);
+}
+
+/* Wait until the spans `first` .. `end` have places to go to. */
+static void wait_for_places(reading *shared, size_t first, size_t end)
+{
+    size_t last = 0;
+    for (size_t i = first; i < end; i++) {
+        const size_t piece = (size_t)(shared->plan.order[i]->piece - shared->pieces);
+        last = piece > last ? piece : last;
+    }
+    mls_gate_wait(&shared->made, last + 1);
+}
+
 /* All spans of a task, neighbours together. */
 static void read_task(void *context, size_t index)
 {
     reading *shared = context;
     const size_t end = shared->plan.tasks[index + 1];
     worker w = {.shared = shared, .fd = -1};
+    if (shared->maker != NULL) {
+        wait_for_places(shared, shared->plan.tasks[index], end);
+    }
     for (size_t i = shared->plan.tasks[index]; i < end;) {
         const mls_read_span *const *spans = shared->plan.order + i;
         const size_t count = neighbours(shared, i, end), all = count < 1 ? 1 : count;
@@ -566,19 +599,25 @@ static void reading_fini(reading *shared)
         mls_frame_room_fini(&shared->bounces[i].frames);
     }
     mls_read_plan_fini(&shared->plan);
+    mls_gate_fini(&shared->made);
     pthread_mutex_destroy(&shared->lock);
 }
 
 /* What could be planned is read even where a later piece is refused: of several failures
  * the first piece's counts, and it may be one that only reading finds. */
-mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
-                         const mls_crc_kernels *crc, const mls_codecs *codecs,
-                         mls_pool *pool, const mls_progress *progress, size_t *failed,
-                         mls_status *st)
+mls_code mls_shards_read_made(int folder, const mls_piece *pieces, size_t count,
+                              const mls_crc_kernels *crc, const mls_codecs *codecs,
+                              mls_pool *pool, const mls_progress *progress,
+                              const mls_maker *maker, size_t *failed, mls_status *st)
 {
     size_t planned;
-    reading shared = {
-        .folder = folder, .crc = crc, .codecs = codecs, .progress = progress};
+    reading shared = {.folder = folder,
+                      .crc = crc,
+                      .codecs = codecs,
+                      .progress = progress,
+                      .maker = maker,
+                      .pieces = pieces};
+    mls_gate_init(&shared.made);
     pthread_mutex_init(&shared.lock, NULL);
     for (size_t i = 0; i < MLS_POOL_MAX_THREADS; i++) {
         atomic_init(&shared.bounces[i].taken, false);
@@ -587,20 +626,32 @@ mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
     atomic_init(&shared.stopped, false);
     mls_code code = mls_read_plan_make(&shared.plan, pieces, count, &planned, st);
     if (code != MLS_E_MEMORY) {
-        mls_pool_run(shared.plan.cost >= SHARED_BYTES ? pool : NULL, read_task, &shared,
-                     shared.plan.task_count);
+        mls_pool_run_beside(shared.plan.cost >= SHARED_BYTES ? pool : NULL, make_places,
+                            read_task, &shared, shared.plan.task_count);
     }
     const size_t first = atomic_load(&shared.failed);
     if (first != SIZE_MAX) {
         planned = (size_t)(shared.plan.spans[first].piece - pieces);
         *st = shared.status;
         code = st->code;
+    } else if (shared.unmade) {
+        code = mls_fail(st, MLS_E_STOPPED, "stopped as the caller asked");
     }
     if (code != MLS_OK) {
         *failed = planned;
     }
     reading_fini(&shared);
     return code;
+}
+
+/* All places are there. */
+mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
+                         const mls_crc_kernels *crc, const mls_codecs *codecs,
+                         mls_pool *pool, const mls_progress *progress, size_t *failed,
+                         mls_status *st)
+{
+    return mls_shards_read_made(folder, pieces, count, crc, codecs, pool, progress, NULL,
+                                failed, st);
 }
 
 #endif

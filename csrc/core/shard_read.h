@@ -9,6 +9,7 @@
 #define MLS_SHARD_READ_H
 
 #include "crc32c.h"
+#include "gate.h"
 #include "pool.h"
 #include "read_plan.h"
 #include "status.h"
@@ -23,6 +24,16 @@ typedef struct mls_progress {
     bool (*report)(void *context, uint64_t bytes);
     void *context;
 } mls_progress;
+
+/* Places that are made while the first of them are read to.  `make` is called once, by
+ * the calling thread: it gives the pieces their `data`, in their order, and says by the
+ * gate how many have it.  Until then `data` is NULL where it will be, and else one
+ * address for all pieces of a tensor, whichever: the plan is made by that.  False: there
+ * will be no more places. */
+typedef struct mls_maker {
+    bool (*make)(void *context, mls_gate *made);
+    void *context;
+} mls_maker;
 
 #if !defined(_WIN32)
 
@@ -41,6 +52,13 @@ mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
                          const mls_crc_kernels *crc, const mls_codecs *codecs,
                          mls_pool *pool, const mls_progress *progress, size_t *failed,
                          mls_status *st);
+
+/* The same to places that are made meanwhile; NULL: they are there.  Where the plan finds
+ * no memory, none are made.  MLS_E_STOPPED also where `make` said false. */
+mls_code mls_shards_read_made(int folder, const mls_piece *pieces, size_t count,
+                              const mls_crc_kernels *crc, const mls_codecs *codecs,
+                              mls_pool *pool, const mls_progress *progress,
+                              const mls_maker *maker, size_t *failed, mls_status *st);
 
 #endif
 #endif

@@ -321,23 +321,48 @@ static void place(load_job *job, const wanted *w, unsigned char *data)
     }
 }
 
-/* Read all pieces, checksummed while they are in the cache.  Which file a failure
- * concerns is known for all but those of our own. */
-static int read_all(load_job *job, bool verify, PyObject *callback)
+/* Arrays that are made while the first of them are read to. */
+typedef struct making {
+    load_job *job;
+    mlsp_progress *progress;
+    PyObject *result; /* NULL with an exception set, or not called yet */
+} making;
+
+static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made);
+
+/* In the calling thread, which takes the GIL back for it. */
+static bool make_meanwhile(void *context, mls_gate *made)
+{
+    making *m = context;
+    mlsp_progress_end(m->progress);
+    m->result = make_arrays(m->job, false, made);
+    mlsp_progress_begin(m->progress);
+    return m->result != NULL;
+}
+
+/* Read all pieces, checksummed while they are in the cache; `*result` is made meanwhile,
+ * where that is not NULL.  Which file a failure concerns is known for all but those of
+ * our own. */
+static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **result)
 {
     mlsp_progress progress;
     mls_status st;
     size_t failed = 0;
+    making m = {job, &progress, NULL};
+    const mls_maker maker = {make_meanwhile, &m};
     const mls_crc_kernels *crc = verify ? mlsp_crc_of(job->state) : NULL;
     mls_pool *pool = job->state->pool;
     if (mlsp_progress_init(&progress, callback) < 0) {
         return -1;
     }
     mlsp_progress_begin(&progress);
-    const mls_code code =
-        mls_shards_read(job->folder, job->pieces, job->piece_count, crc, mlsp_codecs(),
-                        pool, &progress.core, &failed, &st);
+    const mls_code code = mls_shards_read_made(
+        job->folder, job->pieces, job->piece_count, crc, mlsp_codecs(), pool,
+        &progress.core, result == NULL ? NULL : &maker, &failed, &st);
     mlsp_progress_end(&progress);
+    if (result != NULL) {
+        *result = m.result;
+    }
     if (code != MLS_OK) {
         const bool about = code != MLS_E_MEMORY && code != MLS_E_STOPPED;
         mlsp_raise_under(job->state, &st, job->path,
@@ -429,14 +454,23 @@ static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules
     return new_array(w, mlsp_mapping_data(capsule) + offset, capsule, false);
 }
 
-/* Say where the bytes of a new array go; `zeros` that it began with stay. */
-static void place_new(load_job *job, const wanted *w, bool zeros)
+/* Zeros that a new array begins with go nowhere. */
+static void keep_zeros(load_job *job, const wanted *w)
 {
-    place(job, w, PyArray_DATA((PyArrayObject *)w->array));
-    for (size_t j = w->first; zeros && j < w->first + w->count; j++) {
+    for (size_t j = w->first; w->long_zeros && j < w->first + w->count; j++) {
         if (job->stored[j].file == NULL) {
             job->pieces[j].data = NULL;
         }
+    }
+}
+
+/* Before there are arrays: which pieces will go anywhere. */
+static void foresee_places(load_job *job)
+{
+    for (size_t i = 0; i < job->count; i++) {
+        const wanted *w = &job->wanted[i];
+        place(job, w, (unsigned char *)(uintptr_t)w); /* any address but NULL */
+        keep_zeros(job, w);
     }
 }
 
@@ -445,32 +479,60 @@ static void place_new(load_job *job, const wanted *w, bool zeros)
  *
  * Each goes into the dict at once, while both of them are in the cache.  The job keeps
  * the arrays as well: their memory must last while it is read to, whoever may get hold of
- * the dict meanwhile. */
-static PyObject *make_arrays(load_job *job, bool maps)
+ * the dict meanwhile, and also where one of them cannot be made.  `made` is told how many
+ * pieces have their places; NULL: nobody waits. */
+static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
     bool good = result != NULL && (!maps || capsules != NULL);
+    enum { TOGETHER = 64 }; /* told of by one call */
     for (size_t i = 0; good && i < job->count; i++) {
         wanted *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, w, capsules) : Py_NewRef(Py_None);
-        const bool read = array == Py_None, zeros = read && w->long_zeros;
+        const bool read = array == Py_None;
         if (read) {
             Py_DECREF(array);
-            array = new_array(w, NULL, NULL, zeros);
+            array = new_array(w, NULL, NULL, w->long_zeros);
         }
         w->array = array;
         if (array != NULL && read) {
-            place_new(job, w, zeros);
+            place(job, w, PyArray_DATA((PyArrayObject *)array));
+            keep_zeros(job, w);
             memmove(job->pieces + used, job->pieces + w->first,
                     w->count * sizeof *job->pieces);
             used += w->count;
         }
         good = array != NULL && PyDict_SetItem(result, w->key, array) == 0;
+        if (made != NULL && i % TOGETHER == 0) {
+            mls_gate_open(made, used);
+        }
     }
     job->piece_count = used;
     Py_XDECREF(capsules);
     if (!good) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* Arrays first: what is mapped is not read. */
+static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
+{
+    PyObject *result = make_arrays(job, true, NULL);
+    if (result != NULL && read_all(job, verify, callback, NULL) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* Arrays while the first of them are read to: their memory must be had for each, and that
+ * takes a while where there are many. */
+static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
+{
+    PyObject *result = NULL;
+    foresee_places(job);
+    if (read_all(job, verify, callback, &result) < 0) {
         Py_CLEAR(result);
     }
     return result;
@@ -526,10 +588,8 @@ PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t 
     const int verify = PyObject_IsTrue(args[4]), maps = PyObject_IsTrue(args[5]);
     if (verify >= 0 && maps >= 0 &&
         load_init(&job, object, args[0], args[1], args[2], args[3]) == 0) {
-        result = make_arrays(&job, maps != 0);
-    }
-    if (result != NULL && read_all(&job, verify != 0, args[6]) < 0) {
-        Py_CLEAR(result);
+        result = maps ? map_and_read(&job, verify != 0, args[6])
+                      : make_and_read(&job, verify != 0, args[6]);
     }
     mlsp_load_fini(&job);
     return result;
@@ -708,7 +768,8 @@ PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
         PyErr_NoMemory();
         goto done;
     }
-    if (place_targets(&job, blocks) == 0 && read_all(&job, verify != 0, args[6]) == 0) {
+    if (place_targets(&job, blocks) == 0 &&
+        read_all(&job, verify != 0, args[6], NULL) == 0) {
         scatter(&job, blocks);
         good = true;
     }

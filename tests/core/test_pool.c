@@ -108,6 +108,48 @@ static void threads_may_share_a_pool(void)
     mls_pool_free(pool);
 }
 
+/* What the calling thread does of its own, while helpers are at work or not. */
+typedef struct beside {
+    pthread_t caller;
+    bool waits; /* for a helper */
+    atomic_int owns, tasks, early;
+} beside;
+
+static void own_work(void *context)
+{
+    beside *b = context;
+    CHECK(pthread_equal(pthread_self(), b->caller));
+    for (int i = 0; b->waits && i < 5000 && atomic_load(&b->tasks) == 0; i++) {
+        usleep(1000);
+    }
+    atomic_store(&b->early, atomic_load(&b->tasks));
+    atomic_fetch_add(&b->owns, 1);
+}
+
+static void count_task(void *context, size_t index)
+{
+    beside *b = context;
+    (void)index;
+    CHECK(atomic_load(&b->owns) == 1 || !pthread_equal(pthread_self(), b->caller));
+    atomic_fetch_add(&b->tasks, 1);
+}
+
+static void others_work_while_the_caller_is_at_its_own(void)
+{
+    static const size_t counts[] = {0, 1, MANY};
+    mls_pool *pool = NULL;
+    mls_status st;
+    REQUIRE(mls_pool_new(2, &pool, &st) == MLS_OK);
+    for (size_t i = 0; i < 6; i++) {
+        const size_t count = counts[i % 3];
+        beside b = {.caller = pthread_self(), .waits = i < 3 && count > 1};
+        mls_pool_run_beside(i < 3 ? pool : NULL, own_work, count_task, &b, count);
+        CHECK(atomic_load(&b.owns) == 1 && (size_t)atomic_load(&b.tasks) == count);
+        CHECK((atomic_load(&b.early) > 0) == b.waits); /* alone: first its own */
+    }
+    mls_pool_free(pool);
+}
+
 #if !defined(WITHOUT_FORK) /* TSan and qemu die where a forked child starts a thread */
 /* Forked with its parent's threads asleep: must neither hang nor join them. */
 static void a_forked_child_works_and_can_end(void)
@@ -138,8 +180,11 @@ static void a_forked_child_works_and_can_end(void)
 #endif
 
 static const test_case tests[] = {
-    TEST(every_index_runs_once_at_any_size),    TEST(no_pool_and_no_work_are_fine),
-    TEST(impossible_thread_counts_are_refused), TEST(threads_may_share_a_pool),
+    TEST(others_work_while_the_caller_is_at_its_own),
+    TEST(every_index_runs_once_at_any_size),
+    TEST(no_pool_and_no_work_are_fine),
+    TEST(impossible_thread_counts_are_refused),
+    TEST(threads_may_share_a_pool),
 #if !defined(WITHOUT_FORK)
     TEST(a_forked_child_works_and_can_end),
 #endif

@@ -494,6 +494,90 @@ static void progress_stops_the_work(void)
     crowd_free(c);
 }
 
+/* ---- places that are made meanwhile ---- */
+
+/* Pieces of a crowd without places, and how many of these are made. */
+typedef struct place_maker {
+    mls_piece pieces[SMALL];
+    unsigned char *places[SMALL];
+    size_t allowed;
+    bool waits; /* half way, until something was read */
+    int early;  /* calls of pread and preadv before all places were there */
+} place_maker;
+
+static bool make_places(void *context, mls_gate *made)
+{
+    place_maker *m = context;
+    for (size_t i = 0; i < SMALL && i < m->allowed; i++) {
+        m->pieces[i].data = m->places[i];
+        if (i % 10 == 9) {
+            mls_gate_open(made, i + 1);
+        }
+        for (int k = 0; m->waits && i == SMALL / 2 && k < 5000; k++) {
+            usleep(atomic_load(&calls) == 0 ? 1000 : 0);
+        }
+    }
+    m->early = atomic_load(&calls);
+    return m->allowed >= SMALL;
+}
+
+/* In the order of the files, so that the first places are enough to begin, or as they
+ * are: then nearly all must be there. */
+static void take_pieces(place_maker *m, const crowd *c, bool in_order)
+{
+    static unsigned char nowhere;
+    for (size_t i = 0; i < SMALL; i++) {
+        const size_t at = in_order ? i * 7 % SMALL : i;
+        m->pieces[at] = c->pieces[i];
+        m->places[at] = c->pieces[i].data;
+        m->pieces[at].data = &nowhere; /* any address, says the header */
+    }
+    memset(c->got, 0, SMALL * SMALL_BYTES);
+    atomic_store(&calls, 0);
+}
+
+static void places_may_be_made_while_others_are_read_to(void)
+{
+    static place_maker m;
+    crowd *c = crowd_new();
+    mls_status st;
+    size_t failed;
+    for (int i = 0; i < 4; i++) {
+        const mls_maker maker = {.make = make_places, .context = &m};
+        const bool alone = i >= 2;
+        m = (place_maker){.allowed = SMALL, .waits = i == 0};
+        take_pieces(&m, c, i % 2 == 0);
+        CHECK(mls_shards_read_made(folder, m.pieces, SMALL, crc, NULL,
+                                   alone ? NULL : c->pool, NULL, &maker, &failed,
+                                   &st) == MLS_OK);
+        CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
+        CHECK(!m.waits || m.early > 0);
+        CHECK(!alone || m.early == 0);
+    }
+    crowd_free(c);
+}
+
+static void places_that_cannot_be_made_stop_the_reading(void)
+{
+    static place_maker m;
+    crowd *c = crowd_new();
+    mls_status st;
+    size_t failed;
+    const mls_maker maker = {.make = make_places, .context = &m};
+    for (size_t allowed = 0; allowed < SMALL; allowed += SMALL / 3) {
+        m = (place_maker){.allowed = allowed};
+        take_pieces(&m, c, true);
+        CHECK(mls_shards_read_made(folder, m.pieces, SMALL, crc, NULL,
+                                   allowed == 0 ? NULL : c->pool, NULL, &maker, &failed,
+                                   &st) == MLS_E_STOPPED);
+        CHECK(st.code == MLS_E_STOPPED);
+    }
+    m = (place_maker){.allowed = 0};
+    CHECK(mls_shards_read_made(folder, NULL, 0, crc, NULL, NULL, NULL, &maker, &failed,
+                               &st) == MLS_E_STOPPED);
+    crowd_free(c);
+}
+
 /* ---- damage ---- */
 
 static void damage_is_found_where_it_is(void)
@@ -703,6 +787,8 @@ int main(void)
         TEST(many_small_pieces_share_few_files),
         TEST(the_first_damaged_piece_is_reported),
         TEST(progress_stops_the_work),
+        TEST(places_may_be_made_while_others_are_read_to),
+        TEST(places_that_cannot_be_made_stop_the_reading),
         TEST(damage_is_found_where_it_is),
         TEST(the_first_damaged_block_is_reported),
         TEST(a_file_that_is_gone_is_an_error_of_the_system),
