@@ -38,7 +38,11 @@ class Aim:
 
 
 def take_turns(candidates: list[Candidate], repeats: int) -> list[Row]:
-    """Time as `harness.measure` does, but slow ones less often."""
+    """Time as `harness.measure` does, but slow ones less often.
+
+    What a call gives is dropped when the time was taken: memory of a result is given back when
+    its user is done with it, and most limits have no result.
+    """
     samples: dict[str, list[float]] = {c.name: [] for c in candidates}
     order = random.Random(20)
     slow: dict[str, int] = {}  # name to the number of its rounds
@@ -53,8 +57,9 @@ def take_turns(candidates: list[Candidate], repeats: int) -> list[Row]:
                 gc.collect()
                 settle()
                 start = time.perf_counter_ns()
-                candidate.call()
+                result = candidate.call()
                 elapsed = (time.perf_counter_ns() - start) * 1e-6
+                del result
                 if turn == 0 and elapsed > 1000 * SLOW:
                     slow[name] = 1 if elapsed > 1000 * VERY_SLOW else 2
                 if turn > 0 or name in slow:
