@@ -177,14 +177,43 @@ static int compare_places(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
+/* By file alone. */
+static int compare_files(const void *a, const void *b)
+{
+    const mls_read_span *x = *(const mls_read_span *const *)a;
+    const mls_read_span *y = *(const mls_read_span *const *)b;
+    return x->file == y->file ? 0 : strcmp(x->file, y->file);
+}
+
+/* Whether all spans of each file follow one another, in the order of their places; then
+ * the order of the files does not matter, and that of the pieces is the best: places are
+ * made in it.  The first span of each file is noted where the order will be. */
+static bool lie_together(mls_read_plan *plan)
+{
+    size_t files = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        const mls_read_span *s = &plan->spans[i];
+        if (i == 0 || compare_files(&(const mls_read_span *){s - 1}, &s) != 0) {
+            plan->order[files++] = s;
+        } else if (s[-1].at > s->at) {
+            return false;
+        }
+    }
+    qsort(plan->order, files, sizeof *plan->order, compare_files);
+    for (size_t i = 1; i < files; i++) {
+        if (compare_files(&plan->order[i - 1], &plan->order[i]) == 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
 /* Put the spans in the order of the files.  They mostly are, and then need no sorting. */
 static void sort_spans(mls_read_plan *plan)
 {
-    bool sorted = true;
+    const bool sorted = lie_together(plan);
     for (size_t i = 0; i < plan->count; i++) {
         plan->order[i] = &plan->spans[i];
-        sorted = sorted &&
-                 (i == 0 || compare_places(&plan->order[i - 1], &plan->order[i]) < 0);
     }
     if (!sorted) {
         qsort(plan->order, plan->count, sizeof *plan->order, compare_places);

@@ -1,7 +1,7 @@
 /* read_plan: what is to be read of stored shards, cut into work that can be handed out.
  *
  * A piece is cut into spans at block boundaries, the spans of all pieces are put in the
- * order in which they lie in the files, and neighbours make up a task until they are
+ * order in which they lie in each file, and neighbours make up a task until they are
  * worth handing out.  So a large tensor is read by several threads, and many small ones
  * in few openings of the files that they share.
  */

@@ -66,6 +66,26 @@ static void small_shards_share_a_task_in_the_order_of_their_files(void)
     mls_read_plan_fini(&plan);
 }
 
+/* Whose places are made first is read first, whatever its file is called. */
+static void files_are_read_in_the_order_in_which_they_are_wanted(void)
+{
+    static const char *const files[FEW] = {"10", "10", "2", "2", "1", "1"};
+    mls_stored_shard shards[FEW];
+    mls_piece pieces[FEW];
+    mls_read_plan plan = {0};
+    mls_status st;
+    size_t planned = 0;
+    for (size_t i = 0; i < FEW; i++) {
+        shards[i] = shard_of(files[i], i % 2 * 100, 100);
+        pieces[i] = piece_of(&shards[i]);
+    }
+    REQUIRE(mls_read_plan_make(&plan, pieces, FEW, &planned, &st) == MLS_OK);
+    for (size_t i = 0; i < FEW; i++) {
+        CHECK(plan.order[i] == &plan.spans[i]);
+    }
+    mls_read_plan_fini(&plan);
+}
+
 static void zeros_that_are_there_already_are_one_span_however_long(void)
 {
     const mls_stored_shard shard = shard_of(NULL, 0, 100 * (size_t)BLOCK);
@@ -109,6 +129,7 @@ static void nothing_makes_no_task(void)
 static const test_case tests[] = {
     TEST(a_large_shard_is_cut_at_blocks_and_all_of_it_is_read),
     TEST(small_shards_share_a_task_in_the_order_of_their_files),
+    TEST(files_are_read_in_the_order_in_which_they_are_wanted),
     TEST(zeros_that_are_there_already_are_one_span_however_long),
     TEST(pieces_in_front_of_a_bad_record_are_planned),
     TEST(nothing_makes_no_task),
