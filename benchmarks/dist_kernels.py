@@ -16,6 +16,7 @@ from mlstate import _core
 from mlstate.fsdp import GradientAccumulator
 
 MICRO_BATCHES = 4
+LINE = 64  # bytes of the cache
 
 
 def add(target: Any, source: Any, scale: float = 1.0, tally: bool = False) -> None:
@@ -39,8 +40,8 @@ def kernels(report: Report, quick: bool, repeats: int) -> None:
     torch.set_num_threads(1)
     threads = mlstate.get_num_threads()
     mlstate.set_num_threads(1)
-    wide = [torch.randn(count) * 1e-3 for _ in range(2)]
-    half = {t: [w.to(t) for w in wide] for t in (torch.bfloat16, torch.float16)}
+    wide = [copy(torch.randn(count) * 1e-3) for _ in range(2)]
+    half = {t: [copy(w.to(t)) for w in wide] for t in (torch.bfloat16, torch.float16)}
     try:
         for title, candidates in (
             ("float32 += float32", of_equal(wide)),
@@ -56,18 +57,29 @@ def kernels(report: Report, quick: bool, repeats: int) -> None:
         mlstate.set_num_threads(threads)
 
 
+def copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Clone into memory of NumPy's, at the beginning of a line, so that all have it of one kind.
+
+    NumPy asks for huge pages, where the system gives them to those who ask, and torch does not.
+    """
+    memory = np.empty(tensor.nbytes + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    lines = torch.from_numpy(memory[start : start + tensor.nbytes])
+    return lines.view(tensor.dtype).copy_(tensor)
+
+
 def limit_of(target: torch.Tensor, source: torch.Tensor) -> Candidate:
     """Read both and write one, as float32: what such bytes take the machine."""
-    plain = [t.view(torch.float32).numpy() for t in (target.clone(), source)]
+    plain = [copy(t).view(torch.float32).numpy() for t in (target, source)]
     plain[0][:] = 0
-    plain[1] = np.full_like(plain[0], 1e-3)
+    plain[1][:] = 1e-3
     return Candidate("limit: NumPy, float32", partial(np.add, *plain, out=plain[0]), limit=True)
 
 
 def of_equal(pair: list[torch.Tensor], at_least: float | None = None) -> list[Candidate]:
     return [
-        Candidate("torch: add_", partial(pair[0].clone().add_, pair[1]), baseline=True),
-        Candidate("mlstate", partial(add, pair[0].clone(), pair[1]), at_least=at_least),
+        Candidate("torch: add_", partial(copy(pair[0]).add_, pair[1]), baseline=True),
+        Candidate("mlstate", partial(add, copy(pair[0]), pair[1]), at_least=at_least),
         limit_of(*pair),
     ]
 
@@ -76,12 +88,12 @@ def scaled(wide: torch.Tensor, narrow: torch.Tensor) -> list[Candidate]:
     def two_steps(target: torch.Tensor) -> None:
         target.add_(narrow.float(), alpha=0.5)
 
-    by_torch = partial(wide.clone().add_, narrow, alpha=0.5)
+    by_torch = partial(copy(wide).add_, narrow, alpha=0.5)
     whole = (2 * wide.nbytes + narrow.nbytes) // 12  # that many additions move as many bytes
     return [
         Candidate("torch: add_(alpha=)", by_torch, baseline=True),
-        Candidate("torch: float(), then add_(alpha=)", partial(two_steps, wide.clone())),
-        Candidate("mlstate", partial(add, wide.clone(), narrow, 0.5), at_least=8),
+        Candidate("torch: float(), then add_(alpha=)", partial(two_steps, copy(wide))),
+        Candidate("mlstate", partial(add, copy(wide), narrow, 0.5), at_least=8),
         limit_of(wide[:whole], wide[:whole]),
     ]
 
@@ -90,10 +102,10 @@ def fused(pair: list[torch.Tensor]) -> list[Candidate]:
     return [
         Candidate(
             "torch: add_, vector_norm, isfinite.all",
-            partial(torch_fused, pair[0].clone(), pair[1]),
+            partial(torch_fused, copy(pair[0]), pair[1]),
             baseline=True,
         ),
-        Candidate("mlstate", partial(add, pair[0].clone(), pair[1], 1.0, True), at_least=10),
+        Candidate("mlstate", partial(add, copy(pair[0]), pair[1], 1.0, True), at_least=10),
         limit_of(*pair),
     ]
 
