@@ -83,6 +83,26 @@ TARGET static inline void store_bf16(unsigned char *items, floats values)
     _mm_storeu_si128((__m128i *)(void *)items, _mm_packus_epi32(low, high));
 }
 
+/* The lower halves of pairs. */
+TARGET static inline floats even_bf16(floats pairs)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
+}
+
+/* The upper ones, which are where those of a float are. */
+TARGET static inline floats odd_bf16(floats pairs)
+{
+    const __m256i upper = _mm256_set1_epi32((int)0xFFFF0000U);
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), upper));
+}
+
+/* Each rounded, in its half. */
+TARGET static inline floats join_bf16(floats even, floats odd)
+{
+    const __m256i upper = _mm256_slli_epi32(rounded_bf16(odd), 16);
+    return _mm256_castsi256_ps(_mm256_or_si256(rounded_bf16(even), upper));
+}
+
 /* What store_X leaves of floats.  Compilers compute what both have in common once. */
 TARGET static inline floats kept_f32(floats values)
 {

@@ -79,6 +79,27 @@ TARGET static inline void store_bf16(unsigned char *items, floats values)
     _mm256_storeu_si256((__m256i *)(void *)items, _mm512_cvtepi32_epi16(upper));
 }
 
+/* The lower halves of pairs. */
+TARGET static inline floats even_bf16(floats pairs)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
+}
+
+/* The upper ones, which are where those of a float are. */
+TARGET static inline floats odd_bf16(floats pairs)
+{
+    const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000U);
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), upper));
+}
+
+/* Each rounded, in its half. */
+TARGET static inline floats join_bf16(floats even, floats odd)
+{
+    const __m512i lower = _mm512_srli_epi32(rounded_bf16(even), 16);
+    const __mmask32 odds = 0xAAAAAAAAU;
+    return _mm512_castsi512_ps(_mm512_mask_blend_epi16(odds, lower, rounded_bf16(odd)));
+}
+
 /* What store_X leaves of floats.  Compilers compute what both have in common once. */
 TARGET static inline floats kept_f32(floats values)
 {

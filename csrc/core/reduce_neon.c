@@ -65,6 +65,26 @@ static inline void store_bf16(unsigned char *items, floats values)
     vst1_u8(items, vreinterpret_u8_u16(rounded_bf16(values)));
 }
 
+/* The lower halves of pairs. */
+static inline floats even_bf16(floats pairs)
+{
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(pairs), 16));
+}
+
+/* The upper ones, which are where those of a float are. */
+static inline floats odd_bf16(floats pairs)
+{
+    const uint32x4_t upper = vdupq_n_u32(0xFFFF0000U);
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(pairs), upper));
+}
+
+/* Each rounded, in its half. */
+static inline floats join_bf16(floats even, floats odd)
+{
+    const uint32x4_t lower = vmovl_u16(rounded_bf16(even));
+    return vreinterpretq_f32_u32(vorrq_u32(lower, vshll_n_u16(rounded_bf16(odd), 16)));
+}
+
 /* What store_X leaves of floats.  Compilers compute what both have in common once. */
 static inline floats kept_f32(floats values)
 {
