@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -67,17 +68,22 @@ static inline void in_threads(mls_local_shape shape, void (*run)(rank_case *c))
     threads_with(MLS_CPU_SCALAR, shape, run);
 }
 
-/* A nameless file of zeros. */
+/* A nameless file of zeros; in memory where there is such a thing, as the groups of the
+ * package have it: on a disk that is busy, ranks would wait for it. */
 static inline int shared_file(size_t bytes)
 {
+#if defined(__linux__)
+    const int fd = memfd_create("mlstate-local", MFD_CLOEXEC);
+#else
     char name[] = "/tmp/mlstate-local-XXXXXX";
     const int fd = mkstemp(name);
     if (fd >= 0) {
         unlink(name);
-        if (ftruncate(fd, (off_t)bytes) < 0) {
-            close(fd);
-            return -1;
-        }
+    }
+#endif
+    if (fd >= 0 && ftruncate(fd, (off_t)bytes) < 0) {
+        close(fd);
+        return -1;
     }
     return fd;
 }
