@@ -131,7 +131,7 @@ static void sift(const mls_knapsack_items *items, uint32_t *order, size_t at,
     order[at] = moved;
 }
 
-/* Whether anybody still waits for the answer: choices among many items take seconds. */
+/* Whether anybody still waits for the answer: a choice among many items may take long. */
 static mls_code ask(const knapsack *k)
 {
     return k->poll.go_on == NULL || k->poll.go_on(k->poll.context)
@@ -183,7 +183,7 @@ static int64_t bytes_of(const knapsack *k, uint32_t choice)
     return choice == NOTHING ? 0 : k->choices[choice].bytes;
 }
 
-/* What leaving it out costs; nothing costs nothing. */
+/* What keeping it spares; keeping nothing spares nothing. */
 static double seconds_of(const knapsack *k, uint32_t choice)
 {
     return choice == NOTHING ? 0 : k->choices[choice].seconds;

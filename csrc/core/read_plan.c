@@ -161,13 +161,19 @@ static mls_code plan_piece(mls_read_plan *plan, const mls_piece *piece,
     return MLS_OK;
 }
 
+/* By file alone; most are not only equal but the same. */
+static int compare_names(const mls_read_span *x, const mls_read_span *y)
+{
+    return x->file == y->file ? 0 : strcmp(x->file, y->file);
+}
+
 /* By file, then by place; the address breaks ties, so that the order is the same with
  * every qsort. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_read_span *x = *(const mls_read_span *const *)a;
     const mls_read_span *y = *(const mls_read_span *const *)b;
-    const int names = x->file == y->file ? 0 : strcmp(x->file, y->file);
+    const int names = compare_names(x, y);
     if (names != 0) {
         return names;
     }
@@ -177,12 +183,11 @@ static int compare_places(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* By file alone. */
+/* The same for qsort. */
 static int compare_files(const void *a, const void *b)
 {
-    const mls_read_span *x = *(const mls_read_span *const *)a;
-    const mls_read_span *y = *(const mls_read_span *const *)b;
-    return x->file == y->file ? 0 : strcmp(x->file, y->file);
+    return compare_names(*(const mls_read_span *const *)a,
+                         *(const mls_read_span *const *)b);
 }
 
 /* Whether all spans of each file follow one another, in the order of their places; then
@@ -193,7 +198,7 @@ static bool lie_together(mls_read_plan *plan)
     size_t files = 0;
     for (size_t i = 0; i < plan->count; i++) {
         const mls_read_span *s = &plan->spans[i];
-        if (i == 0 || compare_files(&(const mls_read_span *){s - 1}, &s) != 0) {
+        if (i == 0 || compare_names(s - 1, s) != 0) {
             plan->order[files++] = s;
         } else if (s[-1].at > s->at) {
             return false;
@@ -201,7 +206,7 @@ static bool lie_together(mls_read_plan *plan)
     }
     qsort(plan->order, files, sizeof *plan->order, compare_files);
     for (size_t i = 1; i < files; i++) {
-        if (compare_files(&plan->order[i - 1], &plan->order[i]) == 0) {
+        if (compare_names(plan->order[i - 1], plan->order[i]) == 0) {
             return false;
         }
     }

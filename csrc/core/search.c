@@ -626,7 +626,7 @@ static search search_of(const mls_stretch *stretch, const mls_search_limits *lim
                     .st = st};
 }
 
-/* Seconds for costs; a peak is only a bound that no state may exceed. */
+/* Seconds for costs; a peak need only stay within the budget. */
 mls_code mls_search(const mls_stretch *stretch, const mls_search_limits *limits,
                     mls_found *out, mls_status *st)
 {

@@ -26,11 +26,11 @@
 #    include <unistd.h>
 
 enum {
-    STEP = 256 << 10,       /* stays in the cache between reading and use */
-    DIRECT = 64 << 10,      /* so long a run is read by itself */
-    GAP = 4 << 10,          /* reading it takes no longer than a system call */
-    PARTS = 64,             /* of neighbours that are read by one call */
-    SHARED_BYTES = 8 << 20, /* less is read by the calling thread */
+    STEP = 256 << 10,      /* stays in the cache between reading and use */
+    DIRECT = 64 << 10,     /* so long a run is read by itself */
+    GAP = 4 << 10,         /* reading it takes no longer than a system call */
+    PARTS = 64,            /* of neighbours that are read by one call */
+    SHARED_BYTES = 8 << 20 /* less is read by the calling thread */
 };
 
 /* Lent to the task that takes it; allocated at its first use. */

@@ -302,7 +302,7 @@ mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
 
 /* ---- touching ---- */
 
-/* Writing is what makes a page exist; which thread does it decides on whose memory. */
+/* Writing is what makes a page exist; several threads have them sooner. */
 static void touch_task(void *context, size_t index)
 {
     const mls_staging *s = context;

@@ -321,57 +321,6 @@ static void place(load_job *job, const wanted *w, unsigned char *data)
     }
 }
 
-/* Arrays that are made while the first of them are read to. */
-typedef struct making {
-    load_job *job;
-    mlsp_progress *progress;
-    PyObject *result; /* NULL with an exception set, or not called yet */
-} making;
-
-static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made);
-
-/* In the calling thread, which takes the GIL back for it. */
-static bool make_meanwhile(void *context, mls_gate *made)
-{
-    making *m = context;
-    mlsp_progress_end(m->progress);
-    m->result = make_arrays(m->job, false, made);
-    mlsp_progress_begin(m->progress);
-    return m->result != NULL;
-}
-
-/* Read all pieces, checksummed while they are in the cache; `*result` is made meanwhile,
- * where that is not NULL.  Which file a failure concerns is known for all but those of
- * our own. */
-static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **result)
-{
-    mlsp_progress progress;
-    mls_status st;
-    size_t failed = 0;
-    making m = {job, &progress, NULL};
-    const mls_maker maker = {make_meanwhile, &m};
-    const mls_crc_kernels *crc = verify ? mlsp_crc_of(job->state) : NULL;
-    mls_pool *pool = job->state->pool;
-    if (mlsp_progress_init(&progress, callback) < 0) {
-        return -1;
-    }
-    mlsp_progress_begin(&progress);
-    const mls_code code = mls_shards_read_made(
-        job->folder, job->pieces, job->piece_count, crc, mlsp_codecs(), pool,
-        &progress.core, result == NULL ? NULL : &maker, &failed, &st);
-    mlsp_progress_end(&progress);
-    if (result != NULL) {
-        *result = m.result;
-    }
-    if (code != MLS_OK) {
-        const bool about = code != MLS_E_MEMORY && code != MLS_E_STOPPED;
-        mlsp_raise_under(job->state, &st, job->path,
-                         about ? job->pieces[failed].shard->file : NULL);
-        return -1;
-    }
-    return mlsp_progress_finish(&progress);
-}
-
 /* ---- loading: new arrays ---- */
 
 /* A new array for a part: over `data`, which `base` keeps alive, or of its own memory,
@@ -514,6 +463,57 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
         Py_CLEAR(result);
     }
     return result;
+}
+
+/* ---- loading: reading ---- */
+
+/* Arrays that are made while the first of them are read to. */
+typedef struct making {
+    load_job *job;
+    mlsp_progress *progress;
+    PyObject *result; /* NULL with an exception set, or not called yet */
+} making;
+
+/* In the calling thread, which takes the GIL back for it. */
+static bool make_meanwhile(void *context, mls_gate *made)
+{
+    making *m = context;
+    mlsp_progress_end(m->progress);
+    m->result = make_arrays(m->job, false, made);
+    mlsp_progress_begin(m->progress);
+    return m->result != NULL;
+}
+
+/* Read all pieces, checksummed while they are in the cache; `*result` is made meanwhile,
+ * where that is not NULL.  Which file a failure concerns is known for all but those of
+ * our own. */
+static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **result)
+{
+    mlsp_progress progress;
+    mls_status st;
+    size_t failed = 0;
+    making m = {job, &progress, NULL};
+    const mls_maker maker = {make_meanwhile, &m};
+    const mls_crc_kernels *crc = verify ? mlsp_crc_of(job->state) : NULL;
+    mls_pool *pool = job->state->pool;
+    if (mlsp_progress_init(&progress, callback) < 0) {
+        return -1;
+    }
+    mlsp_progress_begin(&progress);
+    const mls_code code = mls_shards_read_made(
+        job->folder, job->pieces, job->piece_count, crc, mlsp_codecs(), pool,
+        &progress.core, result == NULL ? NULL : &maker, &failed, &st);
+    mlsp_progress_end(&progress);
+    if (result != NULL) {
+        *result = m.result;
+    }
+    if (code != MLS_OK) {
+        const bool about = code != MLS_E_MEMORY && code != MLS_E_STOPPED;
+        mlsp_raise_under(job->state, &st, job->path,
+                         about ? job->pieces[failed].shard->file : NULL);
+        return -1;
+    }
+    return mlsp_progress_finish(&progress);
 }
 
 /* Arrays first: what is mapped is not read. */
