@@ -14,6 +14,7 @@
 
 enum {
     SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* enough to be worth handing out */
+    STRETCH = 16 * SPAN,              /* long enough to read ahead of it */
     SPAN_COST = 16 << 10,             /* what a span costs besides its bytes */
     CODED_COST = 8                    /* what a coded byte costs more than a plain one */
 };
@@ -240,6 +241,25 @@ static void cut_tasks(mls_read_plan *plan)
     plan->tasks[plan->task_count] = plan->count;
 }
 
+/* Group tasks that go on in the file of the one before them, as long as a stretch is not
+ * so long that threads would have to wait for places or for each other. */
+static void cut_stretches(mls_read_plan *plan)
+{
+    uint64_t cost = 0;
+    for (size_t i = 0; i < plan->task_count; i++) {
+        const size_t first = plan->tasks[i];
+        if (i == 0 || cost >= STRETCH ||
+            compare_names(plan->order[first - 1], plan->order[first]) != 0) {
+            plan->stretches[plan->stretch_count++] = i;
+            cost = 0;
+        }
+        for (size_t j = first; j < plan->tasks[i + 1]; j++) {
+            cost += plan->order[j]->cost;
+        }
+    }
+    plan->stretches[plan->stretch_count] = plan->task_count;
+}
+
 /* Nothing is cut and sorted that could not be planned for want of memory. */
 mls_code mls_read_plan_make(mls_read_plan *plan, const mls_piece *pieces, size_t count,
                             size_t *planned, mls_status *st)
@@ -263,12 +283,14 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_piece *pieces, size_t
     }
     plan->order = mls_alloc(plan->count, sizeof *plan->order);
     plan->tasks = mls_alloc(plan->count + 1, sizeof *plan->tasks);
-    if (plan->order == NULL || plan->tasks == NULL) {
+    plan->stretches = mls_alloc(plan->count + 1, sizeof *plan->stretches);
+    if (plan->order == NULL || plan->tasks == NULL || plan->stretches == NULL) {
         *planned = 0;
         return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
     }
     sort_spans(plan);
     cut_tasks(plan);
+    cut_stretches(plan);
     return code;
 }
 
@@ -278,4 +300,5 @@ void mls_read_plan_fini(mls_read_plan *plan)
     mls_free(plan->spans);
     mls_free(plan->order);
     mls_free(plan->tasks);
+    mls_free(plan->stretches);
 }

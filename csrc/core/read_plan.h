@@ -3,7 +3,9 @@
  * A piece is cut into spans at block boundaries, the spans of all pieces are put in the
  * order in which they lie in each file, and neighbours make up a task until they are
  * worth handing out.  So a large tensor is read by several threads, and many small ones
- * in few openings of the files that they share.
+ * in few openings of the files that they share.  Tasks along one file make up a stretch,
+ * which one thread should read from its beginning to its end: systems that see that read
+ * ahead further and further, and into larger pages.
  */
 #ifndef MLS_READ_PLAN_H
 #define MLS_READ_PLAN_H
@@ -45,8 +47,9 @@ typedef struct mls_read_plan {
     mls_read_span *spans;        /* in the order of the pieces */
     const mls_read_span **order; /* in the order of the files */
     size_t *tasks;               /* the first span of each in `order`, and the end */
+    size_t *stretches;           /* the first task of each, and the end */
     size_t count, room;          /* of spans, of room for them */
-    size_t task_count;
+    size_t task_count, stretch_count;
     uint64_t cost; /* of all spans */
 } mls_read_plan;
 

@@ -15,6 +15,7 @@
 #    include "mem.h"
 #    include "safetensors.h"
 #    include "size.h"
+#    include "stretches.h"
 
 #    include <errno.h>
 #    include <fcntl.h>
@@ -33,14 +34,7 @@ enum {
     SHARED_BYTES = 8 << 20 /* less is read by the calling thread */
 };
 
-/* Lent to the task that takes it; allocated at its first use. */
-typedef struct bounce {
-    atomic_bool taken;
-    unsigned char *data; /* STEP bytes, or NULL */
-    mls_frame_room frames;
-} bounce;
-
-/* What the tasks share. */
+/* What the threads share. */
 typedef struct reading {
     int folder;
     const mls_crc_kernels *crc;   /* NULL: nothing to compare */
@@ -49,23 +43,24 @@ typedef struct reading {
     const mls_maker *maker;       /* of places; NULL: they are there */
     const mls_piece *pieces;
     mls_read_plan plan;
-    atomic_size_t failed; /* the first span that failed so far, else SIZE_MAX */
+    mls_stretches stretches; /* of the plan's tasks */
+    atomic_size_t failed;    /* the first span that failed so far, else SIZE_MAX */
     atomic_bool stopped;
     pthread_mutex_t lock; /* of `status` */
     mls_status status;    /* why `failed` failed, or that all was stopped */
     mls_gate made;        /* places, where they are made meanwhile */
     bool unmade;          /* there will be no more of them */
-    bounce bounces[MLS_POOL_MAX_THREADS];
 } reading;
 
-/* One task at work: its open file, its buffer. */
+/* One thread at work: its open file, its buffers. */
 typedef struct worker {
     reading *shared;
     const char *file; /* the open one's, or NULL */
     int fd;
     uint64_t file_bytes;
-    bounce *bounce; /* NULL until it is needed */
-    uint64_t done;  /* bytes that went to their places */
+    unsigned char *buffer; /* STEP bytes; NULL until they are needed */
+    mls_frame_room frames;
+    uint64_t done; /* bytes of a task that went to their places */
 } worker;
 
 /* ---- runs of a span, in bytes ---- */
@@ -218,29 +213,17 @@ static mls_code open_shard(worker *w, const mls_stored_shard *shard, mls_status 
     return MLS_E_FORMAT;
 }
 
-/* Make sure that the task has buffers.  There are as many as tasks can run at once, so
- * one is free. */
-static void borrow_bounce(worker *w)
-{
-    for (size_t i = 0; w->bounce == NULL; i = (i + 1) % MLS_POOL_MAX_THREADS) {
-        if (!atomic_exchange(&w->shared->bounces[i].taken, true)) {
-            w->bounce = &w->shared->bounces[i];
-        }
-    }
-}
-
-/* The task's buffer of STEP bytes. */
+/* The thread's buffer of STEP bytes. */
 static mls_code borrow(worker *w, unsigned char **out, mls_status *st)
 {
-    borrow_bounce(w);
-    if (w->bounce->data == NULL) {
-        w->bounce->data = mls_alloc(STEP, 1);
+    if (w->buffer == NULL) {
+        w->buffer = mls_alloc(STEP, 1);
     }
-    if (w->bounce->data == NULL) {
+    if (w->buffer == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d bytes",
                         (int)STEP);
     }
-    *out = w->bounce->data;
+    *out = w->buffer;
     return MLS_OK;
 }
 
@@ -280,13 +263,14 @@ static size_t end_together(const run_reader *r)
 }
 
 /* All runs of a span, without looking at checksums: a long one into its place, short ones
- * together into a buffer that stays in the cache. */
+ * together into a buffer that stays in the cache.  Long ones go step by step: systems
+ * read ahead of many short calls further, and into larger pages, than of a single one. */
 static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;
     while (code == MLS_OK && r->now.left > 0) {
         const size_t at = r->now.at;
-        const size_t alone = at + r->now.left;
+        const size_t alone = at + (r->now.left < STEP ? r->now.left : STEP);
         const size_t end = r->now.left < DIRECT ? end_together(r) : alone;
         unsigned char *to = r->now.to;
         code = end == alone ? MLS_OK : borrow(w, &to, st);
@@ -371,12 +355,10 @@ static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
                              .frames = shard->frames,
                              .crc = w->shared->crc,
                              .codecs = w->shared->codecs};
-    borrow_bounce(w);
     while (r->now.left > 0) {
         const size_t number = r->now.at / MLS_FRAME_BYTES;
         const unsigned char *data;
-        const mls_code code =
-            mls_frame_read(&w->bounce->frames, &coded, number, &data, st);
+        const mls_code code = mls_frame_read(&w->frames, &coded, number, &data, st);
         if (code != MLS_OK) {
             return code;
         }
@@ -560,11 +542,10 @@ static void wait_for_places(reading *shared, size_t first, size_t end)
 }
 
 /* All spans of a task, neighbours together. */
-static void read_task(void *context, size_t index)
+static void read_task(worker *w, size_t index)
 {
-    reading *shared = context;
+    reading *shared = w->shared;
     const size_t end = shared->plan.tasks[index + 1];
-    worker w = {.shared = shared, .fd = -1};
     if (shared->maker != NULL) {
         wait_for_places(shared, shared->plan.tasks[index], end);
     }
@@ -572,32 +553,43 @@ static void read_task(void *context, size_t index)
         const mls_read_span *const *spans = shared->plan.order + i;
         const size_t count = neighbours(shared, i, end), all = count < 1 ? 1 : count;
         if (count < 2 || !is_wanted(shared, *spans) ||
-            !read_neighbours(&w, spans, count)) {
+            !read_neighbours(w, spans, count)) {
             for (size_t j = 0; j < all; j++) {
                 if (is_wanted(shared, spans[j])) {
-                    read_span(&w, spans[j]);
+                    read_span(w, spans[j]);
                 }
             }
         }
         i += all;
     }
-    close_file(&w);
-    if (w.bounce != NULL) {
-        atomic_store(&w.bounce->taken, false);
-    }
     const mls_progress *progress = shared->progress;
-    if (progress != NULL && w.done > 0 && !progress->report(progress->context, w.done)) {
+    if (progress != NULL && w->done > 0 &&
+        !progress->report(progress->context, w->done)) {
         record_stop(shared, shared->plan.order[end - 1]);
     }
+    w->done = 0;
 }
 
-/* Release what the tasks shared. */
+/* What one thread does: tasks as long as there are any.  A file stays open from one to
+ * the next, since the system remembers by it what it has read ahead. */
+static void read_along(void *context, size_t index)
+{
+    reading *shared = context;
+    worker w = {.shared = shared, .fd = -1};
+    size_t stretch = SIZE_MAX, task;
+    (void)index;
+    while (mls_stretches_take(&shared->stretches, &stretch, &task)) {
+        read_task(&w, task);
+    }
+    close_file(&w);
+    mls_free(w.buffer);
+    mls_frame_room_fini(&w.frames);
+}
+
+/* Release what the threads shared. */
 static void reading_fini(reading *shared)
 {
-    for (size_t i = 0; i < MLS_POOL_MAX_THREADS; i++) {
-        mls_free(shared->bounces[i].data);
-        mls_frame_room_fini(&shared->bounces[i].frames);
-    }
+    mls_stretches_fini(&shared->stretches);
     mls_read_plan_fini(&shared->plan);
     mls_gate_fini(&shared->made);
     pthread_mutex_destroy(&shared->lock);
@@ -619,15 +611,20 @@ mls_code mls_shards_read_made(int folder, const mls_piece *pieces, size_t count,
                       .pieces = pieces};
     mls_gate_init(&shared.made);
     pthread_mutex_init(&shared.lock, NULL);
-    for (size_t i = 0; i < MLS_POOL_MAX_THREADS; i++) {
-        atomic_init(&shared.bounces[i].taken, false);
-    }
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
     mls_code code = mls_read_plan_make(&shared.plan, pieces, count, &planned, st);
+    const mls_read_plan *plan = &shared.plan;
+    if (code != MLS_E_MEMORY &&
+        !mls_stretches_init(&shared.stretches, plan->stretches, plan->stretch_count)) {
+        planned = 0;
+        code = mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
+    }
     if (code != MLS_E_MEMORY) {
-        mls_pool_run_beside(shared.plan.cost >= SHARED_BYTES ? pool : NULL, make_places,
-                            read_task, &shared, shared.plan.task_count);
+        const bool alone = pool == NULL || plan->cost < SHARED_BYTES;
+        const size_t threads = alone ? 1 : mls_pool_threads(pool);
+        mls_pool_run_beside(alone ? NULL : pool, make_places, read_along, &shared,
+                            threads < plan->task_count ? threads : plan->task_count);
     }
     const size_t first = atomic_load(&shared.failed);
     if (first != SIZE_MAX) {
