@@ -7,6 +7,7 @@
 #include "catalog_load.h"
 
 #include "mem.h"
+#include "new_arrays.h"
 
 #include <unistd.h>
 
@@ -323,36 +324,25 @@ static void place(load_job *job, const wanted *w, unsigned char *data)
 
 /* ---- loading: new arrays ---- */
 
-/* A new array for a part: over `data`, which `base` keeps alive, or of its own memory,
- * which is zero where `zeros`, and then not even touched. */
-static PyObject *new_array(const wanted *w, const unsigned char *data, PyObject *base,
-                           bool zeros)
+/* Bytes of a new array; none where one of zeros pays. */
+static size_t new_bytes(const void *context, size_t index)
 {
+    const wanted *w = &((const load_job *)context)->wanted[index];
+    const size_t count = mls_part_count(&w->part); /* no more than its shard's bytes */
+    return w->long_zeros ? 0 : count * mls_dtype_of(w->tensor->facts->dtype)->item_bytes;
+}
+
+/* A new array for a part, in the room for all of them or, where that is NULL, by itself.
+ */
+static PyObject *new_array(const load_job *job, size_t index, mlsp_room *room)
+{
+    const wanted *w = &job->wanted[index];
+    const mls_dtype dtype = w->tensor->facts->dtype;
     size_t dims[MLS_LAYOUT_RANK];
-    npy_intp shape[MLS_LAYOUT_RANK];
     const int rank = mlsp_part_dims(&w->part, dims);
-    for (int i = 0; i < rank; i++) {
-        shape[i] = (npy_intp)dims[i]; /* no more than its shard's bytes */
-    }
-    PyArray_Descr *descr = mlsp_descr_of_dtype(w->tensor->facts->dtype);
-    if (descr == NULL) {
-        return NULL;
-    }
-    if (zeros) {
-        return PyArray_Zeros(rank, shape, descr, 0);
-    }
-    void *address = base == NULL ? NULL : (void *)(uintptr_t)data;
-    PyObject *array =
-        PyArray_NewFromDescr(&PyArray_Type, descr, rank, shape, NULL, address, 0, NULL);
-    if (array == NULL || base == NULL) {
-        return array;
-    }
-    PyArray_UpdateFlags((PyArrayObject *)array, NPY_ARRAY_ALIGNED);
-    PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
-    if (PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(base)) < 0) {
-        Py_CLEAR(array);
-    }
-    return array;
+    return room == NULL || w->long_zeros
+               ? mlsp_array_new(dtype, rank, dims, w->long_zeros)
+               : mlsp_room_array(room, index, dtype, rank, dims);
 }
 
 /* The whole of a file, mapped once for all tensors in it; borrowed from the dict.  The
@@ -400,7 +390,10 @@ static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules
     if (capsule == NULL) {
         return NULL;
     }
-    return new_array(w, mlsp_mapping_data(capsule) + offset, capsule, false);
+    size_t dims[MLS_LAYOUT_RANK];
+    const int rank = mlsp_part_dims(&w->part, dims);
+    return mlsp_array_over(w->tensor->facts->dtype, rank, dims,
+                           mlsp_mapping_data(capsule) + offset, capsule);
 }
 
 /* Zeros that a new array begins with go nowhere. */
@@ -434,6 +427,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
+    mlsp_room room = {new_bytes, job, job->count, NULL, 0, 0};
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* told of by one call */
     for (size_t i = 0; good && i < job->count; i++) {
@@ -442,7 +436,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
         const bool read = array == Py_None;
         if (read) {
             Py_DECREF(array);
-            array = new_array(w, NULL, NULL, w->long_zeros);
+            array = new_array(job, i, maps ? NULL : &room);
         }
         w->array = array;
         if (array != NULL && read) {
@@ -458,6 +452,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
         }
     }
     job->piece_count = used;
+    mlsp_room_fini(&room);
     Py_XDECREF(capsules);
     if (!good) {
         Py_CLEAR(result);

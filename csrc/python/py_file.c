@@ -10,6 +10,7 @@
 
 #include "fsio.h"
 #include "mem.h"
+#include "new_arrays.h"
 #include "safetensors.h"
 
 #if defined(_WIN32)
@@ -210,57 +211,34 @@ static PyObject *metadata_of(const mls_safetensors *file)
     return result;
 }
 
-/* A new array for `tensor`: over `data`, which `base` keeps alive, or of its own memory
- * where `base` is NULL. Over a mapping it may lie unaligned, in files of other writers:
- * NumPy then reads it more slowly, but rightly, if it is told so. */
-static PyObject *array_of(const mls_stored *tensor, const unsigned char *data,
-                          PyObject *base)
+/* Bytes of a new array. */
+static size_t bytes_of(const void *context, size_t index)
 {
-    /* the reader bounded each dimension, so none changes its value in npy_intp */
-    npy_intp dims[MLS_MAX_RANK];
-    for (int axis = 0; axis < tensor->rank; axis++) {
-        dims[axis] = (npy_intp)tensor->shape[axis];
-    }
-    /* PyArray_NewFromDescr takes this reference, even when it fails */
-    PyArray_Descr *descr = mlsp_descr_of_dtype(tensor->dtype);
-    if (descr == NULL) {
-        return NULL;
-    }
-    /* NumPy takes the address without const, and keeps the array read-only */
-    void *address = base == NULL ? NULL : (void *)(uintptr_t)data;
-    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, descr, tensor->rank, dims, NULL,
-                                           address, 0, NULL);
-    if (array == NULL || base == NULL) {
-        return array;
-    }
-    PyArrayObject *nd = (PyArrayObject *)array;
-    PyArray_UpdateFlags(nd, NPY_ARRAY_ALIGNED);
-    PyArray_CLEARFLAGS(nd, NPY_ARRAY_WRITEABLE);
-    if (PyArray_SetBaseObject(nd, Py_NewRef(base)) < 0) {
-        Py_DECREF(array);
-        return NULL;
-    }
-    return array;
+    return ((const mls_safetensors *)context)->tensors[index].bytes;
 }
 
-/* A dict of arrays in the header's order, over a mapping or of their own memory. */
+/* A dict of arrays in the header's order, over a mapping or, where `base` is NULL, of new
+ * memory. */
 static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *mapped,
                            PyObject *base)
 {
     PyObject *result = PyDict_New();
+    mlsp_room room = {bytes_of, file, file->count, NULL, 0, 0};
     for (size_t i = 0; result != NULL && i < file->count; i++) {
-        const mls_stored *tensor = &file->tensors[i];
-        PyObject *name = mlsp_str_of(tensor->name);
-        PyObject *array =
-            name == NULL
-                ? NULL
-                : array_of(tensor, base == NULL ? NULL : mapped + tensor->offset, base);
+        const mls_stored *t = &file->tensors[i];
+        PyObject *name = mlsp_str_of(t->name), *array = NULL;
+        if (name != NULL) {
+            array = base == NULL ? mlsp_room_array(&room, i, t->dtype, t->rank, t->shape)
+                                 : mlsp_array_over(t->dtype, t->rank, t->shape,
+                                                   mapped + t->offset, base);
+        }
         if (array == NULL || PyDict_SetItem(result, name, array) < 0) {
             Py_CLEAR(result);
         }
         Py_XDECREF(name);
         Py_XDECREF(array);
     }
+    mlsp_room_fini(&room);
     return result;
 }
 

@@ -1,0 +1,108 @@
+/* new_arrays: arrays for the tensors of files. */
+#include "new_arrays.h"
+
+enum {
+    LARGE = 4 << 20,  /* NumPy asks for large pages from here on */
+    BLOCK = 16 << 20, /* is kept whole by any one of its arrays */
+    LINE = 64         /* of the cache, and the widest registers */
+};
+
+/* All arrays are made here: of their own memory where `data` is NULL. */
+static PyObject *make(mls_dtype dtype, int rank, const size_t *shape, void *data,
+                      int flags, bool zeros)
+{
+    npy_intp dims[MLS_MAX_RANK];
+    for (int i = 0; i < rank; i++) {
+        dims[i] = (npy_intp)shape[i]; /* no more than its file's bytes */
+    }
+    /* NumPy takes this reference, even when it fails */
+    PyArray_Descr *descr = mlsp_descr_of_dtype(dtype);
+    if (descr == NULL) {
+        return NULL;
+    }
+    return zeros ? PyArray_Zeros(rank, dims, descr, 0)
+                 : PyArray_NewFromDescr(&PyArray_Type, descr, rank, dims, NULL, data,
+                                        flags, NULL);
+}
+
+/* `array` keeps `base` alive; takes the reference to the array, and gives it back. */
+static PyObject *keep_alive(PyObject *array, PyObject *base)
+{
+    if (array != NULL &&
+        PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(base)) < 0) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+PyObject *mlsp_array_new(mls_dtype dtype, int rank, const size_t *shape, bool zeros)
+{
+    return make(dtype, rank, shape, NULL, 0, zeros);
+}
+
+/* Files of other writers may place it anywhere: NumPy then reads it more slowly, but
+ * rightly, if it is told so. */
+PyObject *mlsp_array_over(mls_dtype dtype, int rank, const size_t *shape,
+                          const unsigned char *data, PyObject *base)
+{
+    /* NumPy takes the address without const, and keeps the array read-only */
+    PyObject *array = make(dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
+    if (array != NULL) {
+        PyArray_UpdateFlags((PyArrayObject *)array, NPY_ARRAY_ALIGNED);
+        PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
+    }
+    return keep_alive(array, base);
+}
+
+/* Up to the next line; of something small. */
+static size_t lines(size_t bytes)
+{
+    return (bytes + LINE - 1) / LINE * LINE;
+}
+
+/* The block for the arrays from `index` on: as many as fill one, exactly.  What would not
+ * be worth large pages has no block, so that a few small arrays do not keep each other's
+ * memory. */
+static int next_block(mlsp_room *room, size_t index)
+{
+    size_t bytes = LINE; /* NumPy's memory need not begin with a line */
+    Py_CLEAR(room->block);
+    for (; index < room->count && bytes < BLOCK; index++) {
+        const size_t more = room->bytes_of(room->context, index);
+        bytes += more < LARGE ? lines(more) : 0;
+    }
+    room->until = index;
+    if (bytes < LARGE) {
+        return 0;
+    }
+    npy_intp length = (npy_intp)bytes;
+    room->block = PyArray_SimpleNew(1, &length, NPY_UINT8);
+    if (room->block == NULL) {
+        return -1;
+    }
+    const uintptr_t begin = (uintptr_t)PyArray_DATA((PyArrayObject *)room->block);
+    room->used = (LINE - begin % LINE) % LINE;
+    return 0;
+}
+
+PyObject *mlsp_room_array(mlsp_room *room, size_t index, mls_dtype dtype, int rank,
+                          const size_t *shape)
+{
+    if (index >= room->until && next_block(room, index) < 0) {
+        return NULL;
+    }
+    const size_t bytes = room->bytes_of(room->context, index);
+    if (room->block == NULL || bytes == 0 || bytes >= LARGE) {
+        return mlsp_array_new(dtype, rank, shape, false);
+    }
+    char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
+    room->used += lines(bytes);
+    return keep_alive(make(dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
+                      room->block);
+}
+
+/* Its arrays keep the last block. */
+void mlsp_room_fini(mlsp_room *room)
+{
+    Py_CLEAR(room->block);
+}

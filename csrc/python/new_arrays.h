@@ -1,0 +1,45 @@
+/* new_arrays: arrays for the tensors of files, over new memory or over a mapping.
+ *
+ * Many small arrays take their memory from few large blocks, as views of these: NumPy
+ * asks for large pages for a block of 4 MiB, and for nothing smaller, and the system
+ * takes several times as long to hand out the same memory in small ones.
+ */
+#ifndef MLSP_NEW_ARRAYS_H
+#define MLSP_NEW_ARRAYS_H
+
+#include "mlsp.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* A new array of its own memory, which is zero where `zeros`, and then not even touched.
+ * NULL with an exception set, here and below. */
+PyObject *mlsp_array_new(mls_dtype dtype, int rank, const size_t *shape, bool zeros);
+
+/* A read-only array over `data`, which `base` keeps alive.  It may lie unaligned. */
+PyObject *mlsp_array_over(mls_dtype dtype, int rank, const size_t *shape,
+                          const unsigned char *data, PyObject *base);
+
+/* Bytes of the array `index`; 0 for one that is made in some other way. */
+typedef size_t mlsp_bytes_of(const void *context, size_t index);
+
+/* Memory for `count` arrays that are made in their order.  Zeroed but for its first
+ * fields; end with mlsp_room_fini, when all arrays are made or none is to be made any
+ * more. */
+typedef struct mlsp_room {
+    mlsp_bytes_of *bytes_of;
+    const void *context;
+    size_t count;
+    PyObject *block; /* what the next arrays lie in; NULL: each has memory of its own */
+    size_t used;     /* bytes of it, from its address on */
+    size_t until;    /* arrays before this one were looked at */
+} mlsp_room;
+
+/* The array `index`: of its own memory where it is large, or where there is not enough
+ * for a block, and else part of a block, aligned to 64 bytes. */
+PyObject *mlsp_room_array(mlsp_room *room, size_t index, mls_dtype dtype, int rank,
+                          const size_t *shape);
+
+void mlsp_room_fini(mlsp_room *room);
+
+#endif
