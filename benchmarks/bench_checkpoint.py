@@ -34,6 +34,7 @@ from checkpoint_states import (
     inodes_below,
     keep_memory,
     new_shard_bytes,
+    read_anew,
     read_through,
     takes_direct,
     written,
@@ -239,7 +240,7 @@ def store(run: Run, folder: Path, *, ranks: bool = False) -> dict[str, Path]:
     if not run.quick:
         os.sync()
     for path in paths.values():
-        read_through(path)
+        read_anew(path)
     return paths
 
 
