@@ -254,8 +254,7 @@ typedef struct listing {
     const mls_part *part; /* that the shard is */
     const mls_part *to;
     unsigned char *data;
-    mls_stored_shard *stored;
-    mls_piece *pieces;
+    mls_piece_room room;
     size_t count;
 } listing;
 
@@ -265,7 +264,7 @@ static void list_place(listing *l, const mls_layer *place, const mls_extent *vis
                        size_t visible_count)
 {
     const mls_index_shard *shard = l->from->shard;
-    mls_stored_shard *next = &l->stored[l->count];
+    mls_stored_shard *next = &l->room.stored[l->count];
     /* field by field: most of a part is room that nobody looks at */
     next->file = NULL;
     next->file_bytes = next->offset = 0;
@@ -285,8 +284,12 @@ static void list_place(listing *l, const mls_layer *place, const mls_extent *vis
     next->name = shard->id.name;
     next->visible = visible;
     next->visible_count = visible_count;
-    mls_part_copy(&next->part, l->part);
-    l->pieces[l->count] = (mls_piece){.shard = next, .to = l->to, .data = l->data};
+    next->part = l->to;
+    if (!mls_part_equal(l->part, l->to)) { /* memory that is not used is not touched */
+        mls_part_copy(&l->room.parts[l->count], l->part);
+        next->part = &l->room.parts[l->count];
+    }
+    l->room.pieces[l->count] = (mls_piece){.shard = next, .to = l->to, .data = l->data};
     l->count++;
 }
 
@@ -302,7 +305,7 @@ static void list_layers(listing *l)
         if (count > 0) {
             list_place(l, layer, visible, count);
             /* asked of what was listed, which is taken back where nothing is wanted */
-            if (!mls_stored_range_of(&l->stored[l->count - 1], l->to, &range)) {
+            if (!mls_stored_range_of(&l->room.stored[l->count - 1], l->to, &range)) {
                 l->count--;
             }
         }
@@ -313,11 +316,10 @@ static void list_layers(listing *l)
  * even be there: a rank of a large world looks at few of them. */
 mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor *tensor,
                             const mls_part *to, unsigned char *data,
-                            mls_stored_shard *stored, mls_piece *pieces, size_t *count,
-                            mls_status *st)
+                            const mls_piece_room *room, size_t *count, mls_status *st)
 {
     const mls_code code = check_missing(catalog, tensor, to, st);
-    listing l = {.to = to, .data = data, .stored = stored, .pieces = pieces};
+    listing l = {.to = to, .data = data, .room = *room};
     for (size_t i = 0; code == MLS_OK && i < tensor->count; i++) {
         const mls_index_shard *shard = catalog->shards[tensor->from + i].shard;
         mls_part part;

@@ -45,14 +45,20 @@ void mls_catalog_fini(mls_catalog *catalog); /* accepts a zeroed one; zeroes it 
 /* Where a tensor of that id is, or SIZE_MAX. */
 size_t mls_catalog_find(const mls_catalog *catalog, const mls_tensor_id *id);
 
-/* What must be read for `to`, a part of a tensor, at most `tensor->places` of each: the
- * places that have something of it and, with `data` (where the part lies packed), the
- * pieces to read.  Places without a file are those of zeros that were not stored.
- * MLS_E_FORMAT: no rank has stored some of it; the status names the tensor. */
+/* Where pieces go, each with room for the `places` of their tensor. */
+typedef struct mls_piece_room {
+    mls_stored_shard *stored;
+    mls_part *parts; /* of those of `stored` that are not just the part that is wanted */
+    mls_piece *pieces;
+} mls_piece_room;
+
+/* What must be read for `to`, a part of a tensor, which must last as long: the places
+ * that have something of it and, with `data` (where the part lies packed), the pieces to
+ * read. Places without a file are those of zeros that were not stored. MLS_E_FORMAT: no
+ * rank has stored some of it; the status names the tensor. */
 mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor *tensor,
                             const mls_part *to, unsigned char *data,
-                            mls_stored_shard *stored, mls_piece *pieces, size_t *count,
-                            mls_status *st);
+                            const mls_piece_room *room, size_t *count, mls_status *st);
 
 /* The same for a part that one plain shard has in one run: where in its file that starts.
  * NULL: it is in several places, or the shard is sparse. */

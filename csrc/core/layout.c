@@ -175,6 +175,16 @@ size_t mls_part_count(const mls_part *part)
     return part->end - part->begin;
 }
 
+/* Whether a box is whole or flat changes nothing of its elements. */
+bool mls_part_equal(const mls_part *a, const mls_part *b)
+{
+    bool same = a->begin == b->begin && a->end == b->end;
+    for (int i = 0; same && i < a->rank; i++) {
+        same = a->start[i] == b->start[i] && a->length[i] == b->length[i];
+    }
+    return same;
+}
+
 /* ---- overlap ---- */
 
 /* Where the common range of two axes starts, and how long it is. */

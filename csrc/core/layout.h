@@ -69,6 +69,9 @@ void mls_part_copy(mls_part *to, const mls_part *from);
 /* Elements of a part. */
 size_t mls_part_count(const mls_part *part);
 
+/* Whether two parts of one tensor have the same elements in the same order. */
+bool mls_part_equal(const mls_part *a, const mls_part *b);
+
 /* Elements that two parts of one tensor have in common, run by run, in the order in which
  * they lie in `a`.  Start with mls_overlap_init; it cannot fail. */
 typedef struct mls_overlap {

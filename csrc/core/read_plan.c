@@ -72,16 +72,6 @@ static size_t elements_of(const mls_stored_shard *shard)
     return count;
 }
 
-/* Whether two parts of one tensor are the same. */
-static bool same_part(const mls_part *a, const mls_part *b)
-{
-    bool same = a->begin == b->begin && a->end == b->end;
-    for (int i = 0; same && i < a->rank; i++) {
-        same = a->start[i] == b->start[i] && a->length[i] == b->length[i];
-    }
-    return same;
-}
-
 /* Whether the piece behind `piece` is of the zeros between its runs, and both go to one
  * run of bytes: then these are written in one pass, while they are in the cache. */
 static filling zeros_between(const mls_piece *piece, const mls_piece *next)
@@ -95,11 +85,11 @@ static filling zeros_between(const mls_piece *piece, const mls_piece *next)
     if (shard->visible == NULL || shard->file == NULL || next->shard->file != NULL ||
         piece->data == NULL || next->data != piece->data || next->to != piece->to ||
         shard->name.data != next->shard->name.data ||
-        !same_part(&shard->part, &next->shard->part) ||
-        elements_of(shard) + elements_of(next->shard) != mls_part_count(&shard->part)) {
+        !mls_part_equal(shard->part, next->shard->part) ||
+        elements_of(shard) + elements_of(next->shard) != mls_part_count(shard->part)) {
         return none;
     }
-    mls_overlap_init(&overlap, &shard->part, piece->to);
+    mls_overlap_init(&overlap, shard->part, piece->to);
     if (!mls_overlap_next(&overlap, &first) || mls_overlap_next(&overlap, &more) ||
         !mls_stored_range_of(shard, piece->to, &range)) {
         return none;

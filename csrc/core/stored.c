@@ -28,7 +28,7 @@ bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
     /* a layer has as many as its elements make, which is more than are visible */
     if (shard->visible != NULL) {
         *out = shard->bytes;
-    } else if (!mls_size_mul(mls_part_count(&shard->part), shard->item_bytes, out)) {
+    } else if (!mls_size_mul(mls_part_count(shard->part), shard->item_bytes, out)) {
         return false;
     }
     stored = shard->frames == NULL ? *out : coded_bytes(shard->frames);
@@ -42,7 +42,7 @@ bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
 static void walk_from(mls_stored_runs *r, size_t first, size_t end)
 {
     mls_part part;
-    mls_part_copy(&part, &r->shard->part);
+    mls_part_copy(&part, r->shard->part);
     part.end = part.begin + end;
     part.begin += first;
     r->first = first;

@@ -30,7 +30,7 @@ typedef struct mls_stored_shard {
     const mls_extent *visible; /* NULL: it holds the whole shard, its elements packed */
     size_t visible_count;
     const mls_frames *frames; /* of coded bytes; NULL: they are those of the elements */
-    mls_part part;            /* what the shard is of its tensor */
+    const mls_part *part;     /* what the shard is of its tensor; borrowed */
 } mls_stored_shard;
 
 /* Bytes of the place's elements.  False: more than can be counted, or those that are

@@ -25,6 +25,7 @@ typedef struct load_job {
     wanted *wanted;
     size_t count;
     mls_stored_shard *stored;
+    mls_part *parts; /* that they are of */
     mls_piece *pieces;
     size_t piece_count;
 } load_job;

@@ -27,6 +27,7 @@ void mlsp_load_fini(load_job *job)
     }
     mls_free(job->wanted);
     mls_free(job->stored);
+    mls_free(job->parts);
     mls_free(job->pieces);
 }
 
@@ -267,9 +268,10 @@ static mls_code find_pieces(load_job *job, const char **file, mls_status *st)
     *file = NULL;
     for (size_t i = 0; i < job->count; i++) {
         wanted *w = &job->wanted[i];
-        const mls_code code =
-            mls_catalog_pieces(&job->catalog->catalog, w->tensor, &w->part, NULL,
-                               job->stored + used, job->pieces + used, &w->count, st);
+        const mls_piece_room room = {job->stored + used, job->parts + used,
+                                     job->pieces + used};
+        const mls_code code = mls_catalog_pieces(&job->catalog->catalog, w->tensor,
+                                                 &w->part, NULL, &room, &w->count, st);
         if (code != MLS_OK) {
             return code;
         }
@@ -299,8 +301,9 @@ static int plan(load_job *job)
     mls_code code;
     const char *file;
     job->stored = mls_realloc(NULL, job->piece_count, sizeof *job->stored);
+    job->parts = mls_realloc(NULL, job->piece_count, sizeof *job->parts);
     job->pieces = mls_realloc(NULL, job->piece_count, sizeof *job->pieces);
-    if (job->stored == NULL || job->pieces == NULL) {
+    if (job->stored == NULL || job->parts == NULL || job->pieces == NULL) {
         PyErr_NoMemory();
         return -1;
     }

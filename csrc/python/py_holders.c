@@ -312,32 +312,35 @@ PyObject *mlsp_catalog_check_parts(PyObject *object, PyObject *const *args,
 static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject *list)
 {
     const size_t most = w->tensor->places;
-    mls_stored_shard *stored = mls_alloc(most, sizeof *stored);
-    mls_piece *pieces = mls_alloc(most, sizeof *pieces);
+    const mls_piece_room room = {mls_alloc(most, sizeof *room.stored),
+                                 mls_alloc(most, sizeof *room.parts),
+                                 mls_alloc(most, sizeof *room.pieces)};
     mls_status st;
     size_t count = 0;
     int failed = 0;
-    if (stored == NULL || pieces == NULL) {
+    if (room.stored == NULL || room.parts == NULL || room.pieces == NULL) {
         PyErr_NoMemory();
         failed = -1;
     } else if (mls_catalog_pieces(&job->catalog->catalog, w->tensor, &w->part, NULL,
-                                  stored, pieces, &count, &st) != MLS_OK) {
+                                  &room, &count, &st) != MLS_OK) {
         mlsp_raise_under(job->state, &st, job->path, NULL);
         failed = -1;
     }
     for (size_t i = 0; failed == 0 && i < count; i++) {
-        if (stored[i].file == NULL) {
+        const mls_stored_shard *stored = &room.stored[i];
+        if (stored->file == NULL) {
             continue;
         }
-        const mls_stored_reads e = mls_stored_reads_of(&stored[i], &w->part, verify);
+        const mls_stored_reads e = mls_stored_reads_of(stored, &w->part, verify);
         PyObject *tuple =
-            Py_BuildValue("(sKKK)", stored[i].file, (unsigned long long)e.begin,
+            Py_BuildValue("(sKKK)", stored->file, (unsigned long long)e.begin,
                           (unsigned long long)e.end, (unsigned long long)e.bytes);
         failed = tuple == NULL ? -1 : PyList_Append(list, tuple);
         Py_XDECREF(tuple);
     }
-    mls_free(stored);
-    mls_free(pieces);
+    mls_free(room.stored);
+    mls_free(room.parts);
+    mls_free(room.pieces);
     return failed;
 }
 

@@ -205,6 +205,7 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
     const mls_layout whole = {0};
     mls_catalog catalog = {0};
     mls_stored_shard stored[16];
+    mls_part parts[16];
     mls_piece pieces[16];
     mls_part to;
     mls_status st;
@@ -218,8 +219,9 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
     unsigned char *got = malloc(bytes + 1);
     bool good = got != NULL && number != SIZE_MAX &&
                 catalog.tensors[number].places <= 16 &&
-                mls_catalog_pieces(&catalog, &catalog.tensors[number], &to, got, stored,
-                                   pieces, &count, &st) == MLS_OK;
+                mls_catalog_pieces(&catalog, &catalog.tensors[number], &to, got,
+                                   &(mls_piece_room){stored, parts, pieces}, &count,
+                                   &st) == MLS_OK;
     for (int verified = 0; good && verified < 2; verified++) {
         memset(got, 0xA5, bytes);
         good = mls_shards_read(pool_fd, pieces, count, verified ? crc : NULL, codecs,

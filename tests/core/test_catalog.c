@@ -211,10 +211,12 @@ static void only_what_has_something_of_a_part_is_read(void)
     for (size_t i = 0; i < 3; i++) {
         const mls_part to = part_of(cut(0, 3), 2, matrix, i);
         mls_stored_shard stored[RANKS];
+        mls_part parts[RANKS];
         mls_piece pieces[RANKS];
         size_t count = 77;
-        CHECK(mls_catalog_pieces(&catalog, &catalog.tensors[4], &to, place, stored,
-                                 pieces, &count, &st) == MLS_OK);
+        CHECK(mls_catalog_pieces(&catalog, &catalog.tensors[4], &to, place,
+                                 &(mls_piece_room){stored, parts, pieces}, &count,
+                                 &st) == MLS_OK);
         REQUIRE(count == counts[i]);
         for (size_t j = 0; j < count; j++) {
             const mls_stored_shard *shard = pieces[j].shard;
@@ -223,14 +225,14 @@ static void only_what_has_something_of_a_part_is_read(void)
             CHECK_TEXT(shard->file, from->file.path);
             CHECK(shard->file_bytes == from->file.bytes);
             CHECK(shard->offset == from->shards[1].offset && shard->item_bytes == 4);
-            CHECK(shard->part.start[0] == from->shards[1].part * 2);
+            CHECK(shard->part->start[0] == from->shards[1].part * 2);
             CHECK(mls_text_is(shard->name, "w") && shard->crcs == from->shards[1].crcs);
         }
     }
     const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
     size_t count = 77;
-    CHECK(mls_catalog_pieces(&catalog, &catalog.tensors[4], &none, place, NULL, NULL,
-                             &count, &st) == MLS_OK);
+    CHECK(mls_catalog_pieces(&catalog, &catalog.tensors[4], &none, place,
+                             &(mls_piece_room){0}, &count, &st) == MLS_OK);
     CHECK(count == 0);
     mls_catalog_fini(&catalog);
 }
@@ -242,6 +244,7 @@ static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
     mls_catalog catalog;
     mls_status st;
     mls_stored_shard stored[RANKS];
+    mls_part parts[RANKS];
     mls_piece pieces[RANKS];
     size_t count;
     four_ranks(ranks, indexes);
@@ -250,18 +253,26 @@ static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
     const mls_tensor_id id = id_of("w");
     const mls_catalog_tensor *w = &catalog.tensors[mls_catalog_find(&catalog, &id)];
     const mls_part whole = part_of((mls_layout){0}, 2, matrix, 0);
-    CHECK(mls_catalog_pieces(&catalog, w, &whole, NULL, stored, pieces, &count, &st) ==
-          MLS_E_FORMAT);
+    CHECK(mls_catalog_pieces(&catalog, w, &whole, NULL,
+                             &(mls_piece_room){stored, parts, pieces}, &count,
+                             &st) == MLS_E_FORMAT);
     CHECK_TEXT(st.name, "w");
     CHECK(strstr(st.text, "3 of its 4 parts") != NULL);
     CHECK(strstr(st.text, "36 of 48 elements") != NULL);
     const mls_part half = part_of(cut(0, 2), 2, matrix, 1);
-    CHECK(mls_catalog_pieces(&catalog, w, &half, NULL, stored, pieces, &count, &st) ==
-          MLS_OK);
-    CHECK(count == 2);
+    CHECK(mls_catalog_pieces(&catalog, w, &half, NULL,
+                             &(mls_piece_room){stored, parts, pieces}, &count,
+                             &st) == MLS_OK);
+    CHECK(count == 2 && stored[0].part != &half);
+    const mls_part row = part_of(cut(0, 4), 2, matrix, 0);
+    CHECK(mls_catalog_pieces(&catalog, w, &row, NULL,
+                             &(mls_piece_room){stored, NULL, pieces}, &count,
+                             &st) == MLS_OK);
+    CHECK(count == 1 && stored[0].part == &row); /* a shard as it is takes no room */
     const mls_part column = part_of(cut(1, 6), 2, matrix, 3);
-    CHECK(mls_catalog_pieces(&catalog, w, &column, NULL, stored, pieces, &count, &st) ==
-          MLS_E_FORMAT);
+    CHECK(mls_catalog_pieces(&catalog, w, &column, NULL,
+                             &(mls_piece_room){stored, parts, pieces}, &count,
+                             &st) == MLS_E_FORMAT);
     mls_catalog_fini(&catalog);
 }
 
@@ -274,16 +285,19 @@ static void any_number_of_parts_may_be_claimed(void)
     mls_catalog catalog;
     mls_status st;
     mls_stored_shard stored;
+    mls_part parts[1];
     mls_piece piece;
     size_t count;
     REQUIRE(mls_catalog_init(&catalog, &index, 1, &st) == MLS_OK);
     const mls_part seventh = part_of(cut(0, 100), 1, hundred, 7);
     const mls_part eighth = part_of(cut(0, 100), 1, hundred, 8);
-    CHECK(mls_catalog_pieces(&catalog, catalog.tensors, &seventh, NULL, &stored, &piece,
-                             &count, &st) == MLS_OK);
+    CHECK(mls_catalog_pieces(&catalog, catalog.tensors, &seventh, NULL,
+                             &(mls_piece_room){&stored, parts, &piece}, &count,
+                             &st) == MLS_OK);
     CHECK(count == 1);
-    CHECK(mls_catalog_pieces(&catalog, catalog.tensors, &eighth, NULL, &stored, &piece,
-                             &count, &st) == MLS_E_FORMAT);
+    CHECK(mls_catalog_pieces(&catalog, catalog.tensors, &eighth, NULL,
+                             &(mls_piece_room){&stored, parts, &piece}, &count,
+                             &st) == MLS_E_FORMAT);
     mls_catalog_fini(&catalog);
 }
 
@@ -346,10 +360,12 @@ static void layers_are_read_where_they_show_something(void)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const mls_part to = part_of(cut(1, cases[i].columns), 2, matrix, cases[i].part);
         mls_stored_shard stored[6];
+        mls_part parts[6];
         mls_piece pieces[6];
         size_t count = 0;
-        CHECK(mls_catalog_pieces(&catalog, w, &to, NULL, stored, pieces, &count, &st) ==
-              MLS_OK);
+        CHECK(mls_catalog_pieces(&catalog, w, &to, NULL,
+                                 &(mls_piece_room){stored, parts, pieces}, &count,
+                                 &st) == MLS_OK);
         REQUIRE(count == cases[i].pieces + 3);
         for (size_t j = 0; j < cases[i].pieces; j++) {
             const bool zeros = j == cases[i].pieces - 1;

@@ -60,13 +60,14 @@ static mls_code read_coded(mls_status *st)
     const mls_index *const indexes[] = {&coded};
     mls_catalog catalog = {0};
     mls_stored_shard stored[1];
+    mls_part parts[1];
     mls_piece pieces[1];
     size_t count = 0, failed = 77;
     mls_code code = mls_catalog_init(&catalog, indexes, 1, st);
     if (code == MLS_OK) {
         const mls_part part = mls_index_part(&coded.shards[0]);
-        code = mls_catalog_pieces(&catalog, &catalog.tensors[0], &part, got, stored,
-                                  pieces, &count, st);
+        code = mls_catalog_pieces(&catalog, &catalog.tensors[0], &part, got,
+                                  &(mls_piece_room){stored, parts, pieces}, &count, st);
         if (code == MLS_OK) {
             code = mls_shards_read(pool_fd, pieces, count, crc, &codec.codecs, NULL, NULL,
                                    &failed, st);

@@ -255,6 +255,23 @@ static void a_copy_of_a_part_is_that_part(void)
     }
 }
 
+/* What is beyond the rank is anything, and a flat part may be a whole box. */
+static void parts_with_the_same_elements_are_equal(void)
+{
+    const mls_part rows = {
+        .rank = 2, .start = {1, 0, 7}, .length = {2, 3, 7}, .begin = 0, .end = 6};
+    mls_part other = {.rank = 2, .start = {1}, .length = {2, 3}, .end = 6, .flat = true};
+    size_t *const fields[] = {&other.start[1], &other.length[0], &other.begin,
+                              &other.end};
+    CHECK(mls_part_equal(&rows, &rows) && mls_part_equal(&rows, &other));
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        ++*fields[i];
+        CHECK(!mls_part_equal(&rows, &other));
+        --*fields[i];
+    }
+    CHECK(mls_part_equal(&rows, &other));
+}
+
 static void more_parts_than_elements_leave_the_last_ones_empty(void)
 {
     const size_t shape[] = {2, 2};
@@ -273,6 +290,7 @@ static const test_case tests[] = {
     TEST(rows_that_both_have_whole_are_one_run),
     TEST(impossible_layouts_are_refused),
     TEST(a_copy_of_a_part_is_that_part),
+    TEST(parts_with_the_same_elements_are_equal),
     TEST(more_parts_than_elements_leave_the_last_ones_empty),
 };
 

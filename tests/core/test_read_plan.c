@@ -9,11 +9,15 @@ enum { BLOCK = MLS_SAFETENSORS_BLOCK, FEW = 6 };
 /* A whole shard of bytes that begins at `offset` in `file`. */
 static mls_stored_shard shard_of(const char *file, uint64_t offset, size_t bytes)
 {
+    static mls_part parts[64];
+    static size_t used;
+    mls_part *part = &parts[used++ % 64]; /* more than a test has shards */
+    *part = (mls_part){.rank = 1, .length = {bytes}, .end = bytes};
     return (mls_stored_shard){.file = file,
                               .file_bytes = offset + bytes,
                               .offset = offset,
                               .item_bytes = 1,
-                              .part = {.rank = 1, .length = {bytes}, .end = bytes},
+                              .part = part,
                               .name = {"weight", 6}};
 }
 
@@ -21,7 +25,7 @@ static mls_stored_shard shard_of(const char *file, uint64_t offset, size_t bytes
 static mls_piece piece_of(const mls_stored_shard *shard)
 {
     static unsigned char somewhere;
-    return (mls_piece){.shard = shard, .to = &shard->part, .data = &somewhere};
+    return (mls_piece){.shard = shard, .to = shard->part, .data = &somewhere};
 }
 
 static void a_large_shard_is_cut_at_blocks_and_all_of_it_is_read(void)

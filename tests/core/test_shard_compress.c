@@ -502,6 +502,7 @@ static void errors_while_reading(void)
     unsigned char *got = malloc(BYTES);
     mls_catalog catalog;
     mls_stored_shard stored[1];
+    mls_part parts[1];
     mls_piece pieces[1];
     mls_part to;
     mls_status st;
@@ -513,8 +514,9 @@ static void errors_while_reading(void)
     indexes[0] = &t.index;
     REQUIRE(mls_catalog_init(&catalog, indexes, 1, &st) == MLS_OK);
     REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &st) == MLS_OK);
-    REQUIRE(mls_catalog_pieces(&catalog, &catalog.tensors[0], &to, got, stored, pieces,
-                               &count, &st) == MLS_OK);
+    REQUIRE(mls_catalog_pieces(&catalog, &catalog.tensors[0], &to, got,
+                               &(mls_piece_room){stored, parts, pieces}, &count,
+                               &st) == MLS_OK);
     for (size_t i = 0; i < 8; i++) {
         toy_begin(&t.codec);
         t.codec.failure = codes[i % 4];

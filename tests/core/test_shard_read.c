@@ -141,14 +141,18 @@ static mls_part flat_part(size_t total, size_t begin, size_t end)
 /* A one-dimensional shard of all of `data`, in a file of its own. */
 static mls_stored_shard store(const char *file, const unsigned char *data, size_t bytes)
 {
+    mls_part *part = malloc(sizeof *part);
     const mls_stored_shard shard = {.file = file,
                                     .file_bytes = PAYLOAD + bytes,
                                     .offset = PAYLOAD,
                                     .item_bytes = 1,
-                                    .part = flat_part(bytes, 0, bytes),
+                                    .part = part,
                                     .crcs = checksums(data, bytes),
                                     .name = name_of("weight")};
-    CHECK(shard.crcs != NULL && put(file, data, bytes, PAYLOAD));
+    if (part != NULL) {
+        *part = flat_part(bytes, 0, bytes);
+    }
+    CHECK(part != NULL && shard.crcs != NULL && put(file, data, bytes, PAYLOAD));
     return shard;
 }
 
@@ -156,6 +160,7 @@ static void drop(mls_stored_shard *shard)
 {
     (void)unlinkat(folder, shard->file, 0);
     free((void *)(uintptr_t)shard->crcs);
+    free((void *)(uintptr_t)shard->part);
 }
 
 /* Read one piece with the calling thread only. */
@@ -240,8 +245,11 @@ static void store_parts(stored_tensor *t, const mls_layout *layout)
                                 .offset = ends[i % 2],
                                 .item_bytes = t->item,
                                 .name = name_of("w")};
-        CHECK(mls_layout_part(layout, 3, shape, i, &s->part, &st) == MLS_OK);
-        const size_t bytes = pack(&s->part, t->bytes, t->item, packed) * t->item;
+        mls_part *part = malloc(sizeof *part);
+        REQUIRE(part != NULL);
+        CHECK(mls_layout_part(layout, 3, shape, i, part, &st) == MLS_OK);
+        s->part = part;
+        const size_t bytes = pack(part, t->bytes, t->item, packed) * t->item;
         s->crcs = checksums(packed, bytes);
         CHECK(put(s->file, packed, bytes, s->offset));
         ends[i % 2] += bytes;
@@ -342,7 +350,9 @@ static void columns_of_a_large_matrix_are_gathered(void)
     REQUIRE(data != NULL && got != NULL && mls_pool_new(4, &pool, &st) == MLS_OK);
     mls_stored_shard shard = store("matrix", data, bytes);
     const mls_layout whole = {0};
-    CHECK(mls_layout_part(&whole, 2, matrix, 0, &shard.part, &st) == MLS_OK);
+    mls_part all;
+    CHECK(mls_layout_part(&whole, 2, matrix, 0, &all, &st) == MLS_OK);
+    *(mls_part *)(uintptr_t)shard.part = all;
     for (size_t i = 0; i < 6; i++) {
         const mls_layout columns = {.count = 1, .steps = {{1, cuts[i / 2]}}};
         const size_t width = matrix[1] / cuts[i / 2], start = width * (cuts[i / 2] - 1);
@@ -385,6 +395,7 @@ enum { SMALL = 1200, SMALL_BYTES = 6000 };
 /* Shards that lie behind one another in three files, asked for in a mixed order. */
 typedef struct crowd {
     mls_stored_shard segments[3], shards[SMALL];
+    mls_part part; /* of each small one */
     mls_piece pieces[SMALL];
     unsigned char *data, *got;
     mls_pool *pool;
@@ -399,6 +410,7 @@ static crowd *crowd_new(void)
     CHECK(c != NULL && mls_pool_new(4, &c->pool, &st) == MLS_OK);
     c->data = noise(3 * each);
     c->got = calloc(3, each);
+    c->part = flat_part(SMALL_BYTES, 0, SMALL_BYTES);
     for (size_t i = 0; i < 3; i++) {
         c->segments[i] = store(files[i], c->data + i * each, each);
     }
@@ -408,10 +420,10 @@ static crowd *crowd_new(void)
         mls_stored_shard *s = &c->shards[i];
         *s = c->segments[at / (SMALL / 3)];
         s->offset += at % (SMALL / 3) * SMALL_BYTES;
-        s->part = flat_part(SMALL_BYTES, 0, SMALL_BYTES);
+        s->part = &c->part;
         s->crcs = checksums(bytes, SMALL_BYTES);
         c->pieces[i] =
-            (mls_piece){.shard = s, .to = &s->part, .data = c->got + at * SMALL_BYTES};
+            (mls_piece){.shard = s, .to = &c->part, .data = c->got + at * SMALL_BYTES};
     }
     return c;
 }
@@ -593,11 +605,11 @@ static void damage_is_found_where_it_is(void)
         const size_t end = start + BLOCK < BYTES ? start + BLOCK : BYTES;
         const unsigned char bad = data[places[i]] ^ 0x10U;
         CHECK(put(shard.file, &bad, 1, PAYLOAD + places[i]));
-        CHECK(read_one(&shard, &shard.part, got, true, &st) == MLS_E_CHECKSUM);
+        CHECK(read_one(&shard, shard.part, got, true, &st) == MLS_E_CHECKSUM);
         CHECK(st.has_offset && st.offset == PAYLOAD + start);
         CHECK_TEXT(st.name, "weight");
         CHECK(strstr(st.text, "'damaged'") != NULL && st.expected[0] && st.got[0]);
-        CHECK(read_one(&shard, &shard.part, got, false, &st) == MLS_OK);
+        CHECK(read_one(&shard, shard.part, got, false, &st) == MLS_OK);
         CHECK(got[places[i]] == bad);
         /* a byte of the block, though not the damaged one; then all before and behind */
         const size_t other = places[i] == start ? end - 1 : start;
@@ -628,7 +640,7 @@ static void the_first_damaged_block_is_reported(void)
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 3 * BLOCK));
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 4 * BLOCK));
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 16 * BLOCK));
-    const mls_piece pieces[] = {{.shard = &shard, .to = &shard.part, .data = got}};
+    const mls_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
     for (int i = 0; i < 5; i++) {
         size_t failed = 99;
         CHECK(mls_shards_read(folder, pieces, 1, crc, NULL, pool, NULL, &failed, &st) ==
@@ -649,7 +661,7 @@ static void a_file_that_is_gone_is_an_error_of_the_system(void)
     mls_status st;
     mls_stored_shard shard = store("gone", data, sizeof data);
     CHECK(unlinkat(folder, "gone", 0) == 0);
-    CHECK(read_one(&shard, &shard.part, got, true, &st) == MLS_E_IO);
+    CHECK(read_one(&shard, shard.part, got, true, &st) == MLS_E_IO);
     CHECK(st.os_error == ENOENT && strstr(st.text, "'gone'") != NULL);
     CHECK_TEXT(st.name, "weight");
     drop(&shard);
@@ -662,7 +674,7 @@ static void another_length_than_recorded_is_refused(void)
     mls_stored_shard shard = store("length", data, sizeof data);
     for (uint64_t bytes = PAYLOAD + 99; bytes <= PAYLOAD + 101; bytes += 2) {
         CHECK(set_length("length", bytes));
-        CHECK(read_one(&shard, &shard.part, got, false, &st) == MLS_E_FORMAT);
+        CHECK(read_one(&shard, shard.part, got, false, &st) == MLS_E_FORMAT);
         CHECK_TEXT(st.expected, "4196 bytes");
         CHECK_TEXT(st.got, bytes < PAYLOAD + 100 ? "4195 bytes" : "4197 bytes");
         CHECK_TEXT(st.name, "weight");
@@ -682,7 +694,7 @@ static void only_regular_files_are_read(void)
     for (size_t i = 0; i < 4; i++) {
         mls_stored_shard other = shard;
         other.file = files[i];
-        CHECK(read_one(&other, &shard.part, got, true, &st) == MLS_E_FORMAT);
+        CHECK(read_one(&other, shard.part, got, true, &st) == MLS_E_FORMAT);
         CHECK_TEXT(st.expected, "a regular file");
         CHECK(unlinkat(folder, files[i], i == 1 ? AT_REMOVEDIR : 0) == 0);
     }
@@ -696,17 +708,17 @@ static void records_that_point_beyond_the_file_are_refused(void)
     size_t failed = 99;
     mls_stored_shard shard = store("real", data, sizeof data), liar = shard;
     liar.offset++;
-    CHECK(read_one(&liar, &liar.part, got, false, &st) == MLS_E_FORMAT);
+    CHECK(read_one(&liar, liar.part, got, false, &st) == MLS_E_FORMAT);
     CHECK_TEXT(st.name, "weight");
     liar.offset = UINT64_MAX - 50;
-    CHECK(read_one(&liar, &liar.part, got, true, &st) == MLS_E_FORMAT);
+    CHECK(read_one(&liar, liar.part, got, true, &st) == MLS_E_FORMAT);
     liar.offset = PAYLOAD;
     liar.item_bytes = SIZE_MAX / 50;
-    CHECK(read_one(&liar, &liar.part, got, true, &st) == MLS_E_FORMAT);
+    CHECK(read_one(&liar, liar.part, got, true, &st) == MLS_E_FORMAT);
     /* a piece before it that is damaged is what the caller hears of */
-    const mls_piece pieces[] = {{.shard = &shard, .to = &shard.part, .data = got},
-                                {.shard = &shard, .to = &shard.part, .data = got + 100},
-                                {.shard = &liar, .to = &shard.part, .data = got + 200}};
+    const mls_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got},
+                                {.shard = &shard, .to = shard.part, .data = got + 100},
+                                {.shard = &liar, .to = shard.part, .data = got + 200}};
     CHECK(mls_shards_read(folder, pieces, 3, crc, NULL, NULL, NULL, &failed, &st) ==
           MLS_E_FORMAT);
     CHECK(failed == 2 && got[0] == 1);
@@ -728,7 +740,7 @@ static void a_file_that_is_cut_off_meanwhile_is_noticed(void)
         snprintf(cut_file, sizeof cut_file, "%s/shrinking", folder_path);
         /* before the first read, or between two blocks' */
         atomic_store(&cut_after, verify);
-        CHECK(read_one(&shard, &shard.part, got, verify, &st) == MLS_E_FORMAT);
+        CHECK(read_one(&shard, shard.part, got, verify, &st) == MLS_E_FORMAT);
         CHECK(st.has_offset && strstr(st.text, "shorter") != NULL);
         CHECK_TEXT(st.name, "weight");
         atomic_store(&cut_after, -1);
@@ -748,13 +760,14 @@ static void nothing_in_common_opens_no_file(void)
     watcher seen = {.allowed = 0};
     const mls_progress progress = {.report = watch, .context = &seen};
     const mls_part to = flat_part(100, 40, 44);
-    mls_stored_shard shard = {.file = "nowhere",
-                              .file_bytes = PAYLOAD + 40,
-                              .offset = PAYLOAD,
-                              .item_bytes = 1,
-                              .part = flat_part(100, 0, 40)};
+    mls_part part = flat_part(100, 0, 40);
+    const mls_stored_shard shard = {.file = "nowhere",
+                                    .file_bytes = PAYLOAD + 40,
+                                    .offset = PAYLOAD,
+                                    .item_bytes = 1,
+                                    .part = &part};
     CHECK(read_one(&shard, &to, got, true, &st) == MLS_OK);
-    shard.part.begin = 40; /* and an empty shard */
+    part.begin = 40; /* and an empty shard */
     const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
     CHECK(mls_shards_read(folder, &piece, 1, crc, NULL, NULL, &progress, &failed, &st) ==
           MLS_OK);
@@ -770,7 +783,7 @@ static void a_scalar_is_read(void)
     mls_status st;
     mls_stored_shard shard = store("scalar", (const unsigned char *)"12345678", 8);
     shard.item_bytes = 8;
-    shard.part = one;
+    *(mls_part *)(uintptr_t)shard.part = one;
     CHECK(read_one(&shard, &one, got, true, &st) == MLS_OK);
     CHECK(memcmp(got, "12345678", 8) == 0);
     drop(&shard);

@@ -85,15 +85,16 @@ typedef struct stored {
     mls_extent extents[EXTENTS];
     size_t at[ELEMENTS]; /* of the shard's elements */
     size_t in_shard[ELEMENTS], in_wanted[ELEMENTS];
-    mls_part wanted;
+    mls_part part, wanted;
     size_t bytes;
 } stored;
 
 static void make(stored *s)
 {
-    s->shard = (mls_stored_shard){.file = "x", .item_bytes = ITEM, .part = random_part()};
+    s->shard = (mls_stored_shard){.file = "x", .item_bytes = ITEM, .part = &s->part};
+    s->part = random_part();
     s->wanted = random_part();
-    const size_t count = mls_part_count(&s->shard.part);
+    const size_t count = mls_part_count(&s->part);
     size_t held = count;
     for (size_t i = 0; i < count; i++) {
         s->at[i] = i;
@@ -105,7 +106,7 @@ static void make(stored *s)
     s->shard.bytes = s->bytes = held * ITEM;
     s->shard.offset = 8;
     s->shard.file_bytes = 8 + s->bytes;
-    number(&s->shard.part, s->in_shard);
+    number(&s->part, s->in_shard);
     number(&s->wanted, s->in_wanted);
 }
 
@@ -204,7 +205,7 @@ static void verified_reads_take_each_block_once(void)
                                     .bytes = 3 * BLOCK + 50,
                                     .visible = visible,
                                     .visible_count = 3,
-                                    .part = part};
+                                    .part = &part};
     const mls_stored_reads reads = mls_stored_reads_of(&shard, &part, true);
     CHECK(reads.begin == 4096 && reads.end == 4096 + 3 * BLOCK + 50);
     CHECK(reads.bytes == 2 * BLOCK + 50); /* all but the second */
@@ -213,11 +214,9 @@ static void verified_reads_take_each_block_once(void)
 static void bytes_lie_in_their_file_or_in_none(void)
 {
     size_t bytes = 0;
-    mls_stored_shard shard = {.file = "x",
-                              .file_bytes = 100,
-                              .offset = 60,
-                              .item_bytes = 4,
-                              .part = {.rank = 1, .length = {10}, .end = 10}};
+    mls_part part = {.rank = 1, .length = {10}, .end = 10};
+    mls_stored_shard shard = {
+        .file = "x", .file_bytes = 100, .offset = 60, .item_bytes = 4, .part = &part};
     CHECK(mls_stored_bytes(&shard, &bytes) && bytes == 40);
     shard.offset++;
     CHECK(!mls_stored_bytes(&shard, &bytes));
@@ -225,7 +224,7 @@ static void bytes_lie_in_their_file_or_in_none(void)
     CHECK(!mls_stored_bytes(&shard, &bytes));
     shard.file = NULL;
     CHECK(mls_stored_bytes(&shard, &bytes) && bytes == 40);
-    shard.part.end = SIZE_MAX;
+    part.end = SIZE_MAX;
     CHECK(!mls_stored_bytes(&shard, &bytes));
 }
 
