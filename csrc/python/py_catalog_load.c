@@ -646,24 +646,34 @@ static int keep_target(wanted *w, mlsp_view *view)
     return 0;
 }
 
+/* View a target; what is to be said of one that is none is only made up for that. */
+static int view_array(const load_job *job, const wanted *w, PyObject *array,
+                      mlsp_view *out)
+{
+    char what[MLS_NAME_BYTES];
+    const mls_text name = w->tensor->facts->id.name;
+    if (mlsp_view_quickly(job->state, array, true, out)) {
+        return 0;
+    }
+    PyOS_snprintf(what, sizeof what, "target '%.*s'",
+                  (int)(name.length < 120 ? name.length : 120),
+                  name.data == NULL ? "" : name.data);
+    return mlsp_view_writable(job->state, array, what, out);
+}
+
 /* View the target of one tensor, and see that it is what its part is.  The array is held
  * by its owner's reference from then on. */
 static int view_target(load_job *job, wanted *w, PyObject *targets)
 {
-    char what[MLS_NAME_BYTES];
     mlsp_view view;
     PyObject *array = NULL;
-    const mls_text name = w->tensor->facts->id.name;
     if (mlsp_dict_get(targets, w->key, &array) != 1) {
         if (!PyErr_Occurred()) {
             PyErr_SetObject(PyExc_KeyError, w->key);
         }
         return -1;
     }
-    PyOS_snprintf(what, sizeof what, "target '%.*s'",
-                  (int)(name.length < 120 ? name.length : 120),
-                  name.data == NULL ? "" : name.data);
-    int failed = mlsp_view_writable(job->state, array, what, &view);
+    int failed = view_array(job, w, array, &view);
     Py_DECREF(array);
     if (failed == 0) {
         failed = fits(job, w, &view.tensor) ? keep_target(w, &view) : -1;
