@@ -150,6 +150,15 @@ int mlsp_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 #endif
 }
 
+/* The dict keeps the key. */
+int mlsp_dict_set(PyObject *dict, const char *key, PyObject *value)
+{
+    PyObject *text = PyUnicode_FromString(key);
+    const int failed = text == NULL ? -1 : PyDict_SetItem(dict, text, value);
+    Py_XDECREF(text);
+    return failed;
+}
+
 #if !defined(Py_GIL_DISABLED)
 /* Whether two keys are the same str; a key that is none is looked up. */
 static bool same_key(PyObject *a, PyObject *b)

@@ -397,8 +397,7 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
         const mls_index *index = &self->indexes[i];
         for (size_t j = 0; dict != NULL && j < index->file_count; j++) {
             PyObject *bytes = PyLong_FromUnsignedLongLong(index->files[j].bytes);
-            if (bytes == NULL ||
-                PyDict_SetItemString(dict, index->files[j].path, bytes) < 0) {
+            if (bytes == NULL || mlsp_dict_set(dict, index->files[j].path, bytes) < 0) {
                 Py_CLEAR(dict);
             }
             Py_XDECREF(bytes);

@@ -371,7 +371,7 @@ static PyObject *map_file(load_job *job, PyObject *capsules, const mls_index_fil
         return mlsp_raise_under(job->state, &st, job->path, file->path);
     }
     capsule = mlsp_mapping_capsule(&mapping);
-    if (capsule == NULL || PyDict_SetItemString(capsules, file->path, capsule) < 0) {
+    if (capsule == NULL || mlsp_dict_set(capsules, file->path, capsule) < 0) {
         Py_XDECREF(capsule);
         return NULL;
     }

@@ -28,6 +28,12 @@ def test_no_function_that_cannot_be_used_safely(path):
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.parametrize("path", house.c_files(house.BINDINGS), ids=house.relative)
+def test_texts_of_files_are_not_kept_for_good(path):
+    bad = house.matches(r"\bPyDict_SetItemString\s*\([^\"]*\)", path)
+    assert not bad, "Python interns these keys: use mlsp_dict_set:\n" + "\n".join(bad)
+
+
 @pytest.mark.parametrize("path", ALL, ids=house.relative)
 def test_no_mutable_static(path):
     code = house.c_code(path)
