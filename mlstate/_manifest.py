@@ -22,7 +22,6 @@ _MOST_BYTES = 256 << 20
 _MOST_RANKS = 1 << 24
 _INT64 = (1 << 63) - 1
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CRC = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z", re.ASCII)
 _NAMES = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
@@ -139,21 +138,6 @@ def build(manifest: Manifest) -> bytes:
 
 class _WrongError(Exception):
     """What is wrong, in words."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise _WrongError(f'"{name[:80]}" appears twice in one object')
-            seen.add(name)
-    return made
-
-
-def _no_constant(text: str) -> Any:
-    raise _WrongError(f"{text} is no JSON")
 
 
 def _member(found: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
@@ -278,21 +262,17 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
         if len(data) > _MOST_BYTES:
             raise _WrongError(f"it is {len(data)} bytes long, and {_MOST_BYTES} are the most")
         _core.seal_check(data, path)
-        listed = _core.manifest_indexes(data)
+        listed = _core.manifest_indexes(data, path)  # and all of it is JSON as docs/format.md says
         columns = None
         if listed is not None:  # the rest is small
             (begin, end), columns = listed[:2], listed[2:]
             data = data[:begin] + b"[]" + data[end:]
-        found = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
-        if _SURROGATE.search(data):
-            json.dumps(found, ensure_ascii=False).encode()  # half of a pair is no UTF-8
-        return _read(found, columns)
-    except FormatError as broken:  # of the seal, which knows no files
-        broken.args = (f"{path}: {broken}",)
+        return _read(json.loads(data), columns)
+    except FormatError as broken:  # of the core, which knows no files
+        place = "" if broken.offset is None else f"byte {broken.offset}: "
+        broken.args = (f"{path}: {place}{broken}",)
         raise
-    except (_WrongError, ValueError, RecursionError) as reason:
+    except (_WrongError, ValueError) as reason:
         error = FormatError(f"{path}: no manifest of a checkpoint: {reason}")
         error.path = path
         raise error from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+DEEPEST = 100  # a manifest, which has it a few levels down, is nested 128 deep at most
+
 
 def check_sayable(value: Any, where: str, *, finite: bool = True) -> None:
     """
@@ -24,15 +26,20 @@ def check_sayable(value: Any, where: str, *, finite: bool = True) -> None:
     TypeError
         A value is no text, number, list or dict, or a dict in it has a key that is no str.
     ValueError
-        A number is not finite, a text is no UTF-8, or the value is nested too deeply.
+        A number is not finite, a text is no UTF-8, or the value is nested more than
+        ``DEEPEST`` deep.
     """
     try:
-        _check(value, where, finite)
+        _check(value, where, finite, DEEPEST)
     except RecursionError:
-        raise ValueError(f"{where} is nested too deeply, or holds itself") from None
+        raise ValueError(
+            f"{where} is nested too deeply, or holds itself: {DEEPEST} deep is the most"
+        ) from None
 
 
-def _check(value: Any, where: str, finite: bool) -> None:
+def _check(value: Any, where: str, finite: bool, levels: int) -> None:
+    if levels == 0 and isinstance(value, dict | list | tuple):
+        raise RecursionError
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -40,12 +47,12 @@ def _check(value: Any, where: str, finite: bool) -> None:
                     f"{where} has the key {key!r}, and keys must be str: they would be texts "
                     "when they come back; [[key, value], ...] keeps others"
                 )
-            _check(key, where, finite)
-            _check(inner, f"{where}[{key!r}]", finite)
+            _check(key, where, finite, levels)
+            _check(inner, f"{where}[{key!r}]", finite, levels - 1)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
             if type(inner) is not int:  # long lists, such as a generator's state, are of these
-                _check(inner, f"{where}[{number}]", finite)
+                _check(inner, f"{where}[{number}]", finite, levels - 1)
     elif isinstance(value, str):
         if not value.isascii():
             try:

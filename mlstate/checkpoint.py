@@ -120,7 +120,7 @@ def save(
         An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer, whose parameters' names come from the module given as `model`.
     metadata : mapping, optional
-        What JSON can say: texts, finite numbers, lists, dicts with str keys, at every depth.
+        What JSON can say: texts, finite numbers, lists, dicts with str keys, 100 deep at most.
     step : int, optional
         Default: that of an `OptimizerStateDict`.
     group : ProcessGroup, optional

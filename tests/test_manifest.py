@@ -112,8 +112,8 @@ def test_a_list_that_was_cut_out_hides_nothing():
     for old, new, what in [
         (b'"world_size": 3', b'"world_size": 4', "3 indexes for 4 ranks"),
         (b'"sequence": 3', b'"sequence": 3,"sequence": 3', "twice"),
-        (b'"sequence": 3', b'"sequence": NaN', "NaN"),
-        (b'"sequence": 3', b'"sequence": "\\ud800"', "no manifest"),
+        (b'"sequence": 3', b'"sequence": NaN', "byte [0-9]+: JSON has 'N'"),
+        (b'"sequence": 3', b'"sequence": "\\ud800"', "surrogate"),
         (b'"patterns": [', b'"patterns": [5,', "no object"),
         (b'"format_version": 1', b'"format_version": 2', "this mlstate reads 1"),
     ]:
@@ -129,8 +129,15 @@ def test_any_bytes_are_a_list_or_none():
         at = draw.randrange(len(good))
         bad = bytearray(good)
         bad[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
-        found = _core.manifest_indexes(bytes(bad))
-        assert found is None or len(found[2]) == 3
-    assert _core.manifest_indexes(b"") is None
+        try:
+            found = _core.manifest_indexes(bytes(bad), "here")
+        except FormatError as error:
+            assert error.path == "here"
+            assert error.offset <= len(bad)
+        else:
+            assert found is None or len(found[2]) == 3
+    with pytest.raises(FormatError, match="JSON ends where a value"):
+        _core.manifest_indexes(b"", "here")
+    assert _core.manifest_indexes(b"{}", "here") is None
     with pytest.raises(TypeError):
-        _core.manifest_indexes("text")
+        _core.manifest_indexes("text", "here")

@@ -20,6 +20,11 @@ HOLDS_ITSELF: dict[str, object] = {}
 HOLDS_ITSELF["a"] = [HOLDS_ITSELF]
 
 
+def nested(levels):
+    """Lists in lists."""
+    return [nested(levels - 1)] if levels > 1 else []
+
+
 @pytest.mark.parametrize(
     ("value", "kind", "text"),
     [
@@ -33,13 +38,19 @@ HOLDS_ITSELF["a"] = [HOLDS_ITSELF]
         ({"best": float("inf")}, ValueError, r"\['best'\] is inf, and JSON has finite numbers"),
         (("x", float("nan")), ValueError, r"\[1\] is nan, and JSON has finite numbers"),
         (HOLDS_ITSELF, ValueError, "is nested too deeply, or holds itself"),
+        (nested(100), ValueError, "is nested too deeply, .*: 100 deep is the most"),
     ],
 )
 def test_metadata_that_would_come_back_as_something_else_are_named(path, value, kind, text):
-    where = "metadata" if value is HOLDS_ITSELF else r"metadata\['sched'\]"
+    where = "metadata" if "nested" in text else r"metadata\['sched'\]"
     with pytest.raises(kind, match=f"JSON can say .*: {where}.*{text}"):
         mlstate.save(path, {"w": np.ones(2)}, metadata={"sched": value})
     assert not path.exists()
+
+
+def test_what_is_nested_as_deeply_as_may_be_comes_back(path):
+    mlstate.save(path, {"w": np.ones(2)}, metadata={"sched": nested(99)})
+    assert mlstate.load(path).metadata == {"sched": nested(99)}
 
 
 @pytest.mark.parametrize(

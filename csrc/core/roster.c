@@ -196,14 +196,14 @@ static size_t end_of_list(const reader *r, const char *text, mls_json_node last)
     }
 }
 
-/* The first record that is not as it should be ends it, with its place for whoever
+/* The first record that is not as it should be ends it, with its rank for whoever
  * debugs. */
 static mls_code read_list(reader *r, const char *text, mls_status *st)
 {
     mls_json_member m[MEMBERS];
     memcpy(m, record_members, sizeof m);
     if (!find_list(r)) {
-        return mls_fail(st, MLS_E_FORMAT, "the text has no list of indexes");
+        return mls_fail(st, MLS_E_VALUE, "the text has no list of indexes");
     }
     if (!make_room(r)) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a list of %zu indexes",
@@ -212,26 +212,26 @@ static mls_code read_list(reader *r, const char *text, mls_status *st)
     mls_json_node node = mls_json_first(r->json, r->list), last = node;
     for (size_t rank = 0; rank < r->roster.count; rank++) {
         if (!read_record(r, node, m, rank)) {
-            return mls_fail_at(st, mls_json_offset(r->json, node),
-                               "the index of rank %zu is not listed rightly", rank);
+            return mls_fail(st, MLS_E_VALUE,
+                            "the index of rank %zu is not listed rightly", rank);
         }
         last = node;
         node = mls_json_next(r->json, node);
     }
     if (r->roster.count == 0) {
-        return mls_fail(st, MLS_E_FORMAT, "the list of indexes is empty");
+        return mls_fail(st, MLS_E_VALUE, "the list of indexes is empty");
     }
     r->roster.begin = mls_json_offset(r->json, r->list);
     r->roster.end = end_of_list(r, text, last);
     return MLS_OK;
 }
 
-/* Depth costs nothing here: whoever reads the rest has a bound of its own. */
+/* The list is taken from a text that is good in all else that JSON asks. */
 mls_code mls_roster_read(const char *text, size_t length, mls_roster *out, mls_status *st)
 {
     mls_json *json = NULL;
-    mls_code code =
-        mls_json_parse(text, length, (mls_json_limits){SIZE_MAX, NODES}, &json, st);
+    mls_code code = mls_json_parse(
+        text, length, (mls_json_limits){MLS_MANIFEST_DEPTH, NODES}, &json, st);
     if (code != MLS_OK) {
         return code;
     }

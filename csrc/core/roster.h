@@ -12,6 +12,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Nested arrays and objects in a manifest, at most: what a user noted may be nested, but
+ * readers that recurse must be able to read it. */
+#define MLS_MANIFEST_DEPTH 128
+
 /* Columns with an entry for each rank. */
 typedef struct mls_roster {
     size_t count;
@@ -27,8 +31,9 @@ typedef struct mls_roster {
  * must agree with (docs/format.md).  The whole text is checked as JSON; what else a
  * manifest has is not looked at.  Gives: release with mls_roster_fini.  Takes memory in
  * proportion to the text.
- * MLS_E_FORMAT: there is no such list, or something in it is not as it should be; the
- * message says so of the JSON only.  MLS_E_MEMORY.  `*out` is untouched on failure. */
+ * MLS_E_FORMAT with the byte offset: the text is not JSON, or nested more than
+ * MLS_MANIFEST_DEPTH deep.  MLS_E_VALUE: there is no such list, or something in it is not
+ * as it should be.  MLS_E_MEMORY.  `*out` is untouched on failure. */
 mls_code mls_roster_read(const char *text, size_t length, mls_roster *out,
                          mls_status *st);
 

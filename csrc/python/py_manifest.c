@@ -17,29 +17,31 @@ static PyObject *column(const void *data, size_t count, int type)
     return array;
 }
 
-/* manifest_indexes(text) -> (begin, end, bytes, crcs, shards, data bytes, patterns, ends,
- *                            parts), or None
+/* manifest_indexes(text, path) -> (begin, end, bytes, crcs, shards, data bytes, patterns,
+ *                                  ends, parts), or None
  *
- * None: something in the list is not as it should be, and whoever calls finds out what,
- * slowly.  `patterns` may be None. */
-static PyObject *manifest_indexes(PyObject *module, PyObject *object)
+ * Raises for a text that is no JSON, with `path`.  None: something in the list is not as
+ * it should be, and whoever calls finds out what, slowly.  `patterns` may be None. */
+static PyObject *manifest_indexes(PyObject *module, PyObject *const *args,
+                                  Py_ssize_t count)
 {
     Py_buffer view;
     mls_roster r;
     mls_status st;
     mls_code code;
-    if (PyObject_GetBuffer(object, &view, PyBUF_SIMPLE) < 0) {
+    if (mlsp_take_count("manifest_indexes", 2, count) < 0 ||
+        PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
         code = mls_roster_read(view.buf, (size_t)view.len, &r, &st);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&view);
-    if (code == MLS_E_FORMAT) {
+    if (code == MLS_E_VALUE) {
         return Py_NewRef(Py_None);
     }
     if (code != MLS_OK) {
-        return mlsp_raise(mlsp_state_of(module), &st, NULL);
+        return mlsp_raise(mlsp_state_of(module), &st, args[1]);
     }
     const size_t parts = r.part_ends[r.count - 1];
     /* each N takes its reference, or passes a NULL on as the exception that is set */
@@ -54,7 +56,8 @@ static PyObject *manifest_indexes(PyObject *module, PyObject *object)
 }
 
 PyMethodDef mlsp_manifest_methods[] = {
-    {"manifest_indexes", manifest_indexes, METH_O,
-     "manifest_indexes(text, /)\n--\n\nThe list of indexes in a manifest, in columns."},
+    {"manifest_indexes", MLSP_FASTCALL(manifest_indexes),
+     "manifest_indexes(text, path, /)\n--\n\nThe list of indexes in a manifest, in "
+     "columns."},
     {NULL, NULL, 0, NULL},
 };

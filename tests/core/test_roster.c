@@ -2,7 +2,9 @@
 #include "roster.h"
 #include "runner.h"
 
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define GENERATION "0123456789abcdef"
 #define HEAD       "{\"generation\":\"" GENERATION "\",\"patterns\":[1,{\"a\":2}],"
@@ -14,6 +16,8 @@
 #define SECOND                                                                           \
     RECORD(1, "\"data_bytes\":0,\"pattern\":0,\"parts\":[],\"more\":[[\"}]\"]]")
 #define THIRD RECORD(2, "\"data_bytes\":1,\"pattern\":1,\"parts\":[6,1]")
+
+#define LIST(records) HEAD "\"indexes\":[" records "]}"
 
 static const char good[] =
     HEAD "\"indexes\": [" FIRST ",\n" SECOND "," THIRD " ] ,\"end\":[\"]\"]}";
@@ -66,12 +70,42 @@ static void without_patterns_there_are_no_parts(void)
     mls_roster_fini(&r);
 }
 
-#define LIST(records) HEAD "\"indexes\":[" records "]}"
+static void a_text_that_is_no_json_is_refused_with_its_place(void)
+{
+    static const char *const bad[] = {
+        "",
+        HEAD "\"indexes\":[" FIRST "],\"indexes\":[]}",
+        LIST(FIRST) "x",
+        LIST(FIRST ","),
+        HEAD "\"more\":\"\\ud800\",\"indexes\":[" FIRST "]}",
+        HEAD "\"more\":NaN,\"indexes\":[" FIRST "]}",
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        mls_roster r = {.count = 77};
+        CHECK(read_text(bad[i], &r) == MLS_E_FORMAT && r.count == 77);
+    }
+}
+
+/* What a user noted is nested as deep as that and no deeper, in any Python. */
+static void depth_has_a_limit(void)
+{
+    for (int beyond = 0; beyond < 2; beyond++) {
+        const int inner = MLS_MANIFEST_DEPTH - 1 + beyond;
+        char open[MLS_MANIFEST_DEPTH + 1], close[sizeof open], text[2000];
+        mls_roster r = {0};
+        memset(open, '[', sizeof open);
+        memset(close, ']', sizeof close);
+        (void)snprintf(text, sizeof text,
+                       HEAD "\"more\":%.*s%.*s,\"indexes\":[" FIRST "]}", inner, open,
+                       inner, close);
+        CHECK(read_text(text, &r) == (beyond == 0 ? MLS_OK : MLS_E_FORMAT));
+        mls_roster_fini(&r);
+    }
+}
 
 static void whatever_is_not_as_it_should_be_is_refused(void)
 {
     static const char *const bad[] = {
-        "",
         "[]",
         "{}",
         "{\"generation\":\"" GENERATION "\"}",
@@ -79,12 +113,10 @@ static void whatever_is_not_as_it_should_be_is_refused(void)
         "{\"generation\":5,\"indexes\":[" FIRST "]}",
         "{\"indexes\":[" FIRST "]}",
         HEAD "\"indexes\":{}}",
-        HEAD "\"indexes\":[" FIRST "],\"indexes\":[]}",
         "{\"generation\":\"" GENERATION "\",\"patterns\":{},\"indexes\":[" FIRST "]}",
         LIST(""),
         LIST("5"),
         LIST("[]"),
-        LIST(FIRST) "x",
         LIST(SECOND),
         LIST(FIRST "," FIRST),
         LIST(RECORD(0, "\"data_bytes\":9223372036854775808,\"pattern\":1,\"parts\":[]")),
@@ -111,7 +143,7 @@ static void whatever_is_not_as_it_should_be_is_refused(void)
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         mls_roster r = {.count = 77};
-        CHECK(read_text(bad[i], &r) == MLS_E_FORMAT && r.count == 77);
+        CHECK(read_text(bad[i], &r) == MLS_E_VALUE && r.count == 77);
     }
 }
 
@@ -124,7 +156,7 @@ static void a_rank_has_32_parts_at_most(void)
         snprintf(text, sizeof text,
                  LIST(RECORD(0, "\"data_bytes\":1,\"pattern\":1,\"parts\":[%s]")), parts);
         const mls_code code = read_text(text, &r);
-        CHECK(code == (count <= 32 ? MLS_OK : MLS_E_FORMAT));
+        CHECK(code == (count <= 32 ? MLS_OK : MLS_E_VALUE));
         if (code == MLS_OK) {
             CHECK(r.part_ends[0] == count);
             mls_roster_fini(&r);
@@ -137,6 +169,8 @@ static const test_case tests[] = {
     TEST(a_good_list_becomes_columns),
     TEST(it_says_where_the_list_lies),
     TEST(without_patterns_there_are_no_parts),
+    TEST(a_text_that_is_no_json_is_refused_with_its_place),
+    TEST(depth_has_a_limit),
     TEST(whatever_is_not_as_it_should_be_is_refused),
     TEST(a_rank_has_32_parts_at_most),
 };
