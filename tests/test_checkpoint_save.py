@@ -739,6 +739,7 @@ def test_two_writers_exclude_each_other(path):
     assert not mlstate.load(path).model["w"].any()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_lock_of_a_dead_owner_whose_child_lives_is_taken_over(path):
     mlstate.save(path, {"w": np.ones(2)})
     reader, writer = os.pipe()
@@ -762,6 +763,7 @@ def test_the_lock_of_a_dead_owner_whose_child_lives_is_taken_over(path):
         os.close(reader)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_leaves_its_parents_lock_alone(path):
     from mlstate._lock import WriterLock
 

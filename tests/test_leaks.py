@@ -57,7 +57,7 @@ MODULES = (
 )
 FEW = 40  # calls of those that wait for the disk
 FIRST, SHORT = 12, 20  # calls while caches fill, and in a round that is enough for most
-MANY = 20  # rounds: those of Python from 3.13 on take hundreds of calls to fill
+ROUNDS = 6  # each twice as long as the one before: Python from 3.13 on has caches that fill slowly
 PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage"
 
 # Names that nobody calls: protocols for annotations.
@@ -830,10 +830,11 @@ def leavings(call, calls):
         if abs(blocks) < SHORT // 3 and abs(memory) < SHORT * 4:
             return []
     rounds = []
-    for _ in range(MANY):
-        rounds.append(measured(call, calls))
-        if rounds[-1][0] < max(calls // 6, 32) and rounds[-1][1] < calls * 4:
+    for number in range(ROUNDS):
+        blocks, memory = measured(call, calls << number)
+        if blocks < max((calls << number) // 6, 32) and memory < (calls << number) * 4:
             return []
+        rounds.append((blocks, memory))
     return rounds
 
 
@@ -847,7 +848,7 @@ def test_nothing_is_left_behind(prepare, tmp_path):
     gc.freeze()
     counts = [sys.getrefcount(thing) for thing in inputs]
     left = leavings(call, prepare.calls)
-    assert not left, f"(blocks, bytes of C) left after {prepare.calls} calls: {left}"
+    assert not left, f"(blocks, bytes of C) left by {prepare.calls}, twice as many, ... calls: {left}"
     after = [sys.getrefcount(thing) for thing in inputs]
     assert after == counts, "a call took or dropped references of its inputs"
 
