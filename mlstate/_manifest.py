@@ -255,7 +255,10 @@ def _read(found: Any, columns: tuple[Any, ...] | None) -> Manifest:
 
 
 def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
-    """Read a manifest; FormatError or ChecksumError, naming `path`, for what is none."""
+    """Read a manifest; FormatError or ChecksumError, naming `path`, for what is none.
+
+    RecursionError says nothing of the manifest, but that the caller's stack is nearly full.
+    """
     import json
 
     try:

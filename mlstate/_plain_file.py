@@ -150,9 +150,8 @@ def load_file(
     StateDict
         New NumPy arrays, or views of the mapping, in the file's order. bfloat16 and the
         8-bit floats are dtypes of ml_dtypes. A `ModelStateDict` or `OptimizerStateDict` where
-        one was saved. New arrays below 4 MiB are views of blocks that they share, of about
-        16 MiB, where there are at least 4 MiB of them; a block lives as long as any of its
-        arrays.
+        one was saved. Many new arrays below 4 MiB are views of blocks that they share, of 4 to
+        20 MiB; a block lives as long as any of its arrays.
 
     Raises
     ------

@@ -31,15 +31,19 @@ def check_sayable(value: Any, where: str, *, finite: bool = True) -> None:
     """
     try:
         _check(value, where, finite, DEEPEST)
-    except RecursionError:
+    except _TooDeepError:
         raise ValueError(
             f"{where} is nested too deeply, or holds itself: {DEEPEST} deep is the most"
         ) from None
 
 
+class _TooDeepError(Exception):
+    """There are more levels than may be."""
+
+
 def _check(value: Any, where: str, finite: bool, levels: int) -> None:
     if levels == 0 and isinstance(value, dict | list | tuple):
-        raise RecursionError
+        raise _TooDeepError
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):

@@ -388,8 +388,8 @@ def load(
     -------
     LoadedState
         ``model``, ``optimizer``, ``metadata``, ``step``. Each state is of the class that was
-        saved. Arrays below 4 MiB are views of blocks that they share, of about 16 MiB, where
-        there are at least 4 MiB of them; a block lives as long as any of its arrays.
+        saved. Many arrays below 4 MiB are views of blocks that they share, of 4 to 20 MiB; a
+        block lives as long as any of its arrays.
 
     Raises
     ------

@@ -848,7 +848,9 @@ def test_nothing_is_left_behind(prepare, tmp_path):
     gc.freeze()
     counts = [sys.getrefcount(thing) for thing in inputs]
     left = leavings(call, prepare.calls)
-    assert not left, f"(blocks, bytes of C) left by {prepare.calls}, twice as many, ... calls: {left}"
+    assert not left, (
+        f"(blocks, bytes of C) left after {prepare.calls} calls, then twice as many: {left}"
+    )
     after = [sys.getrefcount(thing) for thing in inputs]
     assert after == counts, "a call took or dropped references of its inputs"
 

@@ -114,6 +114,7 @@ def test_a_list_that_was_cut_out_hides_nothing():
         (b'"sequence": 3', b'"sequence": 3,"sequence": 3', "twice"),
         (b'"sequence": 3', b'"sequence": NaN', "byte [0-9]+: JSON has 'N'"),
         (b'"sequence": 3', b'"sequence": "\\ud800"', "surrogate"),
+        (b'"sequence": 3', b'"sequence": ' + b"9" * 5000, "no manifest"),
         (b'"patterns": [', b'"patterns": [5,', "no object"),
         (b'"format_version": 1', b'"format_version": 2', "this mlstate reads 1"),
     ]:

@@ -265,7 +265,7 @@ static void list_place(listing *l, const mls_layer *place, const mls_extent *vis
 {
     const mls_index_shard *shard = l->from->shard;
     mls_stored_shard *next = &l->room.stored[l->count];
-    /* field by field: most of a part is room that nobody looks at */
+    /* all of it: nothing was there before */
     next->file = NULL;
     next->file_bytes = next->offset = 0;
     next->crcs = NULL;

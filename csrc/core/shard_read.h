@@ -38,8 +38,8 @@ typedef struct mls_maker {
 #if !defined(_WIN32)
 
 /* Read all pieces; large ones in parts by several threads.  At most 1 MiB a thread is
- * allocated besides, 5 MiB where something is coded, and no file stays open longer than
- * it is read.  `crc` NULL: not verified.  `codecs` NULL: what is coded cannot be read.
+ * allocated besides, 5 MiB where something is coded, and each thread has one file open at
+ * most.  `crc` NULL: not verified.  `codecs` NULL: what is coded cannot be read.
  * `progress` NULL: nobody asks.
  * MLS_E_IO, with os_error (ENOENT: a file is gone); MLS_E_FORMAT: no regular file,
  * or another length than recorded, or shorter by now; MLS_E_CHECKSUM: a block's bytes are

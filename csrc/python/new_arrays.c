@@ -13,7 +13,7 @@ static PyObject *make(mls_dtype dtype, int rank, const size_t *shape, void *data
 {
     npy_intp dims[MLS_MAX_RANK];
     for (int i = 0; i < rank; i++) {
-        dims[i] = (npy_intp)shape[i]; /* no more than its file's bytes */
+        dims[i] = (npy_intp)shape[i]; /* readers bound what all make together */
     }
     /* NumPy takes this reference, even when it fails */
     PyArray_Descr *descr = mlsp_descr_of_dtype(dtype);

@@ -331,7 +331,7 @@ static void place(load_job *job, const wanted *w, unsigned char *data)
 static size_t new_bytes(const void *context, size_t index)
 {
     const wanted *w = &((const load_job *)context)->wanted[index];
-    const size_t count = mls_part_count(&w->part); /* no more than its shard's bytes */
+    const size_t count = mls_part_count(&w->part); /* its bytes fit: mls_index_fits */
     return w->long_zeros ? 0 : count * mls_dtype_of(w->tensor->facts->dtype)->item_bytes;
 }
 
