@@ -196,8 +196,8 @@ void mlsp_items_release(mlsp_items *items); /* accepts a zeroed struct; zeroes i
 int mlsp_dict_get(PyObject *dict, PyObject *key, PyObject **out);
 
 /* Put `value` into a dict under a text that somebody else chose, such as a path: 0, or -1
- * with an exception set.  PyDict_SetItemString interns its key, which Python keeps for
- * good from 3.12 on. */
+ * with an exception set.  PyDict_SetItemString interns its key, which newer Pythons (seen
+ * with 3.13 and 3.14) keep for good. */
 int mlsp_dict_set(PyObject *dict, const char *key, PyObject *value);
 
 /* Looks up one key after the other in `dict`, quicker where they come in its own order.

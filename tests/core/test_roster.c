@@ -29,6 +29,7 @@ static mls_code read_text(const char *text, mls_roster *out)
     memcpy(copy, text, strlen(text));
     const mls_code code = mls_roster_read(copy, strlen(text), out, &st);
     CHECK(code == MLS_OK || st.text[0] != '\0');
+    CHECK(code != MLS_E_FORMAT || (st.has_offset && st.offset <= strlen(text)));
     free(copy);
     return code;
 }
