@@ -102,6 +102,16 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
                             ": what a block saves contains its output",
                             i, c->saved_bytes[i], i + 1, c->activation_bytes[i + 1]);
         }
+        /* a step that ends with more memory than its peak contradicts itself */
+        const int64_t freed = c->saved_bytes[i] + c->gradient_bytes[i + 1];
+        if (c->backward_temporary_bytes[i] < -freed) {
+            return mls_fail(
+                st, MLS_E_VALUE,
+                "backward_temporary_bytes[%zu] is %" PRId64 ": the step frees %" PRId64
+                " bytes (saved_bytes[%zu] and gradient_bytes[%zu]), so its "
+                "peak would be below the memory held after it; give %" PRId64 " or more",
+                i, c->backward_temporary_bytes[i], freed, i, i + 1, -freed);
+        }
     }
     return MLS_OK;
 }

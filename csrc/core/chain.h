@@ -37,8 +37,9 @@ typedef struct mls_chain {
     const int64_t *saved_bytes;
     const int64_t *forward_temporary_bytes; /* beyond input and output */
     const int64_t *saving_temporary_bytes;  /* beyond input and saved */
-    /* Beyond input, saved and both gradients; down to -gradient_bytes[i], where much of
-     * what was saved is free again before gradient i is there. */
+    /* Beyond input, saved and both gradients; down to -gradient_bytes[i], if much of what
+     * was saved is free again before gradient i is there, and never below what the step
+     * frees, -(saved_bytes[i] + gradient_bytes[i + 1]). */
     const int64_t *backward_temporary_bytes;
     double offload_rate, load_rate; /* bytes per second; both 0: no host */
 } mls_chain;
@@ -47,7 +48,7 @@ enum { MLS_CHAIN_MAX_BLOCKS = 1 << 20 };
 
 /* MLS_E_VALUE, naming the entry: no block or more than MLS_CHAIN_MAX_BLOCKS, seconds that
  * are negative or no number, negative bytes (backward_temporary_bytes[i]: below
- * -gradient_bytes[i]), saved_bytes[i] < activation_bytes[i + 1],
+ * -gradient_bytes[i] or what the step frees), saved_bytes[i] < activation_bytes[i + 1],
  * one rate without the other, or a rate that is not above 0. MLS_E_SIZE: all bytes
  * together exceed 63 bits, or the seconds a double's range. */
 mls_code mls_chain_check(const mls_chain *chain, mls_status *st);

@@ -9,20 +9,25 @@
 #define MLS_COPY_H
 
 #include "cpu.h"
+#include "store_choice.h"
 #include "tensor.h"
 
 #include <stdint.h>
 
-/* `stream` asks for stores that go round the cache: right where the destination is larger
- * than the cache and is not read soon. */
-typedef void (*mls_convert_run)(void *dst, const void *src, size_t count, bool stream);
+/* Convert `count` elements.  `store` is how to store them (store_choice.h); the bytes are
+ * the same for each. */
+typedef void (*mls_convert_run)(void *dst, const void *src, size_t count,
+                                mls_store store);
 
 typedef struct mls_kernels {
     mls_cpu cpu;
+    unsigned copy_variants;     /* of mls_store that `copy` has, from the first on */
+    unsigned variants;          /* of mls_store that `fill` and `convert` have */
+    mls_store_choices *choices; /* NULL: plain stores.  NULL in the constant tables */
     /* Copy `bytes` bytes; no alignment needed, no overlap allowed. */
-    void (*copy)(void *dst, const void *src, size_t bytes, bool stream);
+    void (*copy)(void *dst, const void *src, size_t bytes, mls_store store);
     /* Repeat the 8 bytes of `pattern`, in memory order, over `bytes` bytes. */
-    void (*fill)(void *dst, uint64_t pattern, size_t bytes, bool stream);
+    void (*fill)(void *dst, uint64_t pattern, size_t bytes, mls_store store);
     /* Convert `count` elements; [from][to] over the convertible dtypes.  Runs may be
      * unaligned and must not overlap.  NULL on the diagonal. */
     mls_convert_run convert[MLS_CONVERTIBLE][MLS_CONVERTIBLE];
@@ -51,13 +56,20 @@ mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char
 /* Copy every element, converting dtype and byte order on the way.  The views passed
  * mls_copy_check and share no memory.  Allocates nothing, cannot fail. */
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
-              bool stream);
+              mls_destination destination);
+
+/* Copy `bytes` packed bytes.  The two ranges share no memory. */
+void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size_t bytes,
+                    mls_destination destination);
 
 /* Store `element` everywhere in `dst`. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
-              bool stream);
+              mls_destination destination);
 
-/* Whether an operation that writes `bytes` in all should stream. */
-bool mls_should_stream(size_t bytes);
+/* The destination of a copy whose result is read again at once: plain stores. */
+static inline mls_destination mls_cached(void)
+{
+    return (mls_destination){0};
+}
 
 #endif

@@ -21,18 +21,18 @@ extern const mls_kernels mls_kernels_neon;
 
 /* The oracle's runs, for the ends of vector runs and for pairs without a vector kernel.
  * mls_run_A_B converts A to B. */
-void mls_run_f16_bf16(void *dst, const void *src, size_t count, bool stream);
-void mls_run_f16_f32(void *dst, const void *src, size_t count, bool stream);
-void mls_run_f16_f64(void *dst, const void *src, size_t count, bool stream);
-void mls_run_bf16_f16(void *dst, const void *src, size_t count, bool stream);
-void mls_run_bf16_f32(void *dst, const void *src, size_t count, bool stream);
-void mls_run_bf16_f64(void *dst, const void *src, size_t count, bool stream);
-void mls_run_f32_f16(void *dst, const void *src, size_t count, bool stream);
-void mls_run_f32_bf16(void *dst, const void *src, size_t count, bool stream);
-void mls_run_f32_f64(void *dst, const void *src, size_t count, bool stream);
-void mls_run_f64_f16(void *dst, const void *src, size_t count, bool stream);
-void mls_run_f64_bf16(void *dst, const void *src, size_t count, bool stream);
-void mls_run_f64_f32(void *dst, const void *src, size_t count, bool stream);
+void mls_run_f16_bf16(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_f16_f32(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_f16_f64(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_bf16_f16(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_bf16_f32(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_bf16_f64(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_f32_f16(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_f32_bf16(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_f32_f64(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_f64_f16(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_f64_bf16(void *dst, const void *src, size_t count, mls_store store);
+void mls_run_f64_f32(void *dst, const void *src, size_t count, mls_store store);
 
 /* The conversions of a vector table, whose file has runs called A_B for the pairs of 16-
  * and 32-bit floats; those with float64 are rare and left to the oracle's. */
@@ -49,6 +49,12 @@ void mls_run_f64_f32(void *dst, const void *src, size_t count, bool stream);
                      [MLS_F32] = mls_run_f64_f32},                                       \
     }
 
+/* Whether a pattern repeats one byte, as zero does: the C library's memset fills it. */
+static inline bool mls_pattern_is_byte(uint64_t pattern)
+{
+    return pattern == (pattern & 0xFFU) * 0x0101010101010101U;
+}
+
 /* The pattern as it reads `offset` bytes further on: what a fill goes on with after
  * storing that many bytes. */
 static inline uint64_t mls_pattern_at(uint64_t pattern, size_t offset)
@@ -62,15 +68,6 @@ static inline uint64_t mls_pattern_at(uint64_t pattern, size_t offset)
 static inline size_t mls_bytes_to_align(const void *address, size_t alignment)
 {
     return (size_t)(-(uintptr_t)address & (alignment - 1));
-}
-
-/* Ask for the cache lines of `bytes` bytes; a wish, which may reach past the end: a
- * prefetch of memory that is not there does nothing. */
-static inline void mls_prefetch(const void *address, size_t bytes)
-{
-    for (size_t line = 0; line < bytes; line += 64) {
-        __builtin_prefetch((const void *)((uintptr_t)address + line));
-    }
 }
 
 #endif

@@ -4,8 +4,8 @@
  * convert float16 by themselves; bfloat16 is made by integer arithmetic, as in convert.h,
  * since its own instructions are an extension that not all have.
  *
- * Plain copies are left to the C library, which knows each core's best stores; stores
- * that go round the cache are not used at all, so `stream` is ignored throughout.
+ * Plain copies are left to the C library, which knows each core's best stores.  The table
+ * has no variant that stores past the cache.
  */
 #include "copy_kernels.h"
 
@@ -117,14 +117,15 @@ convert_run(unsigned char *dst, const unsigned char *src, size_t count, size_t f
         vst1q_u8(dst, vector(src));
         dst += WIDTH, src += lanes * from_bytes;
     }
-    scalar(dst, src, count, false);
+    scalar(dst, src, count, MLS_STORE_PLAIN);
 }
 
 /* The run from one format to the other, whose items have the given sizes. */
 #    define DEFINE_RUN(from, to, from_bytes, to_bytes)                                   \
-        static void from##_##to(void *dst, const void *src, size_t count, bool stream)   \
+        static void from##_##to(void *dst, const void *src, size_t count,                \
+                                mls_store store)                                         \
         {                                                                                \
-            (void)stream;                                                                \
+            (void)store;                                                                 \
             convert_run(dst, src, count, from_bytes, to_bytes, vector_##from##_##to,     \
                         mls_run_##from##_##to);                                          \
         }
@@ -136,28 +137,33 @@ DEFINE_RUN(bf16, f32, 2, 4)
 DEFINE_RUN(f32, f16, 4, 2)
 DEFINE_RUN(f32, bf16, 4, 2)
 
-/* The C library's copy, whatever `stream` says. */
-static void copy_run(void *dst, const void *src, size_t bytes, bool stream)
+/* The C library's copy. */
+static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
 {
-    (void)stream;
+    (void)store;
     memcpy(dst, src, bytes);
 }
 
 /* Any alignment: the pattern starts over with each register, whose size it divides. */
-static void fill_run(void *dst, uint64_t pattern, size_t bytes, bool stream)
+static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 {
-    (void)stream;
     unsigned char *to = dst;
+    if (mls_pattern_is_byte(pattern)) {
+        memset(dst, (int)(pattern & 0xFFU), bytes);
+        return;
+    }
     const uint8x16_t vector = vreinterpretq_u8_u64(vdupq_n_u64(pattern));
     for (; bytes >= WIDTH; bytes -= WIDTH, to += WIDTH) {
         vst1q_u8(to, vector);
     }
-    mls_kernels_scalar.fill(to, pattern, bytes, false);
+    mls_kernels_scalar.fill(to, pattern, bytes, store);
 }
 
 /* For every arm64 machine. */
 const mls_kernels mls_kernels_neon = {
     .cpu = MLS_CPU_NEON,
+    .copy_variants = 1,
+    .variants = 1,
     .copy = copy_run,
     .fill = fill_run,
     .convert = MLS_CONVERT_TABLE,

@@ -10,12 +10,14 @@
 #include "convert.h"
 #include "copy_kernels.h"
 
+#include <string.h>
+
 /* Define a run that loads a `from_type`, applies `expression` to `x`, and stores it as
  * `to_type`.  Addresses may be unaligned, so both sides go through memcpy. */
 #define DEFINE_RUN(name, from_type, to_type, expression)                                 \
-    void name(void *dst, const void *src, size_t count, bool stream)                     \
+    void name(void *dst, const void *src, size_t count, mls_store store)                 \
     {                                                                                    \
-        (void)stream;                                                                    \
+        (void)store;                                                                     \
         unsigned char *to = dst;                                                         \
         const unsigned char *from = src;                                                 \
         for (size_t i = 0; i < count; i++) {                                             \
@@ -40,18 +42,21 @@ DEFINE_RUN(mls_run_f64_f16, double, uint16_t, mls_f16_from_f64(x))
 DEFINE_RUN(mls_run_f64_bf16, double, uint16_t, mls_bf16_from_f32((float)x))
 DEFINE_RUN(mls_run_f64_f32, double, float, (float)x)
 
-/* The C library's copy; it has no stores round the cache to offer, so `stream` is
- * ignored. */
-static void copy_run(void *dst, const void *src, size_t bytes, bool stream)
+/* The C library's copy, the one variant of this table. */
+static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
 {
-    (void)stream;
+    (void)store;
     memcpy(dst, src, bytes);
 }
 
 /* Whole patterns, then as much of one as is left. */
-static void fill_run(void *dst, uint64_t pattern, size_t bytes, bool stream)
+static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 {
-    (void)stream;
+    (void)store;
+    if (mls_pattern_is_byte(pattern)) {
+        memset(dst, (int)(pattern & 0xFFU), bytes);
+        return;
+    }
     unsigned char *to = dst;
     size_t done = 0;
     for (; done + sizeof pattern <= bytes; done += sizeof pattern) {
@@ -63,6 +68,8 @@ static void fill_run(void *dst, uint64_t pattern, size_t bytes, bool stream)
 /* Complete by itself: every pair, nothing borrowed from another table. */
 const mls_kernels mls_kernels_scalar = {
     .cpu = MLS_CPU_SCALAR,
+    .copy_variants = 1,
+    .variants = 1,
     .copy = copy_run,
     .fill = fill_run,
     .convert = {[MLS_F16] = {[MLS_BF16] = mls_run_f16_bf16,

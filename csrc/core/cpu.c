@@ -7,7 +7,9 @@
  */
 #include "cpu.h"
 
+#include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -15,8 +17,12 @@
 #endif
 #if defined(__linux__)
 #    include <sched.h>
+#    include <unistd.h>
 #elif !defined(_WIN32)
 #    include <unistd.h>
+#endif
+#if defined(__APPLE__)
+#    include <sys/sysctl.h>
 #endif
 
 /* As users write them in MLSTATE_CPU. */
@@ -129,6 +135,93 @@ mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
     return mls_fail(st, MLS_E_VALUE,
                     "instruction set '%.32s' is not offered here; choose one of: %s",
                     wanted, offered);
+}
+
+#if defined(__linux__)
+
+/* The first line of a file in the folder of cache `index`; false if it does not exist. */
+static bool read_cache_file(int index, const char *name, char *text, int room)
+{
+    char path[80];
+    (void)snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/%s",
+                   index, name);
+    FILE *file = fopen(path, "re");
+    const bool good = file != NULL && fgets(text, room, file) != NULL;
+    if (file != NULL) {
+        (void)fclose(file);
+    }
+    return good;
+}
+
+/* The size of a level that Linux gives in /sys, such as "32768K", or 0. */
+static size_t size_in_sys(int level)
+{
+    enum { CACHES = 8 };
+    char text[32];
+    for (int index = 0; index < CACHES; index++) {
+        const bool wanted = read_cache_file(index, "level", text, sizeof text) &&
+                            text[0] == (char)('0' + level) &&
+                            read_cache_file(index, "type", text, sizeof text) &&
+                            text[0] != 'I'; /* not for instructions */
+        if (wanted && read_cache_file(index, "size", text, sizeof text)) {
+            return (size_t)strtoul(text, NULL, 10) << 10;
+        }
+    }
+    return 0;
+}
+
+/* Sandboxes may hide /sys.  The C library comes second: glibc reports the sum of all
+ * level 3 caches of an AMD chip, 256 MiB where one processor reaches 32. */
+static size_t reported_cache_bytes(int level)
+{
+    const size_t bytes = size_in_sys(level);
+#    if defined(_SC_LEVEL1_DCACHE_SIZE)
+    static const int levels[] = {_SC_LEVEL1_DCACHE_SIZE, _SC_LEVEL2_CACHE_SIZE,
+                                 _SC_LEVEL3_CACHE_SIZE};
+    if (bytes == 0) {
+        const long known = sysconf(levels[level - 1]);
+        return known > 0 ? (size_t)known : 0;
+    }
+#    endif
+    return bytes;
+}
+
+#elif defined(__APPLE__)
+
+static size_t reported_cache_bytes(int level)
+{
+    static const char *const levels[][2] = {
+        {"hw.perflevel0.l1dcachesize", "hw.l1dcachesize"},
+        {"hw.perflevel0.l2cachesize", "hw.l2cachesize"},
+        {"hw.perflevel0.l3cachesize", "hw.l3cachesize"}};
+    uint64_t bytes = 0;
+    for (int i = 0; i < 2 && bytes == 0; i++) {
+        size_t room = sizeof bytes;
+        if (sysctlbyname(levels[level - 1][i], &bytes, &room, NULL, 0) != 0) {
+            bytes = 0;
+        }
+    }
+    return (size_t)bytes;
+}
+
+#else
+
+static size_t reported_cache_bytes(int level)
+{
+    (void)level;
+    return 0;
+}
+
+#endif
+
+size_t mls_cpu_cache_bytes(int level)
+{
+    static const size_t usual[] = {32 << 10, 1 << 20, 32 << 20};
+    size_t bytes = reported_cache_bytes(level);
+    if (bytes == 0 && level == 3) {
+        bytes = reported_cache_bytes(2);
+    }
+    return bytes != 0 ? bytes : usual[level - 1];
 }
 
 /* The processors that this process was given, which may be fewer than the machine has:

@@ -27,6 +27,10 @@ mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st);
  * that asking for each line only costs: AMD's do (measured on Zen 5), Intel's do not. */
 bool mls_cpu_follows_runs(void);
 
+/* Bytes of the cache at `level` (1, of data, to 3) as the system reports it.  Level 3 is
+ * the last level if there are fewer.  A usual size if the system does not say. */
+size_t mls_cpu_cache_bytes(int level);
+
 /* Processors that this process may run on, at least 1. */
 size_t mls_cpu_count(void);
 

@@ -72,8 +72,10 @@ static uint32_t update_scalar(uint32_t crc, const void *data, size_t bytes)
 
 /* The same loop with a store: kept apart, so that each stays as plain as an oracle
  * should be. */
-static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t bytes)
+static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t bytes,
+                            mls_store store)
 {
+    (void)store;
     const unsigned char *from = src;
     unsigned char *to = dst;
     crc = ~crc;
@@ -84,7 +86,8 @@ static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t byt
     return ~crc;
 }
 
-const mls_crc_kernels mls_crc_scalar = {.update = update_scalar, .copy = copy_scalar};
+const mls_crc_kernels mls_crc_scalar = {
+    .update = update_scalar, .copy = copy_scalar, .copy_variants = 1};
 
 /* A machine with AVX2 has SSE4.2 and PCLMULQDQ (see cpu.c), but not always VPCLMULQDQ; an
  * early ARMv8 may lack the CRC extension, and then the oracle serves. */
@@ -105,6 +108,24 @@ const mls_crc_kernels *mls_crc_of(mls_cpu cpu)
     (void)cpu;
     return &mls_crc_scalar;
 #endif
+}
+
+uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
+                      uint32_t crc, void *dst, const void *src, size_t bytes,
+                      mls_destination destination)
+{
+    unsigned char *to = dst;
+    const unsigned char *from = src;
+    mls_store_trial trial = mls_store_begin(choices, MLS_STORING_CHECKSUM,
+                                            crc32c->copy_variants, destination, bytes);
+    while (bytes > 0) {
+        const size_t part = bytes < trial.left ? bytes : trial.left;
+        crc = crc32c->copy(crc, to, from, part, trial.store);
+        mls_store_advance(&trial, part);
+        to += part, from += part, bytes -= part;
+    }
+    mls_store_end(&trial);
+    return crc;
 }
 
 /* Schoolbook multiplication, one bit of `a` at a time. */

@@ -8,6 +8,7 @@
 #define MLS_CRC32C_H
 
 #include "cpu.h"
+#include "store_choice.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -16,15 +17,23 @@
 typedef struct mls_crc_kernels {
     /* Checksum of the bytes that gave `crc`, followed by `bytes` bytes at `data`. */
     uint32_t (*update)(uint32_t crc, const void *data, size_t bytes);
-    /* The same, while copying them to `dst`, which must not overlap; any alignment.  A
-     * variant may store long runs, of many MiB, round the cache. */
-    uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t bytes);
+    /* The same, while copying them to `dst`, which must not overlap; any alignment. */
+    uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t bytes,
+                     mls_store store);
+    unsigned copy_variants; /* of mls_store that `copy` has, from the first on */
 } mls_crc_kernels;
 
 /* The table for a set that mls_cpu_offers: the quickest that the machine has the
  * instructions for, else the scalar one.  Never NULL; constant.  Asks the machine, which
  * can take a microsecond where that is a virtual one: not for every small run. */
 const mls_crc_kernels *mls_crc_of(mls_cpu cpu);
+
+/* Copy `bytes` bytes to `dst`, which must not overlap, and return the checksum of those
+ * that gave `crc`, followed by these.  How to store is chosen by measurement; NULL for
+ * `choices` stores through the cache. */
+uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
+                      uint32_t crc, void *dst, const void *src, size_t bytes,
+                      mls_destination destination);
 
 /* Checksum of two runs put together, from that of each and the length of the second. */
 uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes);

@@ -66,6 +66,7 @@ TARGET_INLINE crc_word shifted(crc_word crc, uint32_t power)
 
 #    include "crc32c_lanes.h"
 
-const mls_crc_kernels mls_crc_arm = {.update = update_run, .copy = copy_run};
+const mls_crc_kernels mls_crc_arm = {
+    .update = update_run, .copy = copy_run, .copy_variants = 1};
 
 #endif

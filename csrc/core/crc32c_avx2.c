@@ -8,7 +8,6 @@
 
 #    include "crc32c_powers.h"
 
-#    include <cpuid.h>
 #    include <immintrin.h>
 #    include <stdbool.h>
 
@@ -30,11 +29,12 @@ static const lane_size by_pages = {MLS_CRC_BY_4096, MLS_CRC_BY_8192, MLS_CRC_BY_
                                    MLS_CRC_BY_12320};
 
 /* Asked apart from the sets of cpu.h, since processors have it with and without AVX-512.
- * Of registers it needs none that those sets do not. */
+ * Of registers it needs none that those sets do not.  The compiler's library asked the
+ * processor when the program was loaded: CPUID takes 10 microseconds and more under a
+ * hypervisor, and every checksum of a small file would begin with it. */
 bool mls_crc_fold_offered(void)
 {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (c & bit_VPCLMULQDQ) != 0;
+    return __builtin_cpu_supports("vpclmulqdq") != 0;
 }
 
 /* One register from memory or to it, at any address. */
@@ -83,6 +83,7 @@ TARGET_INLINE vector fold(vector remainder, vector power, vector data)
 
 #    include "crc32c_fold.h"
 
-const mls_crc_kernels mls_crc_avx2 = {.update = update_run, .copy = copy_run};
+const mls_crc_kernels mls_crc_avx2 = {
+    .update = update_run, .copy = copy_run, .copy_variants = 2};
 
 #endif

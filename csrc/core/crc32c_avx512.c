@@ -74,6 +74,7 @@ TARGET_INLINE vector fold(vector remainder, vector power, vector data)
 
 #    include "crc32c_fold.h"
 
-const mls_crc_kernels mls_crc_avx512 = {.update = update_run, .copy = copy_run};
+const mls_crc_kernels mls_crc_avx512 = {
+    .update = update_run, .copy = copy_run, .copy_variants = 2};
 
 #endif

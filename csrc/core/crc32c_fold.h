@@ -19,9 +19,8 @@
 #define MLS_CRC32C_FOLD_H
 
 enum {
-    PAGE = 4096,   /* bytes that one lane of a block covers where lanes are pages */
-    SHORT = 256,   /* below, the CRC instruction is as quick */
-    LONG = 8 << 20 /* from here on, copies go round the cache */
+    PAGE = 4096, /* bytes that one lane of a block covers where lanes are pages */
+    SHORT = 256  /* below, the CRC instruction is as quick */
 };
 
 /* What becomes of the bytes that are read; a constant wherever it is passed. */
@@ -95,14 +94,15 @@ TARGET_INLINE uint32_t reduced(vector total)
 }
 
 /* The whole vectors of a run that has at least one; the checksum so far counts as part of
- * the first 4 bytes.  Memory serves pages side by side better than one stream; but a copy
- * that stays in the cache goes straight on, since stores a page apart fall into the same
- * few lines of it. */
+ * the first 4 bytes.  A long run is read as four pages side by side: measured on an AMD
+ * EPYC (Zen 3), 1.15 to 1.2 times as fast from memory as one stream.  Copies go straight
+ * on: stores a page apart fall into the same few lines of the cache, and several streams
+ * past the cache took 3 to 8 times as long there. */
 TARGET_INLINE uint32_t whole_vectors(uint32_t crc, mls_crc_run *r, purpose why)
 {
     vector total = added(first4(~crc), take(r, 0, why));
     r->at += WIDTH;
-    if (why != COPY && has(r, 4 * PAGE)) {
+    if (why == READ && has(r, 4 * PAGE)) {
         total = four_lanes(total, r, &by_pages, why);
     }
     if (has(r, 4 * WIDTH)) {
@@ -121,8 +121,9 @@ TARGET_INLINE uint32_t few_bytes(uint32_t crc, mls_crc_run *r, size_t bytes, pur
 {
     const size_t at = r->at;
     r->at += bytes;
-    return why == READ ? mls_crc_x86.update(crc, r->from + at, bytes)
-                       : mls_crc_x86.copy(crc, r->to + at, r->from + at, bytes);
+    return why == READ
+               ? mls_crc_x86.update(crc, r->from + at, bytes)
+               : mls_crc_x86.copy(crc, r->to + at, r->from + at, bytes, MLS_STORE_PLAIN);
 }
 
 /* Short runs would spend more on the reduction than they gain. */
@@ -149,13 +150,13 @@ TARGET static uint32_t update_run(uint32_t crc, const void *data, size_t bytes)
     return checksum(crc, r, READ);
 }
 
-/* Long runs go round the cache, which could not hold them: there it costs more to read
- * the lines that are to be overwritten than to write them.  Shorter ones are mostly read
- * again at once, by whoever writes them to a file. */
-TARGET static uint32_t copy_run(uint32_t crc, void *dst, const void *src, size_t bytes)
+/* Checksum and copy in one pass. */
+TARGET static uint32_t copy_run(uint32_t crc, void *dst, const void *src, size_t bytes,
+                                mls_store how)
 {
     const mls_crc_run r = {.to = dst, .from = src, .bytes = bytes};
-    return bytes < LONG ? checksum(crc, r, COPY) : checksum(crc, r, COPY_PAST_CACHE);
+    return how == MLS_STORE_PLAIN ? checksum(crc, r, COPY)
+                                  : checksum(crc, r, COPY_PAST_CACHE);
 }
 
 #endif

@@ -31,7 +31,9 @@ typedef struct mls_difference {
     double max_rel;   /* 0 .. 2, or infinity */
 } mls_difference;
 
-/* Add what `count` elements, packed and in this machine's byte order, differ by. */
+/* Add what `count` elements, packed and in this machine's byte order, differ by.  `into`
+ * is zeroed, or has what runs of the same dtype found: a run may take for granted that
+ * the ratio there is one of two such elements. */
 typedef void (*mls_differ_run)(const void *a, const void *b, size_t count,
                                mls_difference *into);
 

@@ -50,6 +50,52 @@ void mls_differ_e5m2fnuz(const void *a, const void *b, size_t count,
     [MLS_F8_E8M0] = mls_differ_e8m0, [MLS_F8_E4M3FNUZ] = mls_differ_e4m3fnuz,            \
     [MLS_F8_E5M2FNUZ] = mls_differ_e5m2fnuz
 
+/* Define the registers of `bytes` bytes that differ_lanes.h computes with, by the
+ * compiler's vector extensions.  Comparisons give lanes of ones. */
+#define MLS_DIFFER_REGISTERS(bytes)                                                      \
+    typedef double vector __attribute__((vector_size(bytes)));                           \
+    typedef float wide __attribute__((vector_size(bytes)));                              \
+    typedef float half_wide __attribute__((vector_size((bytes) / 2)));                   \
+    typedef int32_t signed_32 __attribute__((vector_size(bytes)));                       \
+    typedef int32_t half_signed __attribute__((vector_size((bytes) / 2)));               \
+    typedef uint8_t bits_8 __attribute__((vector_size(bytes)));                          \
+    typedef uint16_t bits_16 __attribute__((vector_size(bytes)));                        \
+    typedef uint32_t bits_32 __attribute__((vector_size(bytes)));                        \
+    typedef uint64_t bits_64 __attribute__((vector_size(bytes)))
+
+/* The processor's control register for floating-point arithmetic. */
+#if defined(__x86_64__)
+enum { MLS_DIFFER_NEAREST = 0x1F80, MLS_DIFFER_UP = 0x5F80 }; /* no traps, no flushing */
+
+static inline unsigned mls_differ_control(void)
+{
+    unsigned control;
+    __asm__ volatile("stmxcsr %0" : "=m"(control));
+    return control;
+}
+
+/* The compiler moves no load and no store past this, nor what is computed from one. */
+static inline void mls_differ_set_control(unsigned control)
+{
+    __asm__ volatile("ldmxcsr %0" : : "m"(control) : "memory");
+}
+#elif defined(__aarch64__)
+enum { MLS_DIFFER_NEAREST = 0, MLS_DIFFER_UP = 1 << 22 }; /* no traps, no flushing */
+
+static inline unsigned mls_differ_control(void)
+{
+    uint64_t control;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+    return (unsigned)control;
+}
+
+/* The compiler moves no load and no store past this, nor what is computed from one. */
+static inline void mls_differ_set_control(unsigned control)
+{
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)control) : "memory");
+}
+#endif
+
 /* The relative distance that goes with the greatest distance, once a run is through:
  * where that is infinite, this is. */
 static inline double mls_differ_settle(double max_abs, double max_rel)

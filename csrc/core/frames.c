@@ -123,7 +123,8 @@ static void put_together(const unsigned char *from, size_t bytes, size_t item,
 #    pragma GCC pop_options
 #endif
 
-/* Elements of one byte are apart already. */
+/* Elements of one byte are apart already.  They are copied all the same: a codec may read
+ * its input twice, and must find the same bytes even if the array changes meanwhile. */
 mls_code mls_frame_encode(const mls_codecs *codecs, mls_codec codec, size_t item,
                           const unsigned char *from, size_t bytes, unsigned char *apart,
                           unsigned char *to, size_t *out, mls_status *st)
@@ -131,10 +132,12 @@ mls_code mls_frame_encode(const mls_codecs *codecs, mls_codec codec, size_t item
     size_t coded = 0;
     if (item > 1) {
         put_apart(from, bytes, item, apart);
+    } else {
+        memcpy(apart, from, bytes);
     }
     /* the room is one byte too small for what would not be shorter */
-    const mls_code code = codecs->encode(codecs->context, codec, item > 1 ? apart : from,
-                                         bytes, to, bytes - 1, &coded, st);
+    const mls_code code =
+        codecs->encode(codecs->context, codec, apart, bytes, to, bytes - 1, &coded, st);
     if (code == MLS_OK && coded == 0) {
         memcpy(to, from, bytes);
         coded = bytes;

@@ -383,9 +383,9 @@ static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
 /* ---- the temporary ---- */
 
 /* A random name nobody can lay a trap under beforehand, and O_EXCL for the case that
- * somebody guesses it all the same.  0666 less the umask: what any program
- * gives a new file; that of a file that is replaced follows (take_after). */
-static mls_code open_temporary(mls_atomic_file *file, mls_status *st)
+ * somebody guesses it all the same.  The mode of a file that is replaced follows
+ * (take_after). */
+static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status *st)
 {
     for (int tries = 0; tries < NAME_TRIES; tries++) {
         uint64_t random;
@@ -396,8 +396,9 @@ static mls_code open_temporary(mls_atomic_file *file, mls_status *st)
         }
         snprintf(file->temporary, sizeof file->temporary, ".mlstate-%016llx.tmp",
                  (unsigned long long)random);
-        file->fd = openat(file->folder, file->temporary,
-                          O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
+        file->fd =
+            openat(file->folder, file->temporary,
+                   O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, (mode_t)mode);
         if (file->fd >= 0) {
             return MLS_OK;
         }
@@ -428,7 +429,8 @@ static mls_code take_after(int fd, const struct stat *old, mls_status *st)
 
 /* Everything that can be refused is refused here, before any byte is written.  `file` is
  * one that can be aborted at every step, which is what a failure does with it. */
-mls_code mls_atomic_begin(const char *path, mls_atomic_file *out, mls_status *st)
+mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
+                          mls_status *st)
 {
     mls_atomic_file file = {.fd = -1, .folder = -1};
     struct stat old;
@@ -449,7 +451,7 @@ mls_code mls_atomic_begin(const char *path, mls_atomic_file *out, mls_status *st
     }
     code = examine_target(&file, &old, &exists, st);
     if (code == MLS_OK) {
-        code = open_temporary(&file, st);
+        code = open_temporary(&file, mode, st);
     }
     if (code == MLS_OK && exists) {
         code = take_after(file.fd, &old, st);

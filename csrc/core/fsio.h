@@ -81,9 +81,9 @@ void mls_mapping_fini(mls_mapping *mapping); /* accepts a zeroed one; zeroes it 
  *
  * As when a file is opened for writing, a symbolic link is followed: what it points to is
  * replaced, the link stays.  The permission bits of an existing file are kept, its owner
- * too where the system allows; a new file has 0666 less the umask.  A file without write
- * permission is refused, like a folder, FIFO or device.  Other hard links to the old file
- * keep the old content. */
+ * too where the system allows; a new file has `mode` less the umask.  A file without
+ * write permission is refused, like a folder, FIFO or device.  Other hard links to the
+ * old file keep the old content. */
 typedef struct mls_atomic_file {
     int fd;     /* of the temporary */
     int folder; /* where both live */
@@ -92,10 +92,12 @@ typedef struct mls_atomic_file {
     uint64_t started; /* bytes whose way to the disk has begun */
 } mls_atomic_file;
 
-/* Start to write `path`.  Gives: end with mls_atomic_commit or mls_atomic_abort.
- * MLS_E_IO: the folder or the file may not be written (os_error says why); MLS_E_VALUE:
- * the target is neither absent nor a regular file; MLS_E_MEMORY. */
-mls_code mls_atomic_begin(const char *path, mls_atomic_file *out, mls_status *st);
+/* Start to write `path`; `mode` is 0666 for an ordinary file.  Gives: end with
+ * mls_atomic_commit or mls_atomic_abort. MLS_E_IO: the folder or the file may not be
+ * written (os_error says why); MLS_E_VALUE: the target is neither absent nor a regular
+ * file; MLS_E_MEMORY. */
+mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
+                          mls_status *st);
 
 /* Write all of `bytes` bytes at `offset`, through interruptions and short writes.
  * MLS_E_IO; the caller then aborts. */

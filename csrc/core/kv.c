@@ -142,10 +142,6 @@ mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
     return MLS_OK;
 }
 
-/* Results of this size are shared among threads: measured with two idle cores, they halve
- * the time from here on, and waking a thread costs more than it brings below. */
-enum { SHARED_BYTES = 2 << 20 };
-
 /* One transition, cut by layer so that threads can take layers. */
 typedef struct job {
     const mls_kernels *kernels;
@@ -153,32 +149,45 @@ typedef struct job {
     mls_tensor tokens;      /* where they come from */
     mls_tensor padding;     /* the rest of the target */
     const mls_element *pad; /* NULL: the padding is right already */
-    bool stream;            /* stores go round the cache */
-    bool populate;          /* ask for the pages of a head before it is copied */
+    mls_destination destination;
+    bool populate;   /* ask for the pages of a head before it is copied */
+    bool inner_huge; /* those that tokens fill may be huge */
 } job;
 
-/* One layer, as a task for the pool: `context` is a job, which all threads only read. */
-static void move_layer(void *context, size_t layer)
+/* One layer, as a task for the pool: `context` is a job, which all threads only read.
+ * Fresh memory is written from its end, as next_part in copy.c does. */
+static void move_layer(void *context, size_t turn)
 {
     const job *j = context;
+    const bool is_fresh = j->destination.is_fresh;
+    const size_t layer = is_fresh ? j->filled.shape[0] - 1 - turn : turn;
     const mls_tensor filled = mls_tensor_slice(&j->filled, 0, layer, 1);
     const mls_tensor tokens = mls_tensor_slice(&j->tokens, 0, layer, 1);
     const mls_tensor padding = mls_tensor_slice(&j->padding, 0, layer, 1);
-    for (size_t head = 0; head < filled.shape[1]; head++) {
+    const size_t heads = filled.shape[1];
+    for (size_t i = 0; i < heads; i++) {
+        const size_t head = is_fresh ? heads - 1 - i : i;
         const mls_tensor to = mls_tensor_slice(&filled, 1, head, 1);
         const mls_tensor from = mls_tensor_slice(&tokens, 1, head, 1);
         if (j->populate) {
             size_t bytes = 0;
             (void)mls_tensor_bytes(&to, &bytes); /* the target as a whole fitted */
+            if (j->inner_huge) {
+                mls_advise_inner_huge_pages(to.data, bytes);
+            }
             mls_populate_pages(to.data, bytes);
         }
-        mls_copy(j->kernels, &to, &from, j->stream);
+        mls_copy(j->kernels, &to, &from, j->destination);
         if (j->pad != NULL) {
             const mls_tensor rest = mls_tensor_slice(&padding, 1, head, 1);
-            mls_fill(j->kernels, &rest, *j->pad, j->stream);
+            mls_fill(j->kernels, &rest, *j->pad, j->destination);
         }
     }
 }
+
+/* The system keeps a record for each range of pages with advice of its own, and allows
+ * 65,530 of them in a process. */
+enum { MOST_ADVISED = 4096 };
 
 /* Layers are what threads take: enough of them to share, and few enough that handing one
  * out costs nothing beside moving it. */
@@ -194,7 +203,9 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
              .tokens = mls_tensor_slice(src, MLS_KV_AXIS, 0, position),
              .padding = mls_tensor_slice(dst, MLS_KV_AXIS, position, length - position),
              .pad = pad,
-             .stream = memory == MLS_KV_TOUCHED && mls_should_stream(bytes),
-             .populate = memory == MLS_KV_SPARSE};
-    mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, move_layer, &j, dst->shape[0]);
+             .destination = {.bytes = bytes, .is_fresh = memory != MLS_KV_TOUCHED},
+             .populate = memory == MLS_KV_SPARSE,
+             .inner_huge = dst->shape[0] * dst->shape[1] <= MOST_ADVISED};
+    mls_pool *shared = bytes >= MLS_POOL_COPY_BYTES ? pool : NULL;
+    mls_pool_run(shared, move_layer, &j, dst->shape[0]);
 }

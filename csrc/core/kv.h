@@ -46,11 +46,11 @@ mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
 
 /* What is known of the target's memory. */
 typedef enum mls_kv_memory {
-    MLS_KV_TOUCHED, /* it was used before: large results are stored past the cache */
-    MLS_KV_FRESH, /* just allocated: the system clears each page when it is touched, which
-                   * leaves it in the cache, so that stores past the cache would lose */
-    MLS_KV_SPARSE /* the same in small pages, C-contiguous: those that tokens go to are
-                   * asked for head by head, which is cheaper than a fault for each */
+    MLS_KV_TOUCHED, /* it was used before */
+    MLS_KV_FRESH,   /* just allocated: the system clears each page when it is touched */
+    MLS_KV_SPARSE /* the same in small pages, C-contiguous: the pages of tokens are asked
+                   * for head by head, which is cheaper than a fault for each; huge pages
+                   * that tokens fill are huge again */
 } mls_kv_memory;
 
 /* Copy the first `position` positions of `src` to `dst` and put `pad` into the others, or

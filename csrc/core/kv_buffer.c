@@ -106,6 +106,17 @@ mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
     return positions(buffer, 0, buffer->length);
 }
 
+/* Rows without room for more follow each other: huge pages may span them. */
+void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
+                        mls_pool *pool, const mls_tensor *src)
+{
+    const mls_tensor dst = mls_kv_buffer_view(buffer);
+    if (buffer->length == buffer->capacity) {
+        mls_advise_inner_huge_pages(buffer->pages.data, buffer->pages.bytes);
+    }
+    mls_kv_move(kernels, pool, &dst, src, buffer->length, NULL, MLS_KV_SPARSE);
+}
+
 /* Checks both numbers before it touches memory: on failure the buffer is what it was. */
 mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
                               size_t length, size_t position, mls_status *st)
@@ -124,7 +135,7 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
         const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
         size_t bytes = 0;
         (void)mls_tensor_bytes(&dropped, &bytes); /* less than the buffer has */
-        mls_fill(kernels, &dropped, zero, mls_should_stream(bytes));
+        mls_fill(kernels, &dropped, zero, (mls_destination){.bytes = bytes});
     }
     buffer->length = length;
     return MLS_OK;
@@ -141,6 +152,10 @@ static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t ol
         const size_t end = row * now + used;
         const size_t next = (row + 1) * now;
         const size_t stale = next < old_total ? next : old_total;
+        if (row * now >= old_total) { /* pages that were never touched */
+            mls_advise_inner_huge_pages(data + row * now, used);
+            mls_populate_pages(data + row * now, used);
+        }
         memmove(data + row * now, data + row * old, used);
         if (stale > end) {
             memset(data + end, 0, stale - end);

@@ -10,6 +10,7 @@
 
 #include "copy.h"
 #include "mem.h"
+#include "pool.h"
 
 typedef struct mls_kv_buffer {
     mls_pages pages;
@@ -29,6 +30,11 @@ void mls_kv_buffer_fini(mls_kv_buffer *buffer); /* accepts a zeroed struct */
 
 /* The cache as it is now.  Shares the buffer's memory. */
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer);
+
+/* Copy `src`, of the view's shape and of a dtype that converts, into the view.  The pages
+ * are asked for in large pieces, which is faster than a fault for each.  Cannot fail. */
+void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
+                        mls_pool *pool, const mls_tensor *src);
 
 /* Change the length, keeping the first `position` positions and zeroing what was in view
  * beyond them.  Copies nothing; zeroing costs what is dropped.

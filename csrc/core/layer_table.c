@@ -194,13 +194,6 @@ mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
     return MLS_OK;
 }
 
-/* Most layers are in no list. */
-mls_layer_mark mls_layer_mark_of(const mls_layer_table *table, const mls_layer_key *key)
-{
-    const mls_table_layer *layer = mls_layer_find(table, key);
-    return layer == NULL ? MLS_LAYER_PLAIN : layer->mark;
-}
-
 /* An empty name may lie in a table without text. */
 mls_text mls_layer_name(const mls_layer_table *table, const mls_table_layer *layer)
 {

@@ -69,7 +69,12 @@ mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
                             mls_layer_mark mark, mls_status *st);
 
 /* The mark of a layer; MLS_LAYER_PLAIN for one that is not there. */
-mls_layer_mark mls_layer_mark_of(const mls_layer_table *table, const mls_layer_key *key);
+static inline mls_layer_mark mls_layer_mark_of(const mls_layer_table *table,
+                                               const mls_layer_key *key)
+{
+    const mls_table_layer *layer = mls_layer_find(table, key);
+    return layer == NULL ? MLS_LAYER_PLAIN : layer->mark;
+}
 
 /* The name of one of the table's layers.  Shares: valid until a layer is added. */
 mls_text mls_layer_name(const mls_layer_table *table, const mls_table_layer *layer);

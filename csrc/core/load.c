@@ -23,11 +23,9 @@
 #include <string.h>
 
 enum {
-    PART = 1 << 20,         /* bytes of a task: enough to be worth handing out */
-    SHARED_BYTES = 2 << 20, /* less than this is done before a second thread is awake */
-    STREAM_PIECE = 4 << 10, /* shorter pieces are left to the C library */
-    AHEAD = 4,              /* pairs */
-    SHOWN_NAME = 72         /* bytes of a name that go into a message */
+    PART = 256 << 10, /* bytes of a task: 8 us of copying */
+    AHEAD = 4,        /* pairs */
+    SHOWN_NAME = 72   /* bytes of a name that go into a message */
 };
 
 /* One copy that a thread makes at a stretch. */
@@ -573,7 +571,7 @@ size_t mls_load_bytes(const mls_load *load)
 typedef struct job {
     const mls_load *load;
     const mls_kernels *kernels;
-    bool stream; /* stores go round the cache */
+    mls_destination destination;
 } job;
 
 /* The rows of a piece as views of their own: the axes outside have one index here. */
@@ -593,7 +591,7 @@ static void copy_rows(const job *j, const piece *part)
     dst.data = part->to;
     /* the source is only read, but a view does not say so */
     src.data += part->from - src.data;
-    mls_copy(j->kernels, &dst, &src, j->stream);
+    mls_copy(j->kernels, &dst, &src, j->destination);
 }
 
 /* One task, for the pool. */
@@ -604,22 +602,22 @@ static void run_task(void *context, size_t task)
     for (size_t i = load->starts[task]; i < load->starts[task + 1]; i++) {
         const piece *part = &load->pieces[i];
         if (part->pair == NULL) {
-            j->kernels->copy(part->to, part->from, part->size,
-                             j->stream && part->size >= STREAM_PIECE);
+            mls_copy_bytes(j->kernels, part->to, part->from, part->size, j->destination);
         } else if (part->size == 0) {
-            mls_copy(j->kernels, part->pair->dst, part->pair->src, j->stream);
+            mls_copy(j->kernels, part->pair->dst, part->pair->src, j->destination);
         } else {
             copy_rows(j, part);
         }
     }
 }
 
-/* Streaming is decided by what is written in all: it no longer fits the cache then, even
- * if each tensor would. */
+/* All tensors together count as one destination: they may exceed the cache although each
+ * of them would fit. */
 void mls_load_run(const mls_load *load, const mls_kernels *kernels, mls_pool *pool)
 {
-    job j = {.load = load, .kernels = kernels, .stream = mls_should_stream(load->bytes)};
-    mls_pool_run(load->bytes >= SHARED_BYTES ? pool : NULL, run_task, &j, load->tasks);
+    job j = {.load = load, .kernels = kernels, .destination.bytes = load->bytes};
+    mls_pool *shared = load->bytes >= MLS_POOL_COPY_BYTES ? pool : NULL;
+    mls_pool_run(shared, run_task, &j, load->tasks);
 }
 
 /* Sources and targets are borrowed and stay. */

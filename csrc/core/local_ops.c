@@ -38,7 +38,7 @@ static void fill_spread(void *context, unsigned char *slot)
     spread *s = context;
     const size_t n = mls_local_least(s->bytes - s->sent, s->g->shape.slot_bytes);
     if (s->g->rank == s->root) {
-        mls_local_copy(slot, s->data + s->sent, n);
+        mls_local_copy(s->g, slot, s->data + s->sent, n);
     }
     s->sent += n;
 }
@@ -50,7 +50,7 @@ static mls_code drain_spread(void *context, uint64_t step, mls_status *st)
     spread *s = context;
     const size_t n = mls_local_least(s->bytes - s->taken, s->g->shape.slot_bytes);
     if (s->g->rank != s->root) {
-        mls_local_copy(s->data + s->taken, mls_local_slot(s->g, s->root, step), n);
+        mls_local_copy(s->g, s->data + s->taken, mls_local_slot(s->g, s->root, step), n);
     }
     s->taken += n;
     return MLS_OK;
@@ -104,7 +104,7 @@ static size_t part_of(const gather *s, size_t rank, size_t from)
 static void fill_gather(void *context, unsigned char *slot)
 {
     gather *s = context;
-    mls_local_copy(slot, s->data + s->sent, part_of(s, s->g->rank, s->sent));
+    mls_local_copy(s->g, slot, s->data + s->sent, part_of(s, s->g->rank, s->sent));
     s->sent += s->g->shape.slot_bytes;
 }
 
@@ -117,7 +117,7 @@ static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         const unsigned char *from =
             rank == s->g->rank ? s->data + s->taken : mls_local_slot(s->g, rank, step);
-        mls_local_copy(place + s->taken, from, part_of(s, rank, s->taken));
+        mls_local_copy(s->g, place + s->taken, from, part_of(s, rank, s->taken));
         place += s->sizes[rank];
     }
     s->taken += s->g->shape.slot_bytes;
@@ -204,7 +204,7 @@ static void fill_trade(void *context, unsigned char *slot)
     const unsigned char *from = s->data;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         if (rank != g->rank && s->sent < s->sizes[0][rank]) {
-            mls_local_copy(slot + mls_local_piece_of(g, g->rank, rank), from + s->sent,
+            mls_local_copy(g, slot + mls_local_piece_of(g, g->rank, rank), from + s->sent,
                            mls_local_least(s->sizes[0][rank] - s->sent, g->piece_bytes));
         }
         from += s->sizes[0][rank];
@@ -248,7 +248,7 @@ static void keep_own(const trade *s)
         from += s->sizes[0][rank];
         to += s->sizes[1][rank];
     }
-    mls_local_copy(s->out + to, s->data + from, s->sizes[0][s->g->rank]);
+    mls_local_copy(s->g, s->out + to, s->data + from, s->sizes[0][s->g->rank]);
 }
 
 /* From each peer's slot the piece that is for this rank. */
@@ -267,7 +267,7 @@ static mls_code drain_trade(void *context, uint64_t step, mls_status *st)
     unsigned char *place = s->out;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         if (rank != g->rank && s->taken < s->sizes[1][rank]) {
-            mls_local_copy(place + s->taken,
+            mls_local_copy(g, place + s->taken,
                            mls_local_slot(g, rank, step) +
                                mls_local_piece_of(g, rank, g->rank),
                            mls_local_least(s->sizes[1][rank] - s->taken, g->piece_bytes));
@@ -334,7 +334,7 @@ static void fill_collect(void *context, unsigned char *slot)
     const uint64_t size = mine;
     memcpy(slot, &size, sizeof size);
     t->sent = first_room(t->g);
-    mls_local_copy(slot + sizeof size, t->data, mls_local_least(mine, t->sent));
+    mls_local_copy(t->g, slot + sizeof size, t->data, mls_local_least(mine, t->sent));
 }
 
 /* All sizes are known: ask for memory. */
@@ -371,7 +371,7 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
         }
         const unsigned char *slot =
             mls_local_slot(t->g, rank, step) + (first ? sizeof(uint64_t) : 0);
-        mls_local_copy(s->places[rank] + t->taken,
+        mls_local_copy(t->g, s->places[rank] + t->taken,
                        rank == t->g->rank ? t->data + t->taken : slot,
                        mls_local_least(s->sizes[rank] - t->taken, room));
     }

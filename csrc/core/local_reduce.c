@@ -54,7 +54,7 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
             __builtin_prefetch((const void *)((uintptr_t)from + line));
             claim((const void *)((uintptr_t)to + line));
         }
-        mls_local_copy(to + at, from + at, mls_local_least(bytes - at, STEP));
+        memcpy(to + at, from + at, mls_local_least(bytes - at, STEP));
     }
 }
 
@@ -432,7 +432,7 @@ typedef struct total {
 static void fill_total(void *context, unsigned char *slot)
 {
     const total *s = context;
-    mls_local_copy(slot, s->data, s->bytes);
+    mls_local_copy(s->g, slot, s->data, s->bytes);
 }
 
 /* `out` may be this rank's own array: the kernels allow that. */

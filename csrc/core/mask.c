@@ -37,7 +37,7 @@ static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size
 {
     if (end > start) {
         const mls_tensor part = mls_tensor_slice(row, row->rank - 1, start, end - start);
-        mls_fill(kernels, &part, element, false);
+        mls_fill(kernels, &part, element, mls_cached());
     }
 }
 

@@ -134,10 +134,10 @@ void mls_pages_fini(mls_pages *pages)
 }
 
 #    if defined(__linux__)
-/* Advise on the whole pages inside the range: those at its ends may hold other data. */
-static void advise(void *data, size_t bytes, int advice)
+/* Advise on the whole pages, of `page` bytes, inside the range: those at its ends may
+ * hold other data. */
+static void advise_pages(void *data, size_t bytes, size_t page, int advice)
 {
-    const uintptr_t page = mls_page_bytes();
     const uintptr_t start = ((uintptr_t)data + page - 1) / page * page;
     const uintptr_t end = ((uintptr_t)data + bytes) / page * page;
     if (end > start) {
@@ -146,7 +146,25 @@ static void advise(void *data, size_t bytes, int advice)
         errno = saved;
     }
 }
+
+/* The same for pages of the usual size. */
+static void advise(void *data, size_t bytes, int advice)
+{
+    advise_pages(data, bytes, mls_page_bytes(), advice);
+}
 #    endif
+
+void mls_advise_inner_huge_pages(void *data, size_t bytes)
+{
+#    if defined(__linux__)
+    /* a page table of 8-byte entries fills one page, so it maps a huge page of this size;
+     * advice for another size would do no harm */
+    const size_t page = mls_page_bytes();
+    advise_pages(data, bytes, page / 8 * page, MADV_HUGEPAGE);
+#    else
+    (void)data, (void)bytes;
+#    endif
+}
 
 void mls_advise_pages(void *data, size_t bytes, bool huge)
 {
@@ -204,6 +222,11 @@ void mls_pages_fini(mls_pages *pages)
 {
     free(pages->data);
     *pages = (mls_pages){0};
+}
+
+void mls_advise_inner_huge_pages(void *data, size_t bytes)
+{
+    (void)data, (void)bytes;
 }
 
 void mls_advise_pages(void *data, size_t bytes, bool huge)

@@ -46,6 +46,10 @@ void mls_pages_fini(mls_pages *pages); /* accepts a zeroed struct; zeroes it */
  * costs one small page. */
 void mls_advise_pages(void *data, size_t bytes, bool huge);
 
+/* Advise huge pages for those that lie wholly inside [data, data + bytes), all of which
+ * is about to be written, so that none of them costs memory that is not used. */
+void mls_advise_inner_huge_pages(void *data, size_t bytes);
+
 /* Ask for the memory behind the whole pages inside [data, data + bytes), which is about
  * to be written: one request instead of a page fault for each.  A hint, which may be
  * ignored; the content stays as it is. */

@@ -746,7 +746,8 @@ static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_st
     if (code == MLS_E_IO && st->os_error == ENOENT) {
         code = mls_fail(st, MLS_E_FORMAT,
                         "missing: this folder is not a .mlpackage (a compiled .mlmodelc "
-                        "cannot be read; use the package that it was made from)");
+                        "cannot be read without its metadata.json; use the package that "
+                        "it was made from)");
     }
     if (code == MLS_OK) {
         code = mls_json_parse((const char *)data, length, limits, &doc, st);

@@ -56,7 +56,7 @@ void mls_pack(const mls_kernels *kernels, const mls_tensor *t, size_t first, siz
         mls_tensor packed;
         mls_status ignored; /* a part of what lies in memory */
         (void)mls_tensor_init(&packed, to, t->dtype, box.rank, box.shape, &ignored);
-        mls_copy(kernels, &packed, &box, false);
+        mls_copy(kernels, &packed, &box, mls_cached());
         to += taken * item;
         first += taken;
     }

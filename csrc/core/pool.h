@@ -13,7 +13,15 @@
 
 typedef struct mls_pool mls_pool;
 
-enum { MLS_POOL_MAX_THREADS = 64 };
+enum {
+    MLS_POOL_MAX_THREADS = 64,
+    /* Bytes of the result from which several threads are used for work that is as fast as
+     * copying.  Below it there is one, as in the simple way that a call replaces, so no
+     * processor can lose by it: starting a thread's part takes tens of microseconds, and
+     * a copy of fewer bytes not much longer.  On a virtual Zen 3 with two processors two
+     * threads took 0.7 times as long as one for 8 MiB, and as long as one for 4 MiB. */
+    MLS_POOL_COPY_BYTES = 8 << 20
+};
 
 /* One piece of work: `context` is the caller's, `index` runs from 0 to count - 1. */
 typedef void (*mls_task)(void *context, size_t index);

@@ -60,7 +60,7 @@ TARGET static inline void store_f16(unsigned char *items, floats values)
     _mm256_storeu_si256((__m256i *)(void *)items, halves);
 }
 
-/* Rounded by an addition, as in copy_avx512.c, in the upper halves; a NaN keeps its upper
+/* Rounded by an addition, as in copy_avx2.c, in the upper halves; a NaN keeps its upper
  * half with the quiet bit set. */
 TARGET static inline __m512i rounded_bf16(floats values)
 {
@@ -111,13 +111,6 @@ TARGET static inline floats kept_f16(floats values)
 {
     return _mm512_cvtph_ps(
         _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-
-/* Without the lower halves. */
-TARGET static inline floats kept_bf16(floats values)
-{
-    const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000U);
-    return _mm512_castsi512_ps(_mm512_and_si512(rounded_bf16(values), upper));
 }
 
 /* The first half of the floats, and the second, as doubles. */

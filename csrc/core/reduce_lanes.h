@@ -7,7 +7,7 @@
  *   floats, doubles    a register of each; + * / on them are the compiler's own
  *   floats_X           WIDTH / 4 items of dtype X from memory as floats, exactly
  *   store_X            the other way, rounded to nearest even
- *   kept_X             floats as they are once store_X has rounded them
+ *   kept_X             floats as they are once store_X has rounded them (not for bf16)
  *   lower_half, upper_half    half of the floats of a register as doubles, exactly
  *   doubles_X          WIDTH / 8 items of dtype X from memory as doubles, exactly
  *   store_f64, repeat, repeat_f64    one register to memory; one number in all lanes
@@ -460,8 +460,106 @@ TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
     }
 
 MLS_DEFINE_SUM_SQUARES(sum_squares_f16, f16, f16, 2, 2, same[MLS_REDUCE_SUM][MLS_F16])
-MLS_DEFINE_SUM_SQUARES(sum_squares_bf16, bf16, bf16, 2, 2, same[MLS_REDUCE_SUM][MLS_BF16])
 MLS_DEFINE_SUM_SQUARES(sum_squares_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
+
+/* ---- bfloat16 sums with their squares ---- */
+
+enum {
+    FULL = 2 * FLOATS,
+    QUARTERS = 4
+}; /* items of a register, and registers of them
+    * as doubles: even low, even high, odd ... */
+
+/* Store a register full of sums, and add their squares to four registers of lanes. */
+TARGET MLS_INLINED void sum_full(doubles *lanes, unsigned char *out,
+                                 const void *const *sources, size_t count, size_t at,
+                                 floats by, bool divides)
+{
+    const floats first = floats_f32((const unsigned char *)sources[0] + at);
+    floats even = even_bf16(first), odd = odd_bf16(first);
+    for (size_t s = 1; s < count; s++) {
+        const floats next = floats_f32((const unsigned char *)sources[s] + at);
+        even = even + even_bf16(next);
+        odd = odd + odd_bf16(next);
+    }
+    if (divides) {
+        even = even / by;
+        odd = odd / by;
+    }
+    const floats kept = join_bf16(even, odd);
+    store_f32(out + at, kept);
+    even = even_bf16(kept);
+    odd = odd_bf16(kept);
+    const doubles parts[QUARTERS] = {lower_half(even), upper_half(even), lower_half(odd),
+                                     upper_half(odd)};
+    MLS_UNROLLED
+    for (size_t k = 0; k < QUARTERS; k++) {
+        lanes[k] = lanes[k] + parts[k] * parts[k];
+    }
+}
+
+/* As sum_pairs.  `count` and `divides` are constants. */
+TARGET MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
+                                         const void *const *sources, size_t count,
+                                         size_t start, size_t n, float divisor,
+                                         bool divides)
+{
+    const floats by = repeat(divisor);
+    size_t done = 0;
+    for (; n - done >= PAIR; done += PAIR) {
+        const size_t at = (start + done) * 2;
+        for (size_t s = 0; s < count; s++) {
+            ask_ahead((const unsigned char *)sources[s] + at, (size_t)PAIR * 2, false);
+        }
+        MLS_UNROLLED
+        for (size_t k = 0; k < PAIR; k += FULL) {
+            sum_full(lanes + k % MLS_SQUARE_LANES / DOUBLES, out, sources, count,
+                     at + k * 2, by, divides);
+        }
+    }
+    return done;
+}
+
+/* Bring lanes from the order of sum_full into the order of items. */
+TARGET MLS_INLINED void order_lanes(doubles *lanes)
+{
+    double ordered[MLS_SQUARE_LANES], some[DOUBLES];
+    for (size_t k = 0; k < SQUARES; k++) {
+        store_f64((unsigned char *)some, lanes[k]);
+        const size_t half = k % 2, odd = k % QUARTERS / 2;
+        for (size_t j = 0; j < DOUBLES; j++) {
+            ordered[k / QUARTERS * FULL + 2 * (half * DOUBLES + j) + odd] = some[j];
+        }
+    }
+    for (size_t k = 0; k < SQUARES; k++) {
+        lanes[k] = doubles_f64((const unsigned char *)(ordered + k * DOUBLES));
+    }
+}
+
+/* The sum of bfloat16 as bfloat16, and its squares: the bits of sum_squares_run, from a
+ * register full of items at a time. */
+TARGET static double sum_squares_bf16(void *out, const void *const *sources, size_t count,
+                                      size_t start, size_t n, double divisor)
+{
+    const float by = (float)divisor;
+    const bool divides = by < 1 || by > 1;
+    doubles lanes[SQUARES];
+    size_t done;
+    clear_lanes(lanes);
+    if (divides) {
+        done = sum_full_pairs(lanes, out, sources, count, start, n, by, true);
+    } else if (count == 2) {
+        done = sum_full_pairs(lanes, out, sources, 2, start, n, by, false);
+    } else {
+        done = sum_full_pairs(lanes, out, sources, count, start, n, by, false);
+    }
+    order_lanes(lanes);
+    const size_t rest = start + done;
+    mls_reduce_scalar.same[MLS_REDUCE_SUM][MLS_BF16](out, sources, count, rest, n - done,
+                                                     divisor);
+    square_items(lanes, (const unsigned char *)out + rest * 2, n - done, 2, doubles_bf16);
+    return fold_lanes(lanes);
+}
 
 /* The table that each of the files defines; what is not in it is the oracle's. */
 #define MLS_REDUCE_TABLE                                                                 \

@@ -97,12 +97,6 @@ static inline floats kept_f16(floats values)
     return vcvt_f32_f16(vcvt_f16_f32(values));
 }
 
-/* Each is the upper half of a float. */
-static inline floats kept_bf16(floats values)
-{
-    return vreinterpretq_f32_u32(vshll_n_u16(rounded_bf16(values), 16));
-}
-
 /* The first half of the floats, and the second, as doubles. */
 static inline doubles lower_half(floats values)
 {

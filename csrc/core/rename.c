@@ -36,14 +36,27 @@ static size_t next_start(mls_text name, size_t from)
     return dot == NULL ? NO_HIT : (size_t)(dot - name.data) + 1;
 }
 
+/* Whether `old` is at `at` and ends where a segment ends: with its own dot, in front of
+ * a dot, or with the name.  An empty `old` is everywhere. */
+static bool is_at(mls_text name, mls_text old, size_t at)
+{
+    if (old.length == 0) {
+        return true;
+    }
+    if (name.length - at < old.length ||
+        memcmp(name.data + at, old.data, old.length) != 0) {
+        return false;
+    }
+    const size_t end = at + old.length;
+    return end == name.length || name.data[end - 1] == '.' || name.data[end] == '.';
+}
+
 /* The first place from `from` on, where a segment starts, that the rule replaces.  A rule
  * for the start looks at `from` alone, which is 0 then. */
 static size_t next_hit(mls_text name, const mls_rename_rule *rule, size_t from)
 {
-    const mls_text old = rule->old;
     for (size_t at = from; at != NO_HIT; at = next_start(name, at)) {
-        if (name.length - at >= old.length &&
-            (old.length == 0 || memcmp(name.data + at, old.data, old.length) == 0)) {
+        if (is_at(name, rule->old, at)) {
             return at;
         }
         if (!is_anywhere(rule)) {
@@ -146,7 +159,7 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
 /* A name that no rule hits costs one copy and one look for each rule.  Where the room
  * ends on the way, what is asked for covers the rules that are still to come. */
 size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
-                      char *out, size_t room)
+                      char *out, size_t room, bool *used)
 {
     if (name.length > room) {
         return enough_room(name, rules, count);
@@ -160,6 +173,9 @@ size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
         size_t length;
         if (!length_after(now.length, hits, &rules[i], &length) || length > room) {
             return enough_room(now, rules + i, count - i);
+        }
+        if (hits > 0 && used != NULL) {
+            used[i] = true;
         }
         if (hits > 0 && room > 0) {
             replace_hits(out, now.length, length, hits, &rules[i]);
@@ -257,7 +273,7 @@ static mls_code strip_marks(explainer *e, unsigned set, mls_status *st)
     for (size_t i = 0; i < e->unexpected_count; i++) {
         const mls_text name = e->unexpected[i];
         /* names only get shorter, so that each fits where its own bytes do */
-        const size_t length = mls_name_apply(name, rules, count, out, name.length);
+        const size_t length = mls_name_apply(name, rules, count, out, name.length, NULL);
         e->plain[i] =
             length == name.length ? name : (mls_text){.data = out, .length = length};
         out += name.length;

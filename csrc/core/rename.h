@@ -12,9 +12,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Replace `old` by `new` at the start of a name or, where `anywhere`, wherever a segment
- * starts.  `old` is a run of bytes: "mod" is the start of "module" too.  An empty `old`
- * stands at the start only. */
+/* Replace `old` by `new` at the start of a name or, if `anywhere`, wherever a segment
+ * starts.  `old` ends where a segment ends: "layers.1" matches "layers.1" and
+ * "layers.1.w", not "layers.10".  An empty `old` matches the start of each name. */
 typedef struct mls_rename_rule {
     mls_text old, new;
     bool anywhere;
@@ -22,14 +22,15 @@ typedef struct mls_rename_rule {
 
 /* Apply each rule once, in order, to `name`, and write the result to `out` (no NUL at its
  * end), which must not be the memory of `name` or of a rule.  A rule that does not match
- * changes nothing.
+ * changes nothing.  `used` is NULL or has an entry for each rule: those that match are
+ * set, the others stay as they are.
  *
  * Returns the length of the result where that is at most `room`.  A larger number says
  * that more room was needed on the way, and that this many bytes are enough (SIZE_MAX:
  * more than there can be); what is in `out` then means nothing.  With `room` 0 this asks
  * how much to bring. */
 size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
-                      char *out, size_t room);
+                      char *out, size_t room, bool *used);
 
 enum { MLS_EXPLAIN_RULES = 8 };
 

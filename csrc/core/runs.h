@@ -2,8 +2,7 @@
  *
  * Dropping takes no time, and to drop early never costs memory.  So a schedule is known
  * by its other steps, its runs: each activation is dropped right after the run that needs
- * it last, and a forward whose output nobody needs is left out.  What improves schedules
- * moves runs about and has the drops placed anew.
+ * it last, and a forward whose output nobody needs is left out.
  */
 #ifndef MLS_RUNS_H
 #define MLS_RUNS_H
@@ -20,30 +19,11 @@ typedef struct mls_action {
     bool drops;
 } mls_action;
 
-/* Where saved i is. */
-enum { MLS_NOWHERE, MLS_ON_DEVICE, MLS_ON_HOST };
-
-/* What is held between two runs.  Nothing is checked: runs that are no valid schedule
- * give figures without a meaning. */
-typedef struct mls_moment {
-    const mls_chain *chain;
-    unsigned char *alone; /* n + 1: activation k lies by itself */
-    unsigned char *saved; /* n */
-    size_t left;          /* backward passes to come: this is the gradient that is held */
-    int64_t held;         /* bytes */
-} mls_moment;
-
 /* Bytes of scratch that a chain needs here. */
 static inline size_t mls_runs_scratch(const mls_chain *chain)
 {
     return 2 * (chain->blocks + 1);
 }
-
-/* Before the first run.  Borrows `scratch` for as long as the moment is used. */
-void mls_moment_begin(mls_moment *moment, const mls_chain *chain, unsigned char *scratch);
-
-/* Go on by one run and the drop after it; the peak of the run, in bytes. */
-int64_t mls_moment_run(mls_moment *moment, const mls_action *run);
 
 /* Gradient bytes that are held while `left` backward passes are to come: the last
  * gradient comes with its backward pass. */
@@ -55,12 +35,9 @@ static inline int64_t mls_held_gradient(const mls_chain *chain, size_t left)
 /* What the backward pass of block i makes beyond what is held, temporary included. */
 int64_t mls_backward_makes(const mls_chain *chain, size_t i);
 
-/* Seconds of a run. */
-double mls_run_seconds(const mls_chain *chain, const mls_action *run);
-
 /* Seconds of a run that a schedule could do without: those of a forward, and of an
- * offload with the load that follows from it.  Between two given moments all other
- * seconds are the same whatever the schedule. */
+ * offload with the load that follows from it.  All other seconds are the same whatever
+ * the schedule. */
 double mls_run_extra(const mls_chain *chain, const mls_action *run);
 
 /* The runs of a schedule, not tidy; returns how many.  `out` has room for `count`. */
@@ -71,10 +48,6 @@ size_t mls_runs_of(const mls_step *steps, size_t count, mls_action *out);
  */
 bool mls_runs_tidy(const mls_chain *chain, mls_action *runs, size_t *count,
                    unsigned char *scratch);
-
-/* Time and peak of tidy runs. */
-mls_totals mls_runs_totals(const mls_chain *chain, const mls_action *runs, size_t count,
-                           unsigned char *scratch);
 
 /* Append runs and their drops to a schedule.  MLS_E_MEMORY. */
 mls_code mls_runs_write(const mls_action *runs, size_t count, mls_schedule *out,

@@ -2,10 +2,10 @@
  * fixed width.  So the tensors are written first, each byte being touched once, and the
  * header last.
  *
- * Where a byte goes: from a large contiguous tensor straight to the system; from a small
- * one into the buffer, so that twenty thousand of them do not cost as many calls; from a
- * strided or swapped one into the buffer too, in the largest pieces that fit.  The
- * buffer is the only memory that does not depend on the number of tensors.
+ * All bytes pass through the buffer: what is checksummed is then what is written, even if
+ * another thread changes the tensor meanwhile.  Contiguous ones are checksummed while
+ * they are copied, strided or swapped ones after they were packed, in the largest pieces
+ * that fit.  The buffer is the only memory that does not depend on the number of tensors.
  */
 #if !defined(_WIN32)
 
@@ -21,10 +21,10 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "files are little-endian, and so must the machine be");
 
 enum {
-    PAYLOAD_ALIGNMENT = 64,   /* a cache line, and enough for every vector */
-    BUFFER_BYTES = 1 << 20,   /* gathers small tensors, packs strided ones */
-    DIRECT_BYTES = 256 << 10, /* larger contiguous runs are written from where they lie */
-    SHOWN_NAME = 100          /* bytes of a name in a message */
+    PAYLOAD_ALIGNMENT = 64, /* a cache line, and enough for every vector */
+    BUFFER_BYTES = 1 << 20, /* packs strided tensors */
+    STEP_BYTES = 256 << 10, /* of contiguous tensors, gathered for one system call */
+    SHOWN_NAME = 100        /* bytes of a name in a message */
 };
 
 /* A tensor in its place. */
@@ -107,23 +107,6 @@ static mls_code flush(writer *w)
     return code;
 }
 
-/* Small contiguous tensors are gathered in the buffer, checksummed on the way. */
-static mls_code write_small(writer *w, placed *p)
-{
-    if (p->at->bytes > BUFFER_BYTES - w->buffered) {
-        const mls_code code = flush(w);
-        if (code != MLS_OK) {
-            return code;
-        }
-    }
-    if (p->at->bytes > 0) {
-        p->at->crcs[0] =
-            w->crc->copy(0, w->buffer + w->buffered, p->tensor->data, p->at->bytes);
-        w->buffered += p->at->bytes;
-    }
-    return MLS_OK;
-}
-
 /* Take the next bytes of a tensor into the checksums of its blocks. */
 static void checksum(writer *w, placed *p, const unsigned char *data, size_t bytes)
 {
@@ -138,19 +121,23 @@ static void checksum(writer *w, placed *p, const unsigned char *data, size_t byt
     }
 }
 
-/* Large contiguous ones go out from where they lie, in steps that stay in the cache
- * between checksum and system call. */
-static mls_code write_direct(writer *w, placed *p)
+/* Contiguous: copied and checksummed in one pass, in steps that stay in the cache up to
+ * the system call. */
+static mls_code write_contiguous(writer *w, placed *p)
 {
-    mls_code code = flush(w);
-    for (size_t done = 0; code == MLS_OK && done < p->at->bytes;) {
-        const size_t left = p->at->bytes - done;
-        const size_t step = left < DIRECT_BYTES ? left : DIRECT_BYTES;
-        const unsigned char *from = p->tensor->data + done;
-        checksum(w, p, from, step);
-        code = mls_atomic_write(&w->file, from, step, w->written, w->st);
-        w->written += step;
-        done += step;
+    /* packed tensors may have filled more of the buffer than a step */
+    mls_code code = w->buffered >= STEP_BYTES ? flush(w) : MLS_OK;
+    while (code == MLS_OK && p->done < p->at->bytes) {
+        uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
+        const size_t left = p->at->bytes - p->done, room = STEP_BYTES - w->buffered;
+        const size_t block = MLS_SAFETENSORS_BLOCK - p->done % MLS_SAFETENSORS_BLOCK;
+        size_t step = left < room ? left : room;
+        step = step < block ? step : block;
+        *crc = w->crc->copy(*crc, w->buffer + w->buffered, p->tensor->data + p->done,
+                            step, MLS_STORE_PLAIN);
+        w->buffered += step;
+        p->done += step;
+        code = w->buffered == STEP_BYTES ? flush(w) : MLS_OK;
     }
     return code;
 }
@@ -192,7 +179,7 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
     if (code != MLS_OK) {
         return code;
     }
-    mls_copy(w->kernels, &packed, view, false);
+    mls_copy(w->kernels, &packed, view, mls_cached());
     checksum(w, p, to, bytes);
     w->buffered += bytes;
     return MLS_OK;
@@ -251,14 +238,14 @@ static mls_code write_packed(writer *w, placed *p)
     return MLS_OK;
 }
 
-/* Three ways, by shape and size; all of them see every byte once. */
+/* Two ways, by shape; both read every byte of the tensor once. */
 static mls_code write_tensor(writer *w, placed *p)
 {
     const mls_tensor *t = p->tensor;
     if (p->at->bytes > 0 && (t->swapped || !mls_tensor_is_contiguous(t))) {
         return write_packed(w, p);
     }
-    return p->at->bytes <= DIRECT_BYTES ? write_small(w, p) : write_direct(w, p);
+    return write_contiguous(w, p);
 }
 
 /* Tensors first, header last.  Should the process die in between, the temporary has no
@@ -305,7 +292,7 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of 1 MiB");
     }
     if (code == MLS_OK) {
-        code = mls_atomic_begin(path, &w.file, st);
+        code = mls_atomic_begin(path, 0666, &w.file, st);
         is_open = code == MLS_OK;
     }
     if (code == MLS_OK) {

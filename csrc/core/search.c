@@ -6,8 +6,10 @@
 #include "search.h"
 
 #include "mem.h"
+#include "plan.h"
 #include "size.h"
 
+#include <inttypes.h>
 #include <math.h>
 #include <string.h>
 
@@ -39,7 +41,7 @@ typedef struct node {
 } node;
 
 typedef struct search {
-    const mls_stretch *stretch;
+    const mls_chain *chain;
     const mls_search_limits *limits;
     bool by_peak;
     bool ran_out;
@@ -53,9 +55,16 @@ typedef struct search {
     mls_status *st;
 } search;
 
+/* Bit k of `alone` is activation k, bit i of `saved` and `host` is block i.  Activation 0
+ * is there all the time and has no bit. */
+typedef struct state {
+    uint64_t alone, saved, host;
+    size_t left; /* backward passes to come */
+} state;
+
 /* A node taken apart, as it is expanded. */
 typedef struct moment {
-    mls_stretch_state state;
+    state state;
     uint64_t there; /* activations that can be read */
     int64_t held;
     uint32_t node;
@@ -67,35 +76,22 @@ static const uint64_t one = 1;
 
 /* ---- keys ---- */
 
-/* Backward passes to come, as seen from the stretch; one more than it has blocks where it
- * does not touch any. */
-static uint64_t pack(const mls_stretch *s, const mls_stretch_state *state)
+static uint64_t pack(const state *s)
 {
-    const size_t left = state->left > s->first ? state->left - s->first : 0;
-    const uint64_t clipped = left > s->count ? s->count + 1 : left;
-    return state->alone | state->saved << SAVED_AT | state->host << HOST_AT |
-           clipped << LEFT_AT;
+    return s->alone | s->saved << SAVED_AT | s->host << HOST_AT |
+           (uint64_t)s->left << LEFT_AT;
 }
 
-/* The other way.  Where no backward pass of the stretch is to come, `left` stands still
- * and is that of the beginning. */
-static mls_stretch_state unpack(const mls_stretch *s, uint64_t key)
+/* The other way. */
+static state unpack(uint64_t key)
 {
     const uint64_t blocks = (one << MLS_SEARCH_BLOCKS) - 1;
-    const size_t left = (size_t)(key >> LEFT_AT);
-    return (mls_stretch_state){
+    return (state){
         .alone = key & (blocks << 1 | 1),
         .saved = key >> SAVED_AT & blocks,
         .host = key >> HOST_AT & blocks,
-        .left = left > s->count ? s->from.left : s->first + left,
+        .left = (size_t)(key >> LEFT_AT),
     };
-}
-
-/* Activations that may still be read: those before the block whose backward is next. */
-static uint64_t useful(const mls_stretch *s, size_t left)
-{
-    const size_t bits = left > s->first ? left - s->first : 0;
-    return bits > s->count ? (one << (s->count + 1)) - 1 : (one << bits) - 1;
 }
 
 /* The sum over the bits that are set, lowest first. */
@@ -264,7 +260,7 @@ static mls_code reach(search *s, const node *way)
 
 /* What a step leads to; `away` says that an offload of the same block follows at once. */
 typedef struct outcome {
-    mls_stretch_state state;
+    state state;
     int64_t peak;
     mls_step_kind kind;
     size_t block;
@@ -280,19 +276,20 @@ static mls_code lead(search *s, const moment *m, const outcome *o)
     }
     const mls_action run = {.kind = (int32_t)(o->away ? MLS_STEP_OFFLOAD : o->kind),
                             .index = (int32_t)o->block};
-    const double cost = m->cost + mls_run_extra(s->stretch->chain, &run);
+    const double cost = m->cost + mls_run_extra(s->chain, &run);
     if (!s->by_peak && !(cost < s->limits->below)) {
         return MLS_OK;
     }
-    mls_stretch_state state = o->state;
-    state.alone &= useful(s->stretch, state.left) & ~(state.saved << 1);
-    return reach(s, &(node){.key = pack(s->stretch, &state),
+    state next = o->state;
+    /* activations from the block on whose backward comes next are not read any more */
+    next.alone &= ((one << next.left) - 1) & ~(next.saved << 1);
+    return reach(s, &(node){.key = pack(&next),
                             .cost = cost,
                             .peak = o->peak > m->peak ? o->peak : m->peak,
                             .parent = m->node,
                             .kind = (int8_t)o->kind,
                             .away = o->away,
-                            .block = (int8_t)(o->block - s->stretch->first)});
+                            .block = (int8_t)o->block});
 }
 
 /* As it is, and with activation `bit` dropped, where it lies by itself. */
@@ -307,11 +304,10 @@ static mls_code lead_both(search *s, const moment *m, outcome *o, uint64_t bit)
 }
 
 /* Not when the output is there, or of no use any more. */
-static mls_code try_forward(search *s, const moment *m, size_t j)
+static mls_code try_forward(search *s, const moment *m, size_t i)
 {
-    const mls_chain *c = s->stretch->chain;
-    const size_t i = s->stretch->first + j;
-    const uint64_t output = one << (j + 1);
+    const mls_chain *c = s->chain;
+    const uint64_t output = one << (i + 1);
     /* the block next in line for backward is saved, never just run */
     if (i + 1 >= m->state.left || (m->there & output) != 0) {
         return MLS_OK;
@@ -319,15 +315,14 @@ static mls_code try_forward(search *s, const moment *m, size_t j)
     outcome o = {.state = m->state, .kind = MLS_STEP_FORWARD, .block = i};
     o.peak = m->held + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
     o.state.alone |= output;
-    return lead_both(s, m, &o, one << j);
+    return lead_both(s, m, &o, one << i);
 }
 
-/* Bytes that are held once the output of block first + j does not lie by itself. */
-static int64_t without_output(const search *s, const moment *m, size_t j)
+/* Bytes that are held once the output of block i does not lie by itself. */
+static int64_t without_output(const search *s, const moment *m, size_t i)
 {
-    const bool alone = (m->state.alone >> (j + 1) & 1) != 0;
-    const size_t k = s->stretch->first + j + 1;
-    return alone ? m->held - s->stretch->chain->activation_bytes[k] : m->held;
+    const bool alone = (m->state.alone >> (i + 1) & 1) != 0;
+    return alone ? m->held - s->chain->activation_bytes[i + 1] : m->held;
 }
 
 /* What was just saved or loaded goes to the host at once: nothing is gained by keeping it
@@ -350,41 +345,35 @@ static mls_code lead_away(search *s, const moment *m, outcome *o, uint64_t bit)
     return MLS_OK;
 }
 
-/* A block is saved for its backward pass, or because the end of the stretch has it saved.
- * Its output is dropped first where it lies by itself: made twice it would be refused. */
-static mls_code try_save(search *s, const moment *m, size_t j)
+/* A block is saved for its backward pass.  Its output is dropped first where it lies by
+ * itself: made twice it would be refused. */
+static mls_code try_save(search *s, const moment *m, size_t i)
 {
-    const mls_chain *c = s->stretch->chain;
-    const mls_stretch_state *to = &s->stretch->to;
-    const size_t i = s->stretch->first + j;
-    const uint64_t bit = one << j;
-    const bool wanted = i >= to->left || ((to->saved | to->host) & bit) != 0;
-    if (i >= m->state.left || !wanted || ((m->state.saved | m->state.host) & bit) != 0) {
+    const mls_chain *c = s->chain;
+    const uint64_t bit = one << i;
+    if (i >= m->state.left || ((m->state.saved | m->state.host) & bit) != 0) {
         return MLS_OK;
     }
     outcome o = {.state = m->state, .kind = MLS_STEP_SAVE, .block = i};
-    o.peak = without_output(s, m, j) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
+    o.peak = without_output(s, m, i) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
     const mls_code code = lead_both(s, m, &o, bit);
-    return code == MLS_OK && s->stretch->offload ? lead_away(s, m, &o, bit) : code;
+    return code == MLS_OK && s->limits->offload ? lead_away(s, m, &o, bit) : code;
 }
 
 /* Back from the host: for its backward, or for an output that is not there, which may
  * stay while the rest goes away again. */
-static mls_code try_load(search *s, const moment *m, size_t j)
+static mls_code try_load(search *s, const moment *m, size_t i)
 {
-    const size_t i = s->stretch->first + j;
-    const uint64_t bit = one << j;
+    const uint64_t bit = one << i;
     /* a load that nobody waits for can wait: what stayed behind is smaller */
-    const bool wanted = ((s->stretch->to.saved >> j) & 1) != 0;
     const bool next = i + 1 == m->state.left;
-    if ((m->state.host & bit) == 0 ||
-        (!next && !wanted && (m->state.alone & bit << 1) != 0)) {
+    if ((m->state.host & bit) == 0 || (!next && (m->state.alone & bit << 1) != 0)) {
         return MLS_OK;
     }
     outcome o = {.state = m->state, .kind = MLS_STEP_LOAD, .block = i};
-    o.peak = without_output(s, m, j) + s->stretch->chain->saved_bytes[i];
+    o.peak = without_output(s, m, i) + s->chain->saved_bytes[i];
     o.state.host &= ~bit;
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
@@ -392,44 +381,13 @@ static mls_code try_load(search *s, const moment *m, size_t j)
     return code == MLS_OK && !next ? lead_away(s, m, &o, bit) : code;
 }
 
-/* To the host what was saved before the stretch began. */
-static mls_code try_offload(search *s, const moment *m, size_t j)
-{
-    const uint64_t bit = one << j;
-    if ((m->state.saved & s->stretch->from.saved & bit) == 0) {
-        return MLS_OK;
-    }
-    outcome o = {.state = m->state, .kind = MLS_STEP_OFFLOAD, .peak = m->held};
-    o.block = s->stretch->first + j;
-    o.state.saved &= ~bit;
-    o.state.host |= bit;
-    o.state.alone |= bit << 1;
-    return lead_both(s, m, &o, bit << 1);
-}
-
-/* Both ways to and from the host. */
-static mls_code try_transfer(search *s, const moment *m, size_t j)
-{
-    const mls_code code = try_load(s, m, j);
-    return code == MLS_OK ? try_offload(s, m, j) : code;
-}
-
-/* The block whose backward comes next and can be run in this stretch; SIZE_MAX: none. */
-static size_t next_backward(const search *s, const moment *m)
-{
-    const mls_stretch *t = s->stretch;
-    const size_t left = m->state.left;
-    const bool inside = left > t->first && left <= t->first + t->count;
-    return inside && left > t->to.left ? left - 1 - t->first : SIZE_MAX;
-}
-
 /* Backward, or the save or load that is all it lacks; `*done` says that nothing else
  * needs a look. */
-static mls_code try_backward(search *s, const moment *m, size_t j, bool *done)
+static mls_code try_backward(search *s, const moment *m, bool *done)
 {
-    const mls_chain *c = s->stretch->chain;
-    const size_t i = s->stretch->first + j;
-    const uint64_t bit = one << j;
+    const mls_chain *c = s->chain;
+    const size_t i = m->state.left - 1;
+    const uint64_t bit = one << i;
     *done = false;
     if ((m->there & bit) == 0) {
         return MLS_OK;
@@ -465,16 +423,15 @@ static mls_code try_backward(search *s, const moment *m, size_t j, bool *done)
 /* A node's state spelled out: what can be read, and how many bytes that is. */
 static moment moment_of(const search *s, uint32_t number)
 {
-    const mls_stretch *t = s->stretch;
-    const mls_chain *c = t->chain;
+    const mls_chain *c = s->chain;
     const node *at = &s->nodes[number];
-    moment m = {.state = unpack(t, at->key), .node = number};
+    moment m = {.state = unpack(at->key), .node = number};
     m.cost = at->cost;
     m.peak = at->peak;
-    m.there = m.state.alone | m.state.saved << 1 | (t->input_stays ? 1 : 0);
-    m.held = t->base + mls_held_gradient(c, m.state.left) +
-             bytes_of(c->activation_bytes + t->first, m.state.alone) +
-             bytes_of(c->saved_bytes + t->first, m.state.saved);
+    m.there = m.state.alone | m.state.saved << 1 | 1;
+    m.held = c->activation_bytes[0] + mls_held_gradient(c, m.state.left) +
+             bytes_of(c->activation_bytes, m.state.alone) +
+             bytes_of(c->saved_bytes, m.state.saved);
     return m;
 }
 
@@ -485,52 +442,33 @@ static mls_code expand(search *s, uint32_t number)
 {
     /* a copy: the array of nodes may move as it grows */
     const moment m = moment_of(s, number);
-    const size_t next = next_backward(s, &m);
-    mls_code code = MLS_OK;
-    if (next != SIZE_MAX) {
-        bool done;
-        code = try_backward(s, &m, next, &done);
-        if (done) {
-            return code;
-        }
-    }
-    for (size_t j = 0; j < s->stretch->count && code == MLS_OK; j++) {
-        if ((m.there >> j & 1) != 0) {
-            code = try_forward(s, &m, j);
+    bool done;
+    mls_code code = try_backward(s, &m, &done);
+    for (size_t i = 0; i < s->chain->blocks && code == MLS_OK && !done; i++) {
+        if ((m.there >> i & 1) != 0) {
+            code = try_forward(s, &m, i);
             if (code == MLS_OK) {
-                code = try_save(s, &m, j);
+                code = try_save(s, &m, i);
             }
         }
-        if (code == MLS_OK && s->stretch->offload) {
-            code = try_transfer(s, &m, j);
+        if (code == MLS_OK && s->limits->offload) {
+            code = try_load(s, &m, i);
         }
     }
     return code;
 }
 
-/* More activations than are asked for can be dropped at any time. */
-static bool is_end(const search *s, uint64_t key)
-{
-    const mls_stretch_state state = unpack(s->stretch, key), *to = &s->stretch->to;
-    return state.left == to->left && state.saved == to->saved && state.host == to->host &&
-           (state.alone & to->alone) == to->alone;
-}
-
 /* What every way holds at some moment: a block's input, what it saved, and what its
  * backward pass needs. */
-static int64_t least_of_all(const mls_stretch *s)
+static int64_t least_of_all(const mls_chain *c)
 {
-    const mls_chain *c = s->chain;
-    int64_t least = s->base;
-    for (size_t i = s->first; i < s->first + s->count; i++) {
-        /* only blocks that run backward within the stretch */
-        if (i >= s->to.left && i < s->from.left) {
-            const bool counted = i == s->first && s->input_stays;
-            const int64_t held = s->base + (counted ? 0 : c->activation_bytes[i]) +
-                                 c->saved_bytes[i] + mls_held_gradient(c, i + 1) +
-                                 mls_backward_makes(c, i);
-            least = held > least ? held : least;
-        }
+    const int64_t base = c->activation_bytes[0];
+    int64_t least = base;
+    for (size_t i = 0; i < c->blocks; i++) {
+        const int64_t held = base + (i == 0 ? 0 : c->activation_bytes[i]) +
+                             c->saved_bytes[i] + mls_held_gradient(c, i + 1) +
+                             mls_backward_makes(c, i);
+        least = held > least ? held : least;
     }
     return least;
 }
@@ -540,9 +478,10 @@ static int64_t least_of_all(const mls_stretch *s)
 static mls_code run_search(search *s, uint32_t *end)
 {
     *end = NONE;
-    mls_code code = reach(s, &(node){.key = pack(s->stretch, &s->stretch->from),
-                                     .parent = NONE,
-                                     .peak = least_of_all(s->stretch)});
+    /* nothing is held at the beginning but the input, and nothing else at the end */
+    const state begin = {.left = s->chain->blocks};
+    mls_code code = reach(
+        s, &(node){.key = pack(&begin), .parent = NONE, .peak = least_of_all(s->chain)});
     for (size_t taken = 0; code == MLS_OK && s->open > 0; taken++) {
         const mls_poll *poll = &s->limits->poll;
         if ((taken & POLL) == POLL && poll->go_on != NULL &&
@@ -550,7 +489,7 @@ static mls_code run_search(search *s, uint32_t *end)
             return mls_fail(s->st, MLS_E_STOPPED, "the search was stopped");
         }
         const uint32_t number = take_first(s);
-        if (is_end(s, s->nodes[number].key)) {
+        if (unpack(s->nodes[number].key).left == 0) {
             *end = number;
             return MLS_OK;
         }
@@ -568,7 +507,7 @@ static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
 {
     for (uint32_t at = end; s->nodes[at].parent != NONE; at = s->nodes[at].parent) {
         const node *n = &s->nodes[at];
-        const size_t block = s->stretch->first + (size_t)n->block;
+        const size_t block = (size_t)n->block;
         mls_code code = MLS_OK;
         if (n->away) { /* backwards: what comes later goes first */
             code = mls_schedule_push(runs, MLS_STEP_OFFLOAD, block, s->st);
@@ -615,11 +554,11 @@ static mls_code find(search *s, mls_found *out)
 }
 
 /* One more state than the numbers can tell apart is never made. */
-static search search_of(const mls_stretch *stretch, const mls_search_limits *limits,
+static search search_of(const mls_chain *chain, const mls_search_limits *limits,
                         bool by_peak, mls_status *st)
 {
     const size_t most = limits->states == 0 ? MLS_SEARCH_STATES : limits->states;
-    return (search){.stretch = stretch,
+    return (search){.chain = chain,
                     .limits = limits,
                     .by_peak = by_peak,
                     .most = most < CLOSED ? most : CLOSED - 1,
@@ -627,30 +566,153 @@ static search search_of(const mls_stretch *stretch, const mls_search_limits *lim
 }
 
 /* Seconds for costs; a peak need only stay within the budget. */
-mls_code mls_search(const mls_stretch *stretch, const mls_search_limits *limits,
+mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
                     mls_found *out, mls_status *st)
 {
-    search s = search_of(stretch, limits, false, st);
+    search s = search_of(chain, limits, false, st);
     return find(&s, out);
 }
 
 /* The same search with peaks for costs: the peak of a way is that of its worst step. */
-mls_code mls_search_least(const mls_stretch *stretch, const mls_search_limits *limits,
+mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limits,
                           mls_found *out, mls_status *st)
 {
-    search s = search_of(stretch, limits, true, st);
+    search s = search_of(chain, limits, true, st);
     return find(&s, out);
 }
 
-/* Nothing is held at the beginning but the input; nothing is asked for at the end. */
-mls_stretch mls_stretch_whole(const mls_chain *chain, bool offload)
+/* ---- the best schedule ---- */
+
+/* The drops placed, and all of it simulated: nothing leaves that was not looked at. */
+static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t count,
+                           mls_best *best, mls_status *st)
 {
-    return (mls_stretch){.chain = chain,
-                         .first = 0,
-                         .count = chain->blocks,
-                         .input_stays = true,
-                         .offload = offload,
-                         .base = chain->activation_bytes[0],
-                         .from = {.left = chain->blocks},
-                         .to = {.left = 0}};
+    mls_action *runs = mls_alloc(count, sizeof *runs);
+    unsigned char *scratch = mls_alloc(mls_runs_scratch(chain), 1);
+    mls_code code = MLS_OK;
+    if (runs == NULL || scratch == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for %zu steps", count);
+    } else {
+        count = mls_runs_of(steps, count, runs);
+        mls_runs_tidy(chain, runs, &count, scratch);
+        code = mls_runs_write(runs, count, &best->schedule, st);
+    }
+    mls_free(runs);
+    mls_free(scratch);
+    if (code == MLS_OK) {
+        code = mls_chain_simulate(chain, best->schedule.steps, best->schedule.count, NULL,
+                                  &best->totals, st);
+    }
+    return code;
+}
+
+/* Give the steps with their drops; `optimal` and `states` as found. */
+static mls_code give_steps(const mls_chain *chain, const mls_step *steps, size_t count,
+                           const mls_found *found, mls_best *out, mls_status *st)
+{
+    mls_best best = {.optimal = !found->ran_out, .states = found->states};
+    const mls_code code = write_best(chain, steps, count, &best, st);
+    if (code == MLS_OK) {
+        *out = best;
+    } else {
+        mls_schedule_fini(&best.schedule);
+    }
+    return code;
+}
+
+/* The least budget goes into `expected`, where programs find it. */
+static mls_code refuse(const mls_chain *chain, int64_t budget, const char *which,
+                       int64_t least, mls_status *st)
+{
+    mls_fail(st, MLS_E_CAPACITY,
+             "no schedule of %zu blocks was found that fits a budget of %" PRId64
+             " bytes: the least that %s fits is %" PRId64,
+             chain->blocks, budget, which, least);
+    mls_status_expected(st, "at least %" PRId64, least);
+    mls_status_got(st, "%" PRId64, budget);
+    return st->code;
+}
+
+/* Nothing was found, and not all was looked at: what is enough for a persistent schedule
+ * is enough. */
+static mls_code refuse_some(const mls_chain *chain, const mls_best_options *o,
+                            mls_status *st)
+{
+    int64_t least;
+    const mls_code code = mls_plan_least_bytes(chain, o->offload, o->poll, &least, st);
+    return code == MLS_OK ? refuse(chain, o->budget_bytes, "a persistent one", least, st)
+                          : code;
+}
+
+/* Nothing fits: say what would. */
+static mls_code refuse_all(const mls_chain *chain, const mls_search_limits *limits,
+                           const mls_best_options *o, mls_status *st)
+{
+    mls_found found;
+    const mls_code code = mls_search_least(chain, limits, &found, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    mls_schedule_fini(&found.runs);
+    return found.found ? refuse(chain, o->budget_bytes, "any one", found.least, st)
+                       : refuse_some(chain, o, st);
+}
+
+/* The seconds that the start could do without; INFINITY without a start. */
+static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o,
+                               double *extra, mls_status *st)
+{
+    mls_totals totals;
+    *extra = INFINITY;
+    if (o->start == NULL) {
+        return MLS_OK;
+    }
+    const mls_code code =
+        mls_chain_simulate(chain, o->start, o->start_count, NULL, &totals, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (totals.peak_bytes > o->budget_bytes) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "the schedule to start from has a peak of %" PRId64
+                        " bytes, above the budget of %" PRId64,
+                        totals.peak_bytes, o->budget_bytes);
+    }
+    /* only less than this is of interest, so the search need not go further */
+    *extra = 0;
+    for (size_t i = 0; i < o->start_count; i++) {
+        const mls_action run = {.kind = o->start[i].kind, .index = o->start[i].index};
+        *extra += mls_run_extra(chain, &run);
+    }
+    return MLS_OK;
+}
+
+/* Only what is faster than the start is searched for: if nothing is found, the start is
+ * the fastest, or if the search ran out of states, the best that is known. */
+mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
+                           mls_best *out, mls_status *st)
+{
+    mls_search_limits limits = {.offload = o->offload,
+                                .budget_bytes = o->budget_bytes,
+                                .states = o->states,
+                                .poll = o->poll};
+    mls_found found = {.ran_out = true};
+    mls_code code = extra_of_start(chain, o, &limits.below, st);
+    if (code == MLS_OK && chain->blocks <= MLS_SEARCH_BLOCKS) {
+        code = mls_search(chain, &limits, &found, st);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (found.found) {
+        code = give_steps(chain, found.runs.steps, found.runs.count, &found, out, st);
+    } else if (o->start != NULL) {
+        code = give_steps(chain, o->start, o->start_count, &found, out, st);
+    } else if (found.ran_out) {
+        code = refuse_some(chain, o, st);
+    } else {
+        code = refuse_all(chain, &limits, o, st);
+    }
+    mls_schedule_fini(&found.runs);
+    return code;
 }

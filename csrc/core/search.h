@@ -1,10 +1,10 @@
-/* search: the best of all valid schedules, between two moments of a stretch of a chain.
+/* search: the best of all valid schedules of a short chain.
  *
- * A state is what is held within the stretch: activations by themselves, saved blocks on
- * the device or on the host, backward passes to come.  The search is Dijkstra's over
- * these states.  Only seconds that could be done without are counted (plain forwards, and
- * transfers): what remains is the same for all schedules, so this is A* with all of that
- * as the bound.  What makes it small, without losing an optimum:
+ * A state is what is held: activations by themselves, saved blocks on the device or on
+ * the host, backward passes to come.  The search is Dijkstra's over these states.  Only
+ * seconds that could be done without are counted (plain forwards, and transfers): what
+ * remains is the same for all schedules, so this is A* with all of that as the bound.
+ * What makes it small, without losing an optimum:
  *
  *   - An activation is dropped right after it was used, or kept until it is used again:
  *     an earlier drop never costs memory.
@@ -14,7 +14,7 @@
  *     the save before it if that is all it lacks: every schedule could have it done now.
  *   - What goes to the host goes right after it was saved or loaded.
  *
- * Memory and time are bounded by a number of states; who asks too much is told so.
+ * Memory and time are bounded by a number of states; a caller that exceeds it is told.
  */
 #ifndef MLS_SEARCH_H
 #define MLS_SEARCH_H
@@ -28,30 +28,13 @@
 #include <stdint.h>
 
 enum {
-    MLS_SEARCH_BLOCKS = 19,      /* of a stretch, at most: a state is 64 bits */
+    MLS_SEARCH_BLOCKS = 19,      /* of a chain, at most: a state is 64 bits */
     MLS_SEARCH_STATES = 1 << 20, /* of one search, unless told: 52 bytes each */
 };
 
-/* Blocks `first` .. `first + count - 1`.  Bit j of `alone` is activation first + j, bit j
- * of `saved` and `host` is block first + j; `left` is that of the whole chain. */
-typedef struct mls_stretch_state {
-    uint64_t alone, saved, host;
-    size_t left;
-} mls_stretch_state;
-
-/* A stretch between two moments; `base` are the bytes held outside it all the time, but
- * no gradient. */
-typedef struct mls_stretch {
-    const mls_chain *chain;
-    size_t first, count;
-    bool input_stays; /* activation `first` is there all the time, and part of `base` */
-    bool offload;     /* the host may be used */
-    int64_t base;
-    mls_stretch_state from, to;
-} mls_stretch;
-
 /* How far to go. */
 typedef struct mls_search_limits {
+    bool offload; /* the host may be used: the chain has rates */
     int64_t budget_bytes;
     double below;  /* look for less extra seconds only; INFINITY: for any */
     size_t states; /* 0: MLS_SEARCH_STATES */
@@ -67,19 +50,41 @@ typedef struct mls_found {
     mls_schedule runs; /* steps without drops; owned: release with mls_schedule_fini */
 } mls_found;
 
-/* The whole of a chain, from its first step to its last.  The chain was checked and has
- * at most MLS_SEARCH_BLOCKS blocks. */
-mls_stretch mls_stretch_whole(const mls_chain *chain, bool offload);
-
-/* The fewest extra seconds between the two moments within the budget; the same result on
- * every machine.  Nothing found is no failure.
- * MLS_E_MEMORY, MLS_E_STOPPED: `*out` is untouched. */
-mls_code mls_search(const mls_stretch *stretch, const mls_search_limits *limits,
+/* The fewest extra seconds within the budget; the same result on every machine.  The
+ * chain was checked and has at most MLS_SEARCH_BLOCKS blocks.  Nothing found is no
+ * failure. MLS_E_MEMORY, MLS_E_STOPPED: `*out` is untouched. */
+mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
                     mls_found *out, mls_status *st);
 
-/* The least peak of all ways, whatever they take; `budget_bytes` and `below` are not
- * looked at, and `runs` is one of these ways.  Failures as above. */
-mls_code mls_search_least(const mls_stretch *stretch, const mls_search_limits *limits,
+/* The least peak of all schedules, whatever they take; `budget_bytes` and `below` are not
+ * looked at, and `runs` is one of these schedules.  Failures as above. */
+mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limits,
                           mls_found *out, mls_status *st);
+
+typedef struct mls_best_options {
+    int64_t budget_bytes;
+    bool offload;
+    const mls_step *start; /* borrowed: a valid schedule within the budget, or NULL */
+    size_t start_count;
+    size_t states; /* 0: MLS_SEARCH_STATES */
+    mls_poll poll; /* its function may be NULL */
+} mls_best_options;
+
+typedef struct mls_best {
+    mls_schedule schedule; /* owned: release with mls_schedule_fini */
+    mls_totals totals;
+    bool optimal;  /* none is faster within the budget */
+    size_t states; /* that were looked at; 0: the chain is too long for a search */
+} mls_best;
+
+/* The fastest schedule, drops included, by a search; or the start, if the chain has more
+ * than MLS_SEARCH_BLOCKS blocks or asks for too many states.  The chain was checked; it
+ * has rates if the host may be used.
+ * MLS_E_CAPACITY: no schedule fits, or the search is too long and there is no start;
+ * `expected` is the least budget that is known to be enough, and the text says for which
+ * schedules.  MLS_E_VALUE: the start is not valid, or exceeds the budget.  MLS_E_MEMORY,
+ * MLS_E_STOPPED.  `*out` is untouched then. */
+mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *options,
+                           mls_best *out, mls_status *st);
 
 #endif

@@ -8,6 +8,7 @@
 
 #include "filename.h"
 #include "mem.h"
+#include "shard_header.h"
 #include "size.h"
 
 #include <stdio.h>
@@ -15,7 +16,6 @@
 #include <string.h>
 
 enum {
-    PAYLOAD_ALIGNMENT = 4096, /* of the first tensor: direct writes need it */
     SEGMENT_BYTES = 32 << 20, /* no more small shards than that in one file */
     PARTS_MOST = 1000000000   /* of a tensor, so that file names stay short */
 };
@@ -46,13 +46,6 @@ static int compare_items(const void *a, const void *b)
     return ids != 0 ? ids : x->part < y->part ? -1 : x->part > y->part;
 }
 
-/* Bytes of the key under which a file has the tensor: the one that a state dict has, so
- * that any reader of safetensors shows what people know. */
-static size_t key_length(const mls_tensor_id *id)
-{
-    return id->name.length + (id->has_state ? 1 + id->state.length : 0);
-}
-
 /* Dimensions that the shape of any part of the tensor may have: a flat part has one, even
  * where the tensor has none. */
 static size_t dims_of(const mls_shard_item *item)
@@ -74,7 +67,7 @@ static mls_code allocate(mls_shard_plan *plan, mls_status *st)
             return about(&job->items[i], st);
         }
         dims += dims_of(&job->items[i]);
-        keys += key_length(&job->items[i].id);
+        keys += mls_shard_key_length(&job->items[i].id);
     }
     /* axes are those of the shapes, so their number bounds both */
     plan->index.shards = mls_alloc(job->count, sizeof *plan->index.shards);
@@ -123,19 +116,6 @@ static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
     return MLS_OK;
 }
 
-/* Write the shard's key to `to`.  States have no dots, so the last dot of a key parts it
- * again, and no two tensors of a section have one key. */
-static void join_key(const mls_tensor_id *id, mls_text *key, char *to)
-{
-    *key = (mls_text){to, key_length(id)};
-    memcpy(to, id->name.data == NULL ? "" : id->name.data, id->name.length);
-    if (id->has_state) {
-        to[id->name.length] = '.';
-        memcpy(to + id->name.length + 1, id->state.data == NULL ? "" : id->state.data,
-               id->state.length);
-    }
-}
-
 /* What a file cannot say, or what the reader would refuse. */
 static mls_code check_id(const mls_shard_item *item, mls_text key, mls_status *st)
 {
@@ -165,7 +145,8 @@ static mls_code describe_all(mls_shard_plan *plan, const mls_shard_item **sorted
     char *keys = plan->keys;
     for (size_t i = 0; i < plan->job->count; i++) {
         mls_planned *planned = &plan->planned[i];
-        join_key(&sorted[i]->id, &planned->key, keys);
+        planned->key = (mls_text){keys, mls_shard_key_length(&sorted[i]->id)};
+        mls_shard_write_key(&sorted[i]->id, keys);
         mls_code code = check_id(sorted[i], planned->key, st);
         if (code == MLS_OK) {
             code = describe(sorted[i], &plan->index.shards[i], planned, dims, st);
@@ -634,7 +615,7 @@ static mls_code make_header(mls_shard_plan *plan, mls_planned_file *file, mls_st
         text.code != MLS_OK
             ? mls_fail(st, text.code, "no room to describe %zu shards", file->count)
             : mls_header_init(&file->header, file->tensors, file->count, &pair, 1,
-                              PAYLOAD_ALIGNMENT, st);
+                              MLS_SHARD_ALIGNMENT, st);
     mls_buffer_fini(&text);
     return code;
 }

@@ -5,7 +5,7 @@
  * behind the other, several with one call; short runs of a shard that lie close together
  * are read as one, gaps included, and spread from there.  What is verified is read block
  * by block instead, in steps that are still in the processor's cache when the checksum is
- * taken.
+ * taken.  A read that would meet `copies_slowly` takes the way through a buffer.
  */
 #if !defined(_WIN32)
 
@@ -31,6 +31,8 @@ enum {
     DIRECT = 64 << 10,     /* so long a run is read by itself */
     GAP = 4 << 10,         /* reading it takes no longer than a system call */
     PARTS = 64,            /* of neighbours that are read by one call */
+    ALIAS = 4 << 10,       /* processors compare addresses up to this bit, see below */
+    LINE = 64,             /* of the processor's cache */
     SHARED_BYTES = 8 << 20 /* less is read by the calling thread */
 };
 
@@ -58,7 +60,7 @@ typedef struct worker {
     const char *file; /* the open one's, or NULL */
     int fd;
     uint64_t file_bytes;
-    unsigned char *buffer; /* STEP bytes; NULL until they are needed */
+    unsigned char *buffer; /* STEP + ALIAS bytes; NULL until they are needed */
     mls_frame_room frames;
     uint64_t done; /* bytes of a task that went to their places */
 } worker;
@@ -213,17 +215,28 @@ static mls_code open_shard(worker *w, const mls_stored_shard *shard, mls_status 
     return MLS_E_FORMAT;
 }
 
-/* The thread's buffer of STEP bytes. */
-static mls_code borrow(worker *w, unsigned char **out, mls_status *st)
+/* Whether the system copies bytes at `offset` of a file to `to` slowly.  Linux copies
+ * with `rep movsb`, which AMD's processors run at a fifth of its speed if the destination
+ * is less than a line ahead of the source modulo 4 KiB (glibc bug 30994).  Large blocks
+ * of glibc begin 16 bytes behind a page, and large shards with a page of their file. */
+static bool copies_slowly(const unsigned char *to, uint64_t offset)
+{
+    const uint64_t ahead = ((uintptr_t)to - offset) % ALIAS;
+    return ahead > 0 && ahead < LINE;
+}
+
+/* STEP bytes of the thread's buffer for bytes from `offset` of a file: half of ALIAS
+ * away from these, so that neither the copy to them nor the one from them is slow. */
+static mls_code borrow(worker *w, uint64_t offset, unsigned char **out, mls_status *st)
 {
     if (w->buffer == NULL) {
-        w->buffer = mls_alloc(STEP, 1);
+        w->buffer = mls_realloc(NULL, STEP + ALIAS, 1);
     }
     if (w->buffer == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d bytes",
-                        (int)STEP);
+                        (int)(STEP + ALIAS));
     }
-    *out = w->buffer;
+    *out = w->buffer + (offset + ALIAS / 2 - (uintptr_t)w->buffer) % ALIAS;
     return MLS_OK;
 }
 
@@ -270,15 +283,16 @@ static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
     mls_code code = MLS_OK;
     while (code == MLS_OK && r->now.left > 0) {
         const size_t at = r->now.at;
+        const uint64_t offset = r->span->piece->shard->offset + at;
         const size_t alone = at + (r->now.left < STEP ? r->now.left : STEP);
         const size_t end = r->now.left < DIRECT ? end_together(r) : alone;
+        const bool straight = end == alone && !copies_slowly(r->now.to, offset);
         unsigned char *to = r->now.to;
-        code = end == alone ? MLS_OK : borrow(w, &to, st);
+        code = straight ? MLS_OK : borrow(w, offset, &to, st);
         if (code == MLS_OK) {
-            code = mls_file_read_at(w->fd, to, end - at,
-                                    r->span->piece->shard->offset + at, st);
+            code = mls_file_read_at(w->fd, to, end - at, offset, st);
         }
-        if (code == MLS_OK && end == alone) {
+        if (code == MLS_OK && straight) {
             w->done += end - at;
             advance(r, end - at);
         } else if (code == MLS_OK) {
@@ -295,11 +309,13 @@ static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
 static mls_code read_step(worker *w, run_reader *r, size_t at, size_t bytes,
                           uint32_t *crc, mls_status *st)
 {
-    const bool straight = r->now.at == at && r->now.left >= bytes;
+    const uint64_t offset = r->span->piece->shard->offset + at;
+    const bool straight =
+        r->now.at == at && r->now.left >= bytes && !copies_slowly(r->now.to, offset);
     unsigned char *to = r->now.to;
-    mls_code code = straight ? MLS_OK : borrow(w, &to, st);
+    mls_code code = straight ? MLS_OK : borrow(w, offset, &to, st);
     if (code == MLS_OK) {
-        code = mls_file_read_at(w->fd, to, bytes, r->span->piece->shard->offset + at, st);
+        code = mls_file_read_at(w->fd, to, bytes, offset, st);
     }
     if (code != MLS_OK) {
         return code;
@@ -442,14 +458,16 @@ static void read_span(worker *w, const mls_read_span *s)
     }
 }
 
-/* Whether a span is one run of bytes that go straight to their place; where they are
- * verified, all of a shard that is no longer than a block. */
+/* Whether a span is one run of bytes that go straight to their place, and not slowly if
+ * they are many; where they are verified, all of a shard that is no longer than a block.
+ */
 static bool goes_straight(const mls_read_span *s, bool verified)
 {
     const mls_stored_shard *shard = s->piece->shard;
     size_t bytes;
     if (s->piece->data == NULL || s->to == SIZE_MAX || s->zeros_end > s->zeros_from ||
-        shard->file == NULL || shard->frames != NULL) {
+        shard->file == NULL || shard->frames != NULL ||
+        (s->end - s->from > GAP && copies_slowly(s->piece->data + s->to, s->at))) {
         return false;
     }
     return !verified || (s->from == 0 && s->end <= MLS_SAFETENSORS_BLOCK &&

@@ -2,12 +2,12 @@
  *
  * Bytes are compared with bytes: two states of one checksum would be taken for one, once
  * in four thousand million times.  Reading stops at the first difference, which in a
- * state that was trained on is the first block.  A file that cannot be read as recorded
- * is as good as different: its shard is in memory, and is written again.
+ * state that was trained on is the first block.  A file that would not verify is as good
+ * as different, even if its bytes are those in memory: its shards are written again.  So
+ * the header and the checksums of all bytes read are checked, too.
  *
  * Where rows that changed are to become one more layer, reading goes on up to the end, or
- * until too many of them did.  What is below a new layer must be good, or the state would
- * be lost with it: then checksums are looked at, too.
+ * until too many of them did.
  */
 #if !defined(_WIN32)
 
@@ -17,6 +17,7 @@
 #    include "mem.h"
 #    include "safetensors.h"
 #    include "size.h"
+#    include "verify.h"
 
 #    include <stdatomic.h>
 #    include <string.h>
@@ -57,12 +58,16 @@ typedef struct batch {
     size_t from, to;
 } batch;
 
+/* Whether a file's header was checked. */
+enum header_state { UNKNOWN, GOOD, BAD };
+
 typedef struct comparing {
     mls_shard_plan *plan;
     compared *shards;
     piece *pieces;
     batch *batches;
-    unsigned char *bits; /* of all of them */
+    unsigned char *bits;   /* of all of them */
+    atomic_uchar *headers; /* of each file of before: header_state */
     size_t count, piece_count, batch_count;
     size_t buffer; /* bytes that a task reads at a time, at most */
     atomic_bool no_memory, stopped;
@@ -79,27 +84,46 @@ typedef struct reading {
 
 /* ---- bytes ---- */
 
-/* Open one of the files of before, or go on with it; false where it is not what was
- * recorded. */
-static bool open_file(const mls_shard_plan *plan, reading *r, size_t number)
+/* Whether the header of an open file, of which a place is at `end`, is as recorded.  The
+ * first task that opens a file reads it. */
+static bool header_is_good(comparing *c, int fd, size_t number, uint64_t end)
+{
+    mls_status ignored;
+    const mls_shard_job *job = c->plan->job;
+    unsigned char state = atomic_load(&c->headers[number]);
+    if (state == UNKNOWN) {
+        const mls_code code = mls_index_check_header(fd, end, &job->before->files[number],
+                                                     job->crc, &ignored);
+        if (code == MLS_E_MEMORY) {
+            atomic_store(&c->no_memory, true);
+        }
+        state = code == MLS_OK ? GOOD : BAD;
+        atomic_store(&c->headers[number], state);
+    }
+    return state == GOOD;
+}
+
+/* Open the file of a place, or go on with it; false if it is not what was recorded. */
+static bool open_file(comparing *c, reading *r, const mls_layer *place)
 {
     uint64_t length;
     mls_status ignored;
-    const mls_index_file *file = &plan->job->before->files[number];
-    if (r->fd >= 0 && r->file == number) {
+    const mls_shard_job *job = c->plan->job;
+    const mls_index_file *file = &job->before->files[place->file];
+    if (r->fd >= 0 && r->file == place->file) {
         return true;
     }
     if (r->fd >= 0) {
         (void)close(r->fd);
         r->fd = -1;
     }
-    if (mls_file_open_at(plan->job->folder, file->path, &r->fd, &length, &ignored) !=
-        MLS_OK) {
+    if (mls_file_open_at(job->folder, file->path, &r->fd, &length, &ignored) != MLS_OK) {
         return false;
     }
-    r->file = number;
-    /* cut off, or another file: nothing in it is worth reading */
-    if (length != file->bytes) {
+    r->file = place->file;
+    /* cut off, another file, or one that no reader takes: nothing in it is worth reading
+     */
+    if (length != file->bytes || !header_is_good(c, r->fd, place->file, place->offset)) {
         (void)close(r->fd);
         r->fd = -1;
         return false;
@@ -149,52 +173,66 @@ static void compare_read(const comparing *c, compared *one, const mls_layer *pla
     }
 }
 
-/* Whether a block, which was read, is what was written. */
-static bool is_good(const comparing *c, const mls_layer *place, size_t start,
-                    size_t bytes, const unsigned char *data)
+/* Whether a block that ends before byte `end` of a place has the checksum recorded. */
+static bool is_good(const mls_layer *place, size_t end, uint32_t crc)
 {
-    const uint32_t expected = place->bytes <= MLS_SAFETENSORS_BLOCK
-                                  ? place->crc
-                                  : place->crcs[start / MLS_SAFETENSORS_BLOCK];
-    return c->plan->job->crc->update(0, data, bytes) == expected;
+    return crc == (place->bytes <= MLS_SAFETENSORS_BLOCK
+                       ? place->crc
+                       : place->crcs[(end - 1) / MLS_SAFETENSORS_BLOCK]);
 }
 
-/* A piece of a place, read up to where there is nothing more to know. */
-static void compare_stored(const comparing *c, compared *one, const mls_layer *place,
+/* Bytes to read next of a piece, within one block: a small step first, since the block
+ * that differs is mostly the first. */
+static size_t next_step(const compared *one, const piece *p, size_t done)
+{
+    const size_t most = one->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
+                        : done == p->from ? (size_t)FIRST_STEP
+                                          : (size_t)STEP;
+    const size_t block = MLS_SAFETENSORS_BLOCK - done % MLS_SAFETENSORS_BLOCK;
+    const size_t left = p->to - done < block ? p->to - done : block;
+    return left < most ? left : most;
+}
+
+/* A piece of a place, read up to where there is nothing more to know.  Also of bytes that
+ * are those in memory the checksum counts: the damaged file may be where these are from.
+ */
+static void compare_stored(comparing *c, compared *one, const mls_layer *place,
                            const piece *p, reading *r)
 {
     mls_status ignored;
-    if (!open_file(c->plan, r, place->file)) {
+    uint32_t crc = 0; /* of the block so far; a piece starts with a block */
+    if (!open_file(c, r, place)) {
         atomic_store(&one->changed, LOST);
         return;
     }
     for (size_t done = p->from;
          done < p->to && atomic_load(&one->changed) <= one->most;) {
-        /* a small step first: the block that differs is mostly the first */
-        const size_t most = one->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
-                            : done == p->from ? (size_t)FIRST_STEP
-                                              : (size_t)STEP;
-        const size_t left = p->to - done;
-        const size_t step = left < most ? left : most;
+        const size_t step = next_step(one, p, done);
         if (mls_file_read_at(r->fd, r->read, step, place->offset + done, &ignored) !=
-                MLS_OK ||
-            (one->bits != NULL && !is_good(c, place, done, step, r->read))) {
+            MLS_OK) {
             atomic_store(&one->changed, LOST);
             return;
         }
+        crc = c->plan->job->crc->update(crc, r->read, step);
         compare_read(c, one, place, done, step, r->read, r);
         done += step;
+        if (done % MLS_SAFETENSORS_BLOCK == 0 || done == p->to) {
+            if (!is_good(place, done, crc)) {
+                atomic_store(&one->changed, LOST);
+                return;
+            }
+            crc = 0;
+        }
     }
 }
 
-/* The same of a place whose bytes are coded: frame by frame.  What is equal to memory is
- * good without a look at checksums. */
+/* The same of a place whose bytes are coded: frame by frame. */
 static void compare_coded(comparing *c, compared *one, const mls_layer *place,
                           const piece *p, reading *r)
 {
     mls_status st;
     const unsigned char *data;
-    if (!open_file(c->plan, r, place->file)) {
+    if (!open_file(c, r, place)) {
         atomic_store(&one->changed, LOST);
         return;
     }
@@ -203,7 +241,7 @@ static void compare_coded(comparing *c, compared *one, const mls_layer *place,
                              .bytes = place->bytes,
                              .crcs = place->crcs,
                              .frames = place->frames,
-                             .crc = one->bits != NULL ? c->plan->job->crc : NULL,
+                             .crc = c->plan->job->crc,
                              .codecs = c->plan->job->codecs};
     for (size_t start = p->from; start < p->to; start += MLS_FRAME_BYTES) {
         const size_t number = start / MLS_FRAME_BYTES;
@@ -434,8 +472,10 @@ static mls_code allocate(comparing *c, mls_status *st)
     c->pieces = mls_alloc(pieces, sizeof *c->pieces);
     c->batches = mls_alloc(pieces, sizeof *c->batches);
     c->bits = mls_alloc(bits, 1);
+    c->headers = mls_alloc(plan->job->before->file_count, sizeof *c->headers);
     c->buffer = bits > 0 ? MLS_SAFETENSORS_BLOCK : STEP;
-    return c->shards == NULL || c->pieces == NULL || c->batches == NULL || c->bits == NULL
+    return c->shards == NULL || c->pieces == NULL || c->batches == NULL ||
+                   c->bits == NULL || c->headers == NULL
                ? mls_fail(st, MLS_E_MEMORY, "no memory to compare %zu shards", shards)
                : MLS_OK;
 }
@@ -561,6 +601,7 @@ mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st)
     mls_free(c.pieces);
     mls_free(c.batches);
     mls_free(c.bits);
+    mls_free(c.headers);
     return code;
 }
 

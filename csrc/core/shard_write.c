@@ -59,9 +59,14 @@ typedef struct task {
     size_t start, bytes;
 } task;
 
+/* Folders of a checkpoint that files are written to: one for each section, one for
+ * indexes. */
+enum { INDEX_FOLDER = MLS_SECTION_COUNT, FOLDER_COUNT };
+
 typedef struct writer {
     const mls_shard_job *job;
     mls_shard_plan plan;
+    int folders[FOLDER_COUNT]; /* open; a symbolic link is none of them */
     output *outputs;
     task *tasks;
     size_t task_count;
@@ -173,22 +178,18 @@ static mls_code flush(sink *s)
     return code;
 }
 
-/* Through the cache nothing needs to be aligned: large runs go from where they lie. */
-static mls_code put_plain(sink *s, const unsigned char *from, size_t bytes, uint32_t *crc)
+/* Bytes that fit the buffer before it is sent on: little of it through the cache, where
+ * what was copied is read again at once. */
+static size_t buffer_room(const sink *s)
 {
-    mls_code code = flush(s);
-    for (size_t done = 0; code == MLS_OK && done < bytes;) {
-        const size_t left = bytes - done;
-        const size_t step = left < PLAIN_STEP ? left : PLAIN_STEP;
-        *crc = s->w->job->crc->update(*crc, from + done, step);
-        code = mls_file_write_at(s->out->fd, from + done, step, s->offset, s->st);
-        s->offset += step;
-        done += step;
-        if (code == MLS_OK) {
-            code = report(s, step);
-        }
-    }
-    return code;
+    return (s->out->direct ? (size_t)MLS_WRITE_BUFFER : (size_t)PLAIN_STEP) - s->used;
+}
+
+/* A write buffer that the disk reads and the processor does not: whether it fits the
+ * cache does not matter, so the fastest way to store is measured. */
+static mls_destination buffer_of(const sink *s)
+{
+    return s->out->direct ? (mls_destination){.bytes = SIZE_MAX} : mls_cached();
 }
 
 /* Put a piece of one block, which fits the buffer, into it: elements `first` on.  Copy
@@ -203,7 +204,8 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
         mls_planned_elements(s->w->job, item, first, bytes / size, to);
     /* what was packed is in its place already */
     *crc = from == to ? s->w->job->crc->update(*crc, to, bytes)
-                      : s->w->job->crc->copy(*crc, to, from, bytes);
+                      : mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
+                                     to, from, bytes, buffer_of(s));
     s->used += bytes;
 }
 
@@ -261,16 +263,11 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         /* of a layer no further than its run: what follows lies elsewhere in memory, but
          * goes into the same buffer, block and file */
         const size_t first = find_stored(planned, size, start, &run, &step);
-        /* what lies packed need not be copied, unless the disk wants it aligned */
-        if (!s->out->direct && item->data != NULL && step >= PLAIN_STEP) {
-            code = put_plain(s, item->data + (item->first + first) * size, step, crc);
-            start += step;
-            continue;
-        }
-        if (s->used == MLS_WRITE_BUFFER) {
+        /* always copied, and checksummed on the way: the array may change meanwhile */
+        if (buffer_room(s) == 0) {
             code = flush(s);
         }
-        const size_t room = MLS_WRITE_BUFFER - s->used;
+        const size_t room = buffer_room(s);
         step = step < room ? step : room;
         if (code == MLS_OK) {
             put_buffered(s, item, first, step, crc);
@@ -286,20 +283,85 @@ static mls_code put_coded(sink *s, const mls_header_tensor *tensor,
 {
     mls_code code = MLS_OK;
     for (size_t start = 0; code == MLS_OK && start < tensor->bytes;) {
-        const size_t left = tensor->bytes - start;
-        const size_t step = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+        const size_t block = MLS_SAFETENSORS_BLOCK - start % MLS_SAFETENSORS_BLOCK;
+        const size_t left = tensor->bytes - start, room = buffer_room(s);
+        size_t step = left < block ? left : block;
+        step = step < room ? step : room;
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
-        if (!s->out->direct) {
-            code = put_plain(s, coded + start, step, crc);
-        } else {
-            /* two blocks are as much as the buffer takes */
-            *crc = s->w->job->crc->copy(*crc, s->buffer + s->used, coded + start, step);
-            s->used += step;
-            code = s->used == MLS_WRITE_BUFFER ? flush(s) : MLS_OK;
-        }
+        *crc = mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
+                            s->buffer + s->used, coded + start, step, buffer_of(s));
+        s->used += step;
         start += step;
+        code = buffer_room(s) == 0 ? flush(s) : MLS_OK;
     }
     return code;
+}
+
+/* ---- folders ---- */
+
+/* The name of one of them. */
+static const char *folder_name(int number)
+{
+    return number == INDEX_FOLDER ? "index" : mls_section_name((mls_section)number);
+}
+
+/* Open all of them.  A link is refused: the files behind it may be another checkpoint's.
+ * What is open stays the same folder, even if its name becomes another one's. */
+static mls_code open_folders(writer *w, mls_status *st)
+{
+    for (int i = 0; i < FOLDER_COUNT; i++) {
+        do {
+            w->folders[i] = openat(w->job->folder, folder_name(i),
+                                   O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
+        } while (w->folders[i] < 0 && errno == EINTR);
+        if (w->folders[i] < 0) {
+            return mls_fail_os(st, errno, "cannot open the folder %s", folder_name(i));
+        }
+    }
+    return MLS_OK;
+}
+
+/* The open folder that a path is in; `*name` is the rest of it. */
+static int folder_of(const writer *w, const char *path, const char **name)
+{
+    for (int i = 0; i < FOLDER_COUNT; i++) {
+        const size_t length = strlen(folder_name(i));
+        if (strncmp(path, folder_name(i), length) == 0 && path[length] == '/') {
+            *name = path + length + 1;
+            return w->folders[i];
+        }
+    }
+    *name = path; /* no path of ours is: opening it fails */
+    return -1;
+}
+
+/* Create a file that must not exist: a descriptor, or -1 and errno. */
+static int create_file(const writer *w, const char *path)
+{
+    const char *name;
+    const int folder = folder_of(w, path, &name);
+    int fd;
+    do {
+        fd = openat(folder, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW,
+                    (mode_t)w->job->mode);
+    } while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+/* Give a file of one of the folders another name there: 0, or -1 and errno. */
+static int rename_file(const writer *w, const char *from, const char *to)
+{
+    const char *old, *name;
+    const int source = folder_of(w, from, &old), target = folder_of(w, to, &name);
+    return renameat(source, old, target, name);
+}
+
+/* Delete a file that this save made. */
+static void remove_file(const writer *w, const char *path)
+{
+    const char *name;
+    const int folder = folder_of(w, path, &name);
+    (void)unlinkat(folder, name, 0);
 }
 
 /* ---- files ---- */
@@ -329,7 +391,9 @@ static mls_code reserve(const output *out, mls_status *st)
 static mls_code expect_new(const writer *w, const char *path, mls_status *st)
 {
     struct stat info;
-    return fstatat(w->job->folder, path, &info, AT_SYMLINK_NOFOLLOW) == 0
+    const char *name;
+    const int folder = folder_of(w, path, &name);
+    return fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0
                ? mls_fail_os(st, EEXIST, "cannot create a file")
                : MLS_OK;
 }
@@ -342,10 +406,7 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
         return st->code;
     }
     snprintf(out->temporary, sizeof out->temporary, "%s.tmp", out->path);
-    do {
-        out->fd = openat(w->job->folder, out->temporary,
-                         O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
-    } while (out->fd < 0 && errno == EINTR);
+    out->fd = create_file(w, out->temporary);
     if (out->fd < 0) {
         return mls_fail_os(st, errno, "cannot create a file");
     }
@@ -418,7 +479,7 @@ static mls_code finish_output(sink *s)
     if (failed != 0) {
         return mls_fail_os(s->st, failed, "cannot close a file");
     }
-    if (renameat(s->w->job->folder, out->temporary, s->w->job->folder, out->path) != 0) {
+    if (rename_file(s->w, out->temporary, out->path) != 0) {
         return mls_fail_os(s->st, errno, "cannot give a file its name");
     }
     out->named = true;
@@ -614,21 +675,6 @@ static bool can_sync_once(int folder)
     return false;
 }
 
-/* The names in one of the pool's folders: a file that is on the disk without a name is
- * lost. */
-static mls_code sync_folder(int pool, const char *path, mls_status *st)
-{
-    const int fd = openat(pool, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0) {
-        return mls_fail_os(st, errno, "cannot open the folder %s", path);
-    }
-    const int reason = mls_folder_sync(fd);
-    (void)close(fd);
-    return reason == 0
-               ? MLS_OK
-               : mls_fail_os(st, reason, "cannot bring the folder %s to the disk", path);
-}
-
 /* Everything that has a name now. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
@@ -642,14 +688,15 @@ static mls_code make_durable(const writer *w, mls_status *st)
                            : mls_fail_os(st, errno, "cannot bring the files to the disk");
     }
 #    endif
-    for (int s = 0; s < MLS_SECTION_COUNT; s++) {
-        const mls_code code =
-            sync_folder(w->job->folder, mls_section_name((mls_section)s), st);
-        if (code != MLS_OK) {
-            return code;
+    /* a file that is on the disk without a name is lost */
+    for (int i = 0; i < FOLDER_COUNT; i++) {
+        const int reason = mls_folder_sync(w->folders[i]);
+        if (reason != 0) {
+            return mls_fail_os(st, reason, "cannot bring the folder %s to the disk",
+                               folder_name(i));
         }
     }
-    return sync_folder(w->job->folder, "index", st);
+    return MLS_OK;
 }
 
 /* ---- the index ---- */
@@ -675,8 +722,7 @@ static mls_code write_small(const writer *w, const char *path, const mls_buffer 
         return st->code;
     }
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
-    const int fd = openat(w->job->folder, temporary,
-                          O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
+    const int fd = create_file(w, temporary);
     if (fd < 0) {
         return mls_fail_os(st, errno, "cannot create the index");
     }
@@ -688,12 +734,11 @@ static mls_code write_small(const writer *w, const char *path, const mls_buffer 
     if (close(fd) != 0 && errno != EINTR && code == MLS_OK) {
         code = mls_fail_os(st, errno, "cannot close the index");
     }
-    if (code == MLS_OK &&
-        renameat(w->job->folder, temporary, w->job->folder, path) != 0) {
+    if (code == MLS_OK && rename_file(w, temporary, path) != 0) {
         code = mls_fail_os(st, errno, "cannot give the index its name");
     }
     if (code != MLS_OK) {
-        (void)unlinkat(w->job->folder, temporary, 0);
+        remove_file(w, temporary);
     }
     return code;
 }
@@ -742,20 +787,25 @@ static void discard(const writer *w, const char *index)
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
         const output *out = &w->outputs[i];
         if (out->created) {
-            (void)unlinkat(w->job->folder, out->named ? out->path : out->temporary, 0);
+            remove_file(w, out->named ? out->path : out->temporary);
         }
     }
     if (w->indexed) {
-        (void)unlinkat(w->job->folder, index, 0);
+        remove_file(w, index);
     }
 }
 
-/* Descriptors are open only after a failure. */
+/* Descriptors of files are open only after a failure. */
 static void release(writer *w)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
         if (w->outputs[i].fd >= 0) {
             (void)close(w->outputs[i].fd);
+        }
+    }
+    for (int i = 0; i < FOLDER_COUNT; i++) {
+        if (w->folders[i] >= 0) {
+            (void)close(w->folders[i]);
         }
     }
     free_buffers(w);
@@ -802,7 +852,11 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
         return code;
     }
     pthread_mutex_init(&w.lock, NULL);
-    if ((code = mls_shard_plan_compare(&w.plan, st)) == MLS_OK &&
+    for (int i = 0; i < FOLDER_COUNT; i++) {
+        w.folders[i] = -1;
+    }
+    if ((code = open_folders(&w, st)) == MLS_OK &&
+        (code = mls_shard_plan_compare(&w.plan, st)) == MLS_OK &&
         (code = mls_shard_plan_keep(&w.plan, st)) == MLS_OK &&
         (code = mls_shard_plan_sift(&w.plan, st)) == MLS_OK &&
         (code = mls_shard_plan_compress(&w.plan, st)) == MLS_OK &&

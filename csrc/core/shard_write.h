@@ -41,6 +41,7 @@ typedef struct mls_shard_item {
 /* What is to be stored, and where. */
 typedef struct mls_shard_job {
     int folder;             /* the pool, open; its folders exist */
+    unsigned mode;          /* of new files, less the umask */
     const char *generation; /* MLS_GENERATION_DIGITS and NUL */
     uint64_t rank, world_size;
     const mls_shard_item *items;

@@ -15,9 +15,8 @@
 #include <string.h>
 
 enum {
-    PIECE_BYTES = 2 << 20,   /* of one task; a multiple of any item's size */
-    STREAM_LEAST = 64 << 10, /* shorter runs stay in the cache */
-    RECORD_BYTES = 512,      /* of an item, while it is saved */
+    PIECE_BYTES = 2 << 20, /* of one task; a multiple of any item's size */
+    RECORD_BYTES = 512,    /* of an item, while it is saved */
     THREAD_BYTES =
         64 << 10,        /* of a thread, beyond its buffer: what it touches of a stack */
     SAVE_BYTES = 1 << 20 /* of a save: lists, names, messages between ranks */
@@ -206,14 +205,13 @@ static void copy_bytes(const copying *c, const chosen *which, size_t start, size
     const mls_shard_item *item = &c->items[which->number];
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
     unsigned char *to = c->to->memory + which->place + start;
-    /* any strides, either byte order; or bytes as they are, round the cache where all of
-     * them could not stay there anyway */
+    /* any strides, either byte order; or bytes as they are */
     if (item->data == NULL) {
         mls_pack(c->to->kernels, item->strided, item->first + start / size, bytes / size,
                  to);
     } else {
-        c->to->kernels->copy(to, item->data + item->first * size + start, bytes,
-                             bytes >= STREAM_LEAST && mls_should_stream(c->bytes));
+        mls_copy_bytes(c->to->kernels, to, item->data + item->first * size + start, bytes,
+                       (mls_destination){.bytes = c->bytes});
     }
 }
 

@@ -247,21 +247,44 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
 
 /* The header's own checksum tells whether it changed; the recorded one whether it is this
  * file's.  A good header with another checksum is a file of another time: some copy went
- * wrong, but no disk did. */
+ * wrong, but no disk did.  Gives both outputs, after a failure too. */
+static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
+                            const mls_crc_kernels *crc, unsigned char **head,
+                            mls_safetensors *header, mls_status *st)
+{
+    size_t length = 0;
+    mls_code code = read_head(fd, end, head, &length, st);
+    if (code == MLS_OK) {
+        code = mls_safetensors_parse(*head, length, record->bytes, crc, true, header, st);
+    }
+    if (code == MLS_OK &&
+        (!header->has_crc || header->header_crc != record->header_crc)) {
+        code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
+    }
+    return code;
+}
+
+/* For those who keep a file without reading all of it. */
+mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *record,
+                                const mls_crc_kernels *crc, mls_status *st)
+{
+    unsigned char *head = NULL;
+    mls_safetensors header = {0};
+    const mls_code code = read_header(fd, end, record, crc, &head, &header, st);
+    mls_safetensors_fini(&header);
+    mls_free(head);
+    return code;
+}
+
+/* The header of a file, and whether it has what the index says. */
 static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 {
     const mls_layer place = place_of(v, first);
     const mls_index_file *record = &v->index->files[place.file];
     unsigned char *head = NULL;
     mls_safetensors header = {0};
-    size_t length = 0;
-    mls_code code = read_head(fd, place.offset, &head, &length, st);
-    if (code == MLS_OK) {
-        code =
-            mls_safetensors_parse(head, length, record->bytes, v->crc, true, &header, st);
-    }
-    if (code == MLS_OK && (!header.has_crc || header.header_crc != record->header_crc ||
-                           !header_agrees(v, &header, first))) {
+    mls_code code = read_header(fd, place.offset, record, v->crc, &head, &header, st);
+    if (code == MLS_OK && !header_agrees(v, &header, first)) {
         code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
     }
     mls_safetensors_fini(&header);

@@ -52,6 +52,13 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
                           mls_pool *pool, const mls_progress *progress, mls_problems *out,
                           mls_status *st);
 
+/* Check the header of an open file, whose first tensor that counts starts at `end` or
+ * before that, against its record in an index.
+ * MLS_E_IO, MLS_E_MEMORY; MLS_E_FORMAT, MLS_E_CHECKSUM: it changed; MLS_E_VALUE: it is
+ * another file's. */
+mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *record,
+                                const mls_crc_kernels *crc, mls_status *st);
+
 #endif
 
 void mls_problems_fini(mls_problems *problems); /* accepts a zeroed one; zeroes it */

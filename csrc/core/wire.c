@@ -124,7 +124,8 @@ void mls_wire_decode(const mls_kernels *kernels, mls_wire wire, const unsigned c
                      size_t n, size_t start, size_t count, float *dst)
 {
     if (wire != MLS_WIRE_INT8) {
-        kernels->convert[half_of(wire)][MLS_F32](dst, src + 2 * start, count, false);
+        kernels->convert[half_of(wire)][MLS_F32](dst, src + 2 * start, count,
+                                                 MLS_STORE_PLAIN);
         return;
     }
     const signed char *codes = (const signed char *)src + blocks_of(n) * sizeof(float);
@@ -156,7 +157,7 @@ void mls_wire_encode(const mls_kernels *kernels, mls_wire wire, const float *src
             memcpy(saturated, meant, left * sizeof *meant);
             saturate(saturated, left, wire == MLS_WIRE_F16 ? F16_MAX : BF16_MAX);
             kernels->convert[MLS_F32][half_of(wire)](dst + 2 * start, saturated, left,
-                                                     false);
+                                                     MLS_STORE_PLAIN);
         }
         if (residual != NULL) {
             mls_wire_decode(kernels, wire, dst, n, start, left, arrives);

@@ -148,6 +148,7 @@ static inline mls_shard_job job_of(const mls_shard_item *items, size_t count,
                                    const char *generation, const mls_index *before)
 {
     return (mls_shard_job){.folder = pool_fd,
+                           .mode = 0666,
                            .generation = generation,
                            .world_size = 1,
                            .items = items,

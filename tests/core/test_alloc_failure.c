@@ -6,7 +6,6 @@
 #include "failing_alloc.h"
 #include "fsio.h"
 #include "holders.h"
-#include "improve.h"
 #include "index.h"
 #include "json.h"
 #include "knapsack.h"
@@ -22,6 +21,8 @@
 #include "runner.h"
 #include "safetensors.h"
 #include "seal.h"
+#include "search.h"
+#include "shard_header.h"
 #include "shard_plan.h"
 #include "shard_read.h"
 #include "shards.h"
@@ -437,6 +438,15 @@ static mls_code find_shards(mls_status *st)
 }
 
 /* Each on a checkpoint that was committed. */
+static mls_code make_header(mls_status *st)
+{
+    mls_buffer header = {.most = 1 << 20};
+    const mls_code code = mls_shard_header(&committed, 0, &mls_crc_scalar, &header, st);
+    CHECK((code == MLS_OK) == (header.length > 0));
+    mls_buffer_fini(&header);
+    return code;
+}
+
 static void checkpoints_survive_every_failure(void)
 {
     mls_shard_item items[4];
@@ -455,6 +465,7 @@ static void checkpoints_survive_every_failure(void)
         CHECK(fail_each(write_shards) >= 30);
         CHECK(fail_each(list_shards) == 4);
         CHECK(fail_each(find_shards) >= 8);
+        CHECK(fail_each(make_header) >= 6);
         CHECK(unlinkat(pool_fd, committed.files[1].path, 0) == 0);
         CHECK(fail_each(verify_shards) >= 20);
     }
@@ -558,22 +569,23 @@ static mls_code decide_layers(mls_status *st)
 {
     enum { LAYERS = 40 };
     char name[16];
-    bool chosen;
     mls_code first = MLS_OK;
-    mls_smart s = {0};
+    mls_strategy s;
     mls_status ignored;
+    CHECK(mls_strategy_init(&s, NULL, NULL, 1, 0, st) == MLS_OK);
     for (int i = 0; i < LAYERS; i++) {
         const int length = snprintf(name, sizeof name, "layers.%d", i);
         const mls_layer_key key = {.name = {name, (size_t)length}, .hash = (uint64_t)i};
-        const mls_code code = mls_smart_decide(&s, &key, 10, i, &chosen, st);
-        CHECK(s.total_bytes == 10 * s.layers.count);
-        if (code != MLS_OK) {
-            first = code;
-            CHECK(mls_smart_decide(&s, &key, 10, i, &chosen, &ignored) == MLS_OK);
+        const mls_layer_question q = {key, 10, i};
+        const int chosen = mls_decide_smart(&s, &q, st);
+        CHECK(s.total_bytes == 10 * s.seen.count);
+        if (chosen < 0) {
+            first = st->code;
+            CHECK(mls_decide_smart(&s, &q, &ignored) >= 0);
         }
-        CHECK(s.layers.count == (size_t)i + 1 && s.layers.layers[i].calls == 1);
+        CHECK(s.seen.count == (size_t)i + 1 && s.seen.layers[i].calls == 1);
     }
-    mls_smart_fini(&s);
+    mls_strategy_fini(&s);
     return first;
 }
 
@@ -584,46 +596,12 @@ static void deciding_survives_every_failure(void)
 
 /* ---- schedules and choices ---- */
 
-enum { LONG_CHAIN = 20 };
-
 static mls_code find_schedule(mls_status *st)
 {
     uint64_t seed = 4;
     random_chain r;
     random_chain_fill(&r, 7, &seed, true);
     const mls_best_options options = {.budget_bytes = 450, .offload = true};
-    mls_best best = {.states = 77};
-    const mls_code code = mls_best_schedule(&r.chain, &options, &best, st);
-    CHECK(code == MLS_OK || best.states == 77);
-    if (code == MLS_OK) {
-        mls_schedule_fini(&best.schedule);
-    }
-    return code;
-}
-
-/* From all blocks run again for each backward pass, which is slow and can be bettered. */
-static mls_code improve_schedule(mls_status *st)
-{
-    uint64_t seed = 5;
-    random_chain r;
-    random_chain_fill(&r, LONG_CHAIN, &seed, false);
-    mls_step steps[LONG_CHAIN * (2 * LONG_CHAIN + 4)];
-    size_t count = 0;
-    for (int i = LONG_CHAIN - 1; i >= 0; i--) {
-        for (int j = 0; j < i; j++) {
-            steps[count++] = (mls_step){MLS_STEP_FORWARD, j};
-            if (j > 0) {
-                steps[count++] = (mls_step){MLS_STEP_DROP, j};
-            }
-        }
-        steps[count++] = (mls_step){MLS_STEP_SAVE, i};
-        steps[count++] = (mls_step){MLS_STEP_BACKWARD, i};
-        if (i > 0) {
-            steps[count++] = (mls_step){MLS_STEP_DROP, i};
-        }
-    }
-    const mls_best_options options = {
-        .budget_bytes = 1900, .start = steps, .start_count = count};
     mls_best best = {.states = 77};
     const mls_code code = mls_best_schedule(&r.chain, &options, &best, st);
     CHECK(code == MLS_OK || best.states == 77);
@@ -710,7 +688,6 @@ static void planning_survives_every_failure(void)
 static void searching_for_schedules_survives_every_failure(void)
 {
     CHECK(fail_each(find_schedule) >= 6);
-    CHECK(fail_each(improve_schedule) >= 8);
 }
 
 static void choosing_survives_every_failure(void)

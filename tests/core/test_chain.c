@@ -43,6 +43,13 @@ static void bad_entries_are_named(void)
     CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
     CHECK(strstr(st.text, "backward_temporary_bytes[1] is -27") != NULL);
     small_chain(&c);
+    c.gradient[1] = 1000;
+    c.temporary[2][1] = -(c.saved[1] + c.gradient[2]);
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_OK);
+    c.temporary[2][1]--;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "the step frees") != NULL);
+    small_chain(&c);
     c.saved[0] = 19;
     CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
     CHECK(strstr(st.text, "saved_bytes[0] is 19") != NULL);

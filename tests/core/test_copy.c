@@ -32,14 +32,14 @@ static size_t item(int dtype)
 
 /* Compare one run of both tables, with guard bytes around the destination. */
 static bool run_agrees(const mls_kernels *k, int from, int to, size_t offset,
-                       size_t count, bool stream)
+                       size_t count, mls_store store)
 {
     const size_t bytes = count * item(to);
     memset(expected, 0xA5, bytes + 128);
     memset(result, 0xA5, bytes + 128);
     const mls_kernels *oracle = mls_kernels_of(MLS_CPU_SCALAR);
-    oracle->convert[from][to](expected + offset, source + offset, count, false);
-    k->convert[from][to](result + offset, source + offset, count, stream);
+    oracle->convert[from][to](expected + offset, source + offset, count, MLS_STORE_PLAIN);
+    k->convert[from][to](result + offset, source + offset, count, store);
     return memcmp(expected, result, bytes + 128) == 0;
 }
 
@@ -52,8 +52,8 @@ static void check_conversions(const mls_kernels *k)
             CHECK((k->convert[from][to] == NULL) == (from == to));
             for (size_t c = 0; from != to && c < sizeof counts / sizeof counts[0]; c++) {
                 for (size_t offset = 0; offset < 70; offset += offset < 9 ? 1 : 7) {
-                    CHECK(run_agrees(k, from, to, offset, counts[c], false));
-                    CHECK(run_agrees(k, from, to, offset, counts[c], true));
+                    CHECK(run_agrees(k, from, to, offset, counts[c], MLS_STORE_PLAIN));
+                    CHECK(run_agrees(k, from, to, offset, counts[c], MLS_STORE_STREAM1));
                 }
             }
         }
@@ -81,9 +81,9 @@ static void every_half_and_boundary_agrees(void)
         const mls_kernels *k = mls_kernels_of((mls_cpu)cpu);
         for (size_t part = 0; mls_cpu_offers((mls_cpu)cpu) && part < 2; part++) {
             memmove(source, source + part * 65536, 65536);
-            CHECK(run_agrees(k, MLS_F16, MLS_F32, 0, 32768, false));
-            CHECK(run_agrees(k, MLS_BF16, MLS_F16, 0, 32768, false));
-            CHECK(run_agrees(k, MLS_F16, MLS_BF16, 0, 32768, false));
+            CHECK(run_agrees(k, MLS_F16, MLS_F32, 0, 32768, MLS_STORE_PLAIN));
+            CHECK(run_agrees(k, MLS_BF16, MLS_F16, 0, 32768, MLS_STORE_PLAIN));
+            CHECK(run_agrees(k, MLS_F16, MLS_BF16, 0, 32768, MLS_STORE_PLAIN));
         }
     }
     for (uint32_t high = 0; high < 65536; high += 17) {
@@ -98,9 +98,9 @@ static void every_half_and_boundary_agrees(void)
                 memcpy(source + 32, source, 32);
                 memcpy(source + 64, source, 64);
                 CHECK(run_agrees(mls_kernels_of((mls_cpu)cpu), MLS_F32, MLS_F16, 0, 32,
-                                 false));
+                                 MLS_STORE_PLAIN));
                 CHECK(run_agrees(mls_kernels_of((mls_cpu)cpu), MLS_F32, MLS_BF16, 0, 32,
-                                 false));
+                                 MLS_STORE_PLAIN));
             }
         }
     }
@@ -135,15 +135,15 @@ static void the_oracle_rounds_to_nearest_even(void)
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
         uint16_t half, brain, direct;
         const double wide = (double)known[i].value;
-        k->convert[MLS_F32][MLS_F16](&half, &known[i].value, 1, false);
-        k->convert[MLS_F32][MLS_BF16](&brain, &known[i].value, 1, false);
-        k->convert[MLS_F64][MLS_F16](&direct, &wide, 1, false);
+        k->convert[MLS_F32][MLS_F16](&half, &known[i].value, 1, MLS_STORE_PLAIN);
+        k->convert[MLS_F32][MLS_BF16](&brain, &known[i].value, 1, MLS_STORE_PLAIN);
+        k->convert[MLS_F64][MLS_F16](&direct, &wide, 1, MLS_STORE_PLAIN);
         CHECK(half == known[i].half && direct == known[i].half);
         CHECK(brain == known[i].brain);
     }
     const double between = 1.0 + 0x1p-11 + 0x1p-40; /* a float would lose the last bit */
     uint16_t half;
-    k->convert[MLS_F64][MLS_F16](&half, &between, 1, false);
+    k->convert[MLS_F64][MLS_F16](&half, &between, 1, MLS_STORE_PLAIN);
     CHECK(half == 0x3C01);
 }
 
@@ -152,8 +152,8 @@ static void nan_stays_nan(void)
     const uint32_t signalling = 0x7F800001U;
     const mls_kernels *k = mls_kernels_of(MLS_CPU_SCALAR);
     uint16_t half, brain;
-    k->convert[MLS_F32][MLS_F16](&half, &signalling, 1, false);
-    k->convert[MLS_F32][MLS_BF16](&brain, &signalling, 1, false);
+    k->convert[MLS_F32][MLS_F16](&half, &signalling, 1, MLS_STORE_PLAIN);
+    k->convert[MLS_F32][MLS_BF16](&brain, &signalling, 1, MLS_STORE_PLAIN);
     CHECK((half & 0x7FFF) > 0x7C00 && (brain & 0x7FFF) > 0x7F80);
 }
 
@@ -168,11 +168,16 @@ static void copies_and_fills_touch_their_bytes_only(void)
                 memset(expected, 0xA5, bytes + 256);
                 memset(result, 0xA5, bytes + 256);
                 memcpy(expected + offset, source + 1, bytes);
-                k->copy(result + offset, source + 1, bytes, true);
-                CHECK(memcmp(expected, result, bytes + 256) == 0);
+                for (unsigned store = 0; store < k->copy_variants; store++) {
+                    memset(result + offset, 0xA5, bytes);
+                    k->copy(result + offset, source + 1, bytes, (mls_store)store);
+                    CHECK(memcmp(expected, result, bytes + 256) == 0);
+                }
                 const mls_kernels *oracle = mls_kernels_of(MLS_CPU_SCALAR);
-                oracle->fill(expected + offset, 0x0807060504030201U, bytes, false);
-                k->fill(result + offset, 0x0807060504030201U, bytes, offset % 2 == 0);
+                oracle->fill(expected + offset, 0x0807060504030201U, bytes,
+                             MLS_STORE_PLAIN);
+                k->fill(result + offset, 0x0807060504030201U, bytes,
+                        offset % 2 == 0 ? MLS_STORE_STREAM1 : MLS_STORE_PLAIN);
                 CHECK(memcmp(expected, result, bytes + 256) == 0);
             }
         }
@@ -223,7 +228,7 @@ static void strided_copies_reach_every_element(void)
             dst.shape[0] = src.shape[0] =
                 d[0] == 0 ? 1 : 37; /* no element written twice */
         }
-        mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &dst, &src, pattern % 3 == 0);
+        mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &dst, &src, mls_cached());
         for (size_t i = 0; i < dst.shape[0]; i++) {
             for (size_t j = 0; j < dst.shape[1]; j++) {
                 CHECK(element_copied(&dst, &src, i, j));
@@ -285,7 +290,7 @@ static void fills_follow_any_stride(void)
         memset(bytes, 0xEE, sizeof bytes);
         const mls_tensor t = {
             .data = bytes, .dtype = MLS_F16, .rank = 1, .shape = {10}, .strides = {step}};
-        mls_fill(mls_kernels_of(MLS_CPU_SCALAR), &t, e, false);
+        mls_fill(mls_kernels_of(MLS_CPU_SCALAR), &t, e, mls_cached());
         for (ptrdiff_t i = 0; i < 10; i++) {
             CHECK(bytes[i * step] == 0x00 && bytes[i * step + 1] == 0x3C);
             CHECK(step == 2 || bytes[i * step + 2] == 0xEE);

@@ -4,6 +4,7 @@
 #include "differ.h"
 #include "runner.h"
 
+#include <fenv.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -309,6 +310,52 @@ static void every_set_agrees_on_small_changes(void)
         memcpy(right + 2 * i, &y, 2);
     }
     check_all_sets();
+}
+
+/* Behind many equal ratios that are no float, a larger one in any place: by a unit in the
+ * last place, so that few kernels see it. */
+static void every_set_agrees_behind_equal_ratios(void)
+{
+    uint64_t seed = 31;
+    for (int i = 0; i < TRIES(60); i++) {
+        for (size_t at = 0; at < LONGEST; at++) {
+            const float x = (float)(next_random(&seed) % 1024 + 1), y = 1.5F * x;
+            memcpy(left + 4 * at, &x, 4);
+            memcpy(right + 4 * at, &y, 4);
+        }
+        const size_t place = 4 * (next_random(&seed) % LONGEST);
+        float y;
+        memcpy(&y, right + place, 4);
+        y = nextafterf(y, INFINITY);
+        memcpy(right + place, &y, 4);
+        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+            CHECK(
+                !mls_cpu_offers((mls_cpu)cpu) ||
+                run_agrees(mls_differ_of((mls_cpu)cpu), MLS_F32, 0, 0, LONGEST, same()));
+        }
+    }
+}
+
+/* The caller's rounding is as it was, and changes nothing in a vector kernel. */
+static void every_set_keeps_the_rounding(void)
+{
+    fill_random(left, sizeof left, 45);
+    fill_random(right, sizeof right, 46);
+    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+        for (int dtype = 0; dtype < MLS_DTYPE_COUNT && mls_cpu_offers((mls_cpu)cpu);
+             dtype++) {
+            mls_difference usual = {0}, found = {0};
+            const mls_differ_run run = mls_differ_of((mls_cpu)cpu)->run[dtype];
+            const mls_differ_run oracle = mls_differ_of(MLS_CPU_SCALAR)->run[dtype];
+            run(left, right, 4100, &usual);
+            fesetround(FE_TOWARDZERO);
+            run(left, right, 4100, &found);
+            const int rounding = fegetround();
+            fesetround(FE_TONEAREST);
+            CHECK(rounding == FE_TOWARDZERO);
+            CHECK(run == oracle || equal(usual, found));
+        }
+    }
 }
 
 /* Special numbers among ordinary ones, in any lane, on either side or both. */
@@ -734,6 +781,8 @@ static const test_case tests[] = {
     TEST(every_set_agrees_on_random_bits),
     TEST(every_set_agrees_where_little_changed),
     TEST(every_set_agrees_on_small_changes),
+    TEST(every_set_agrees_behind_equal_ratios),
+    TEST(every_set_keeps_the_rounding),
     TEST(every_set_agrees_on_special_numbers),
     TEST(every_set_agrees_on_close_calls_of_sixteen_bits),
     TEST(every_set_agrees_on_maxima_that_rise_in_small_steps),

@@ -80,7 +80,7 @@ static bool content_is(const char *path, const char *expected)
 static mls_code replace(const char *path, const char *text, mls_status *st)
 {
     mls_atomic_file file;
-    mls_code code = mls_atomic_begin(path, &file, st);
+    mls_code code = mls_atomic_begin(path, 0666, &file, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -191,7 +191,7 @@ static void until_the_commit_and_after_an_abort_the_old_file_stands(void)
     mls_status st;
     enter_folder();
     write_plain(in_folder(path, "a"), "old");
-    REQUIRE(mls_atomic_begin(path, &file, &st) == MLS_OK);
+    REQUIRE(mls_atomic_begin(path, 0666, &file, &st) == MLS_OK);
     CHECK(strncmp(file.temporary, ".mlstate-", 9) == 0 && entries(false) == 2);
     CHECK(mls_atomic_write(&file, "new", 3, 0, &st) == MLS_OK);
     CHECK(content_is(path, "old"));
@@ -207,7 +207,7 @@ static void a_failed_write_or_sync_leaves_no_trace(void)
     mls_status st;
     enter_folder();
     write_plain(in_folder(path, "a"), "old");
-    REQUIRE(mls_atomic_begin(path, &file, &st) == MLS_OK);
+    REQUIRE(mls_atomic_begin(path, 0666, &file, &st) == MLS_OK);
     close(file.fd); /* what a failing disk would do, in short */
     CHECK(mls_atomic_write(&file, "new", 3, 0, &st) == MLS_E_IO);
     CHECK(st.os_error == EBADF);
@@ -223,7 +223,7 @@ static void a_failed_rename_leaves_no_trace(void)
     mls_status st;
     enter_folder();
     in_folder(path, "a");
-    REQUIRE(mls_atomic_begin(path, &file, &st) == MLS_OK);
+    REQUIRE(mls_atomic_begin(path, 0666, &file, &st) == MLS_OK);
     CHECK(mls_atomic_write(&file, "new", 3, 0, &st) == MLS_OK);
     CHECK(mkdir(path, 0700) == 0); /* somebody else was quicker */
     CHECK(mls_atomic_commit(&file, &st) == MLS_E_IO);

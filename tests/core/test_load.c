@@ -266,7 +266,7 @@ static void check_pair(const mls_tensor *dst, const mls_tensor *src)
     mls_tensor wanted = *dst;
     wanted.data = wanted_bytes + (dst->data - to_bytes);
     memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
-    mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &wanted, src, false);
+    mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &wanted, src, mls_cached());
     for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
         memset(to_bytes, 0xA5, sizeof to_bytes);
         CHECK(load(&one, 1, threads));
@@ -334,7 +334,7 @@ static void every_float_converts_to_every_other(void)
                 memset(to_bytes, 0xA5, sizeof to_bytes);
                 memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
                 dst.swapped = wanted.swapped = threads > 1;
-                mls_copy(best_kernels(), &wanted, &src, false);
+                mls_copy(best_kernels(), &wanted, &src, mls_cached());
                 CHECK(load(&one, 1, threads));
                 CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
             }

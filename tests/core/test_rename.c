@@ -23,15 +23,15 @@ static bool becomes(mls_text name, const mls_rename_rule *rules, size_t count,
                     mls_text want)
 {
     char plenty[256];
-    const size_t length = mls_name_apply(name, rules, count, plenty, sizeof plenty);
-    const size_t enough = mls_name_apply(name, rules, count, NULL, 0);
+    const size_t length = mls_name_apply(name, rules, count, plenty, sizeof plenty, NULL);
+    const size_t enough = mls_name_apply(name, rules, count, NULL, 0, NULL);
     if (length != want.length || memcmp(plenty, want.data, length) != 0 ||
         enough < length) {
         return false;
     }
     /* a block of its own, so that a sanitizer sees each byte too many */
     char *exact = mls_alloc(enough, 1);
-    const size_t again = mls_name_apply(name, rules, count, exact, enough);
+    const size_t again = mls_name_apply(name, rules, count, exact, enough, NULL);
     const bool same = again == length && memcmp(exact, plenty, length) == 0;
     mls_free(exact);
     return same;
@@ -71,13 +71,35 @@ static void anywhere_means_wherever_a_segment_starts(void)
     CHECK(one_rule(TEXT("a._orig_mod"), mark, TEXT(""), true, TEXT("a._orig_mod")));
     CHECK(one_rule(TEXT("a._orig_mod."), mark, TEXT(""), true, TEXT("a.")));
     /* an old text without a dot at its end: the next start is behind the next dot */
-    CHECK(
-        one_rule(TEXT("aa.aaa.ba"), TEXT("a"), TEXT("xyz"), true, TEXT("xyza.xyzaa.ba")));
-    CHECK(one_rule(TEXT("aa.a"), TEXT("a"), TEXT("."), true, TEXT(".a..")));
+    CHECK(one_rule(TEXT("a.aaa.a"), TEXT("a"), TEXT("xyz"), true, TEXT("xyz.aaa.xyz")));
+    CHECK(one_rule(TEXT("aa.a"), TEXT("a"), TEXT("."), true, TEXT("aa..")));
     CHECK(one_rule(TEXT("a.b.a.b.a"), TEXT("a.b"), TEXT("c"), true, TEXT("c.c.a")));
     CHECK(one_rule(TEXT("a.b.a"), TEXT("a"), TEXT("c"), true, TEXT("c.b.c")));
     CHECK(one_rule(TEXT(".a"), TEXT("."), TEXT("x"), true, TEXT("xa")));
     CHECK(one_rule(TEXT("a.b"), TEXT(""), TEXT("x."), true, TEXT("x.a.b")));
+}
+
+static void a_prefix_ends_where_a_segment_ends(void)
+{
+    const mls_text layer = TEXT("layers.1"), first = TEXT("layers.0");
+    CHECK(one_rule(TEXT("layers.1.w"), layer, first, false, TEXT("layers.0.w")));
+    CHECK(one_rule(TEXT("layers.1"), layer, first, false, TEXT("layers.0")));
+    CHECK(one_rule(TEXT("layers.10.w"), layer, first, false, TEXT("layers.10.w")));
+    CHECK(one_rule(TEXT("fc2.w"), TEXT("fc"), TEXT("head"), false, TEXT("fc2.w")));
+    CHECK(one_rule(TEXT("fc2.fc.w"), TEXT("fc"), TEXT("head"), true, TEXT("fc2.head.w")));
+}
+
+static void rules_that_match_are_marked(void)
+{
+    const mls_rename_rule rules[] = {rule(TEXT("a."), TEXT("b."), false),
+                                     rule(TEXT("b"), TEXT("c"), false),
+                                     rule(TEXT("a."), TEXT(""), false)};
+    bool used[3] = {false};
+    char out[8];
+    CHECK(mls_name_apply(TEXT("a.w"), rules, 3, out, sizeof out, used) == 3);
+    CHECK(used[0] && used[1] && !used[2]);
+    CHECK(mls_name_apply(TEXT("x"), rules, 3, out, sizeof out, used) == 1);
+    CHECK(used[0] && used[1] && !used[2]);
 }
 
 static void rules_see_what_the_rules_before_them_made(void)
@@ -104,13 +126,13 @@ static void without_room_it_says_what_is_enough(void)
 {
     const mls_rename_rule grow = rule(TEXT("a"), TEXT("bbb"), true);
     char out[9];
-    CHECK(mls_name_apply(TEXT("a.a.c"), &grow, 1, out, 9) == 9);
+    CHECK(mls_name_apply(TEXT("a.a.c"), &grow, 1, out, 9, NULL) == 9);
     CHECK(memcmp(out, "bbb.bbb.c", 9) == 0);
     for (size_t room = 0; room < 9; room++) {
-        CHECK(mls_name_apply(TEXT("a.a.c"), &grow, 1, out, room) >= 9);
+        CHECK(mls_name_apply(TEXT("a.a.c"), &grow, 1, out, room, NULL) >= 9);
     }
-    CHECK(mls_name_apply(TEXT("abc"), NULL, 0, NULL, 0) == 3);
-    CHECK(mls_name_apply(TEXT(""), NULL, 0, NULL, 0) == 0);
+    CHECK(mls_name_apply(TEXT("abc"), NULL, 0, NULL, 0, NULL) == 3);
+    CHECK(mls_name_apply(TEXT(""), NULL, 0, NULL, 0, NULL) == 0);
 }
 
 static void endless_growth_is_told_and_not_tried(void)
@@ -126,8 +148,8 @@ static void endless_growth_is_told_and_not_tried(void)
         rules[i] = rule(TEXT("a"), (mls_text){many, 2 * SEGMENTS - 1}, true);
     }
     char out[16];
-    CHECK(mls_name_apply(TEXT("a"), rules, RULES, out, sizeof out) == SIZE_MAX);
-    CHECK(mls_name_apply(TEXT("a"), rules, 2, NULL, 0) < 200000);
+    CHECK(mls_name_apply(TEXT("a"), rules, RULES, out, sizeof out, NULL) == SIZE_MAX);
+    CHECK(mls_name_apply(TEXT("a"), rules, 2, NULL, 0, NULL) < 200000);
 }
 
 /* The definition once more, on a string that may be long, a segment at a time. */
@@ -137,9 +159,10 @@ static size_t by_definition(const char *name, size_t length, const char *old,
     const size_t old_length = strlen(old);
     size_t written = 0;
     for (size_t i = 0; i < length;) {
+        const size_t end = i + old_length;
         const bool starts = i == 0 || name[i - 1] == '.';
-        if (starts && length - i >= old_length &&
-            memcmp(name + i, old, old_length) == 0) {
+        if (starts && end <= length && memcmp(name + i, old, old_length) == 0 &&
+            (end == length || name[end] == '.' || name[end - 1] == '.')) {
             memcpy(out + written, new, strlen(new));
             written += strlen(new);
             i += old_length;
@@ -237,7 +260,8 @@ static void marks_and_a_prefix_are_found_together(void)
     CHECK(rule_is(&found, 0, "_orig_mod.", "", true));
     CHECK(rule_is(&found, 1, "module.model.", "", false));
     char out[64];
-    CHECK(mls_name_apply(unexpected[1], found.rules, found.rule_count, out, 64) == 3);
+    CHECK(mls_name_apply(unexpected[1], found.rules, found.rule_count, out, 64, NULL) ==
+          3);
     CHECK(memcmp(out, "b.w", 3) == 0);
     mls_explanation_fini(&found);
 }
@@ -440,6 +464,8 @@ static void a_few_names_among_many_others_are_explained(void)
 static const test_case tests[] = {
     TEST(a_prefix_is_replaced_at_the_start_only),
     TEST(anywhere_means_wherever_a_segment_starts),
+    TEST(a_prefix_ends_where_a_segment_ends),
+    TEST(rules_that_match_are_marked),
     TEST(rules_see_what_the_rules_before_them_made),
     TEST(any_bytes_can_be_renamed),
     TEST(without_room_it_says_what_is_enough),

@@ -1,4 +1,4 @@
-/* Runs: what is held as they go on, and where drops belong. */
+/* Runs: where drops belong, and which runs nobody needs. */
 #include "runs.h"
 
 #include "runner.h"
@@ -84,28 +84,6 @@ static void offload_drops_what_nobody_reads(void)
     check_written(runs, count, steps, COUNT);
 }
 
-/* Totals agree with the simulator, which knows nothing of runs. */
-static void check_totals(const mls_step *steps, size_t step_count)
-{
-    mls_action runs[STEPS];
-    mls_status st;
-    mls_totals expected;
-    unsigned char scratch[2 * (N + 1)];
-    REQUIRE(mls_chain_simulate(&chain, steps, step_count, NULL, &expected, &st) ==
-            MLS_OK);
-    size_t count = mls_runs_of(steps, step_count, runs);
-    CHECK(mls_runs_tidy(&chain, runs, &count, scratch));
-    const mls_totals got = mls_runs_totals(&chain, runs, count, scratch);
-    CHECK(got.peak_bytes == expected.peak_bytes);
-    CHECK(!(got.seconds < expected.seconds) && !(got.seconds > expected.seconds));
-}
-
-static void totals_are_those_of_the_simulator(void)
-{
-    check_totals(keep_nothing, STEPS);
-    check_totals(to_the_host, HOST_STEPS);
-}
-
 static void what_nobody_needs_is_left_out(void)
 {
     /* activation 1 is there when it is made again; activation 3 is never read */
@@ -142,18 +120,13 @@ static void extra_seconds_are_what_can_be_saved(void)
     CHECK((int)mls_run_extra(&chain, &run) == 4);
     CHECK((int)(mls_run_extra(&chain, &save) + mls_run_extra(&chain, &back)) == 0);
     CHECK((int)mls_run_extra(&chain, &away) == 9);
-    CHECK((int)mls_run_seconds(&chain, &away) == 6);
-    CHECK((int)mls_run_seconds(&chain, &back) == 3);
 }
 
 int main(void)
 {
     static const test_case tests[] = {
-        TEST(drops_come_back_where_they_were),
-        TEST(offload_drops_what_nobody_reads),
-        TEST(totals_are_those_of_the_simulator),
-        TEST(what_nobody_needs_is_left_out),
-        TEST(what_nobody_makes_is_noticed),
+        TEST(drops_come_back_where_they_were),     TEST(offload_drops_what_nobody_reads),
+        TEST(what_nobody_needs_is_left_out),       TEST(what_nobody_makes_is_noticed),
         TEST(extra_seconds_are_what_can_be_saved),
     };
     return RUN_TESTS(tests);

@@ -1,4 +1,4 @@
-/* The search between two moments of a chain.  That what it finds is the best there is,
+/* The search through all schedules of a chain.  That what it finds is the best there is,
  * tests/test_plan_search.py compares with an exhaustive search in Python; here it is
  * compared with every order of steps on the shortest chains, and its limits are tried. */
 #include "search.h"
@@ -96,14 +96,13 @@ static void nothing_is_better_on_the_shortest_chains(void)
             r.forward[i] += 200; /* no more than a few forwards come into question */
             most += 1.5 * (double)(c->blocks - 1 - i) * r.forward[i];
         }
-        const mls_stretch whole = mls_stretch_whole(c, false);
         for (int64_t budget = 100; budget < 600; budget += 41) {
             const spot begin = {.left = c->blocks, .held = c->activation_bytes[0]};
             const double expected = least_extra(c, begin, budget, 0, most);
             mls_found found;
             mls_status st;
             const mls_search_limits limits = {.budget_bytes = budget, .below = INFINITY};
-            REQUIRE(mls_search(&whole, &limits, &found, &st) == MLS_OK);
+            REQUIRE(mls_search(c, &limits, &found, &st) == MLS_OK);
             CHECK(found.found == (expected < most) && !found.ran_out);
             CHECK(!found.found || (long)found.extra == (long)expected);
             found_some += found.found ? 1 : 0;
@@ -123,11 +122,10 @@ static void fill_nine(random_chain *r, bool rates)
 
 static int64_t least_peak(const mls_chain *c, bool offload)
 {
-    const mls_stretch whole = mls_stretch_whole(c, offload);
-    const mls_search_limits limits = {0};
+    const mls_search_limits limits = {.offload = offload};
     mls_found found;
     mls_status st;
-    if (mls_search_least(&whole, &limits, &found, &st) != MLS_OK || !found.found) {
+    if (mls_search_least(c, &limits, &found, &st) != MLS_OK || !found.found) {
         return -1;
     }
     mls_schedule_fini(&found.runs);
@@ -139,14 +137,14 @@ static void the_least_peak_is_where_schedules_begin(void)
     random_chain r;
     fill_nine(&r, true);
     for (int offload = 0; offload < 2; offload++) {
-        const mls_stretch whole = mls_stretch_whole(&r.chain, offload != 0);
         const int64_t least = least_peak(&r.chain, offload != 0);
         REQUIRE(least > 0);
         for (int64_t budget = least - 1; budget <= least; budget++) {
             mls_found found;
             mls_status st;
-            const mls_search_limits limits = {.budget_bytes = budget, .below = INFINITY};
-            REQUIRE(mls_search(&whole, &limits, &found, &st) == MLS_OK);
+            const mls_search_limits limits = {
+                .offload = offload != 0, .budget_bytes = budget, .below = INFINITY};
+            REQUIRE(mls_search(&r.chain, &limits, &found, &st) == MLS_OK);
             CHECK(found.found == (budget == least) || found.ran_out);
             mls_schedule_fini(&found.runs);
         }
@@ -158,12 +156,11 @@ static void few_states_are_too_few(void)
 {
     random_chain r;
     fill_nine(&r, false);
-    const mls_stretch whole = mls_stretch_whole(&r.chain, false);
     const mls_search_limits limits = {
         .budget_bytes = least_peak(&r.chain, false), .below = INFINITY, .states = 50};
     mls_found found;
     mls_status st;
-    REQUIRE(mls_search(&whole, &limits, &found, &st) == MLS_OK);
+    REQUIRE(mls_search(&r.chain, &limits, &found, &st) == MLS_OK);
     CHECK(!found.found && found.ran_out && found.states == 50 && found.runs.count == 0);
 }
 
@@ -172,17 +169,16 @@ static void nothing_below_the_best_is_found(void)
 {
     random_chain r;
     fill_nine(&r, false);
-    const mls_stretch whole = mls_stretch_whole(&r.chain, false);
     mls_search_limits limits = {.budget_bytes = least_peak(&r.chain, false) + 20,
                                 .below = INFINITY};
     mls_found found;
     mls_status st;
-    REQUIRE(mls_search(&whole, &limits, &found, &st) == MLS_OK);
+    REQUIRE(mls_search(&r.chain, &limits, &found, &st) == MLS_OK);
     REQUIRE(found.found);
     CHECK(found.extra > 0);
     mls_schedule_fini(&found.runs);
     limits.below = found.extra;
-    REQUIRE(mls_search(&whole, &limits, &found, &st) == MLS_OK);
+    REQUIRE(mls_search(&r.chain, &limits, &found, &st) == MLS_OK);
     CHECK(!found.found && !found.ran_out);
 }
 
@@ -197,13 +193,124 @@ static void a_search_can_be_stopped(void)
     random_chain r;
     uint64_t seed = 7;
     random_chain_fill(&r, 12, &seed, true);
-    const mls_stretch whole = mls_stretch_whole(&r.chain, true);
     int left = 2;
-    const mls_search_limits limits = {.poll = {.go_on = count_down, .context = &left}};
+    const mls_search_limits limits = {.offload = true,
+                                      .poll = {.go_on = count_down, .context = &left}};
     mls_found found = {.states = 77};
     mls_status st;
-    CHECK(mls_search_least(&whole, &limits, &found, &st) == MLS_E_STOPPED);
+    CHECK(mls_search_least(&r.chain, &limits, &found, &st) == MLS_E_STOPPED);
     CHECK(found.states == 77 && left == -1);
+}
+
+/* ---- the best schedule ---- */
+
+/* All blocks run again for each backward pass: valid, whatever the chain. */
+static mls_code keep_nothing(const mls_chain *c, mls_schedule *out, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    for (size_t i = c->blocks; i-- > 0;) {
+        for (size_t j = 0; j <= i && code == MLS_OK; j++) {
+            const mls_step_kind kind = j < i ? MLS_STEP_FORWARD : MLS_STEP_SAVE;
+            code = mls_schedule_push(out, kind, j, st);
+            if (code == MLS_OK && j > 0 && j < i) {
+                code = mls_schedule_push(out, MLS_STEP_DROP, j, st);
+            }
+        }
+        code = code == MLS_OK ? mls_schedule_push(out, MLS_STEP_BACKWARD, i, st) : code;
+        if (code == MLS_OK && i > 0) {
+            code = mls_schedule_push(out, MLS_STEP_DROP, i, st);
+        }
+    }
+    return code;
+}
+
+/* A chain of `blocks`, a start, and the best schedule at the start's peak. */
+static mls_best best_from_start(size_t blocks, size_t states, double *before)
+{
+    uint64_t seed = 5;
+    mls_status st;
+    random_chain r;
+    mls_schedule start = {0};
+    mls_totals totals;
+    mls_best best = {0};
+    random_chain_fill(&r, blocks, &seed, true);
+    CHECK(keep_nothing(&r.chain, &start, &st) == MLS_OK);
+    CHECK(mls_chain_simulate(&r.chain, start.steps, start.count, NULL, &totals, &st) ==
+          MLS_OK);
+    const mls_best_options options = {.budget_bytes = totals.peak_bytes,
+                                      .start = start.steps,
+                                      .start_count = start.count,
+                                      .states = states};
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_OK);
+    CHECK(best.totals.peak_bytes <= totals.peak_bytes);
+    *before = totals.seconds;
+    mls_schedule_fini(&start);
+    return best;
+}
+
+static void a_short_chain_is_searched_through(void)
+{
+    double before;
+    mls_best best = best_from_start(8, 0, &before);
+    CHECK(best.optimal && best.states > 0 && best.totals.seconds < before);
+    mls_schedule_fini(&best.schedule);
+}
+
+/* The start is the answer: for too long a chain, and for too few states. */
+static void what_is_not_searched_through_is_the_start(void)
+{
+    double before;
+    mls_best best = best_from_start(MLS_SEARCH_BLOCKS + 1, 0, &before);
+    CHECK(!best.optimal && best.states == 0);
+    CHECK(!(best.totals.seconds < before) && !(best.totals.seconds > before));
+    mls_schedule_fini(&best.schedule);
+    best = best_from_start(MLS_SEARCH_BLOCKS, 10, &before);
+    CHECK(!best.optimal && best.states == 10);
+    CHECK(!(best.totals.seconds < before) && !(best.totals.seconds > before));
+    mls_schedule_fini(&best.schedule);
+}
+
+static void a_budget_that_nothing_fits_is_refused(void)
+{
+    uint64_t seed = 8;
+    mls_status st;
+    random_chain r;
+    mls_best best = {.states = 77};
+    random_chain_fill(&r, 6, &seed, false);
+    mls_best_options options = {.budget_bytes = 0};
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_CAPACITY);
+    CHECK(best.states == 77 && st.expected[0] != '\0');
+    /* the figure that it names is the least that works */
+    long long least = 0;
+    REQUIRE(sscanf(st.expected, "at least %lld", &least) == 1);
+    options.budget_bytes = least - 1;
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_CAPACITY);
+    options.budget_bytes = least;
+    REQUIRE(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_OK);
+    CHECK(best.totals.peak_bytes == least && best.optimal);
+    mls_schedule_fini(&best.schedule);
+}
+
+static void a_start_is_needed_or_must_be_good(void)
+{
+    uint64_t seed = 9;
+    mls_status st;
+    random_chain r;
+    mls_best best;
+    random_chain_fill(&r, 40, &seed, false);
+    mls_best_options options = {.budget_bytes = 100};
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_CAPACITY);
+    CHECK(strstr(st.text, "a persistent one") != NULL);
+    const mls_step wrong[] = {{MLS_STEP_SAVE, 1}};
+    options.start = wrong;
+    options.start_count = 1;
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_VALUE);
+    mls_schedule start = {0};
+    REQUIRE(keep_nothing(&r.chain, &start, &st) == MLS_OK);
+    options = (mls_best_options){
+        .budget_bytes = 1, .start = start.steps, .start_count = start.count};
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_VALUE);
+    mls_schedule_fini(&start);
 }
 
 int main(void)
@@ -214,6 +321,10 @@ int main(void)
         TEST(few_states_are_too_few),
         TEST(nothing_below_the_best_is_found),
         TEST(a_search_can_be_stopped),
+        TEST(a_short_chain_is_searched_through),
+        TEST(what_is_not_searched_through_is_the_start),
+        TEST(a_budget_that_nothing_fits_is_refused),
+        TEST(a_start_is_needed_or_must_be_good),
     };
     return RUN_TESTS(tests);
 }

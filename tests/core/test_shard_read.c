@@ -34,6 +34,8 @@ static size_t short_reads;        /* where not 0, no call gives more */
 static atomic_int interrupted;    /* so many calls are interrupted first */
 static atomic_int cut_after = -1; /* calls until `cut_file` is cut off */
 static atomic_int calls;          /* of either */
+static uintptr_t last_place;      /* of the last call; of tests with one thread */
+static bool notes_place;
 static char cut_file[200];
 
 ssize_t pread(int fd, void *data, size_t bytes, off_t offset);
@@ -43,6 +45,9 @@ ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset);
 ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset)
 {
     atomic_fetch_add(&calls, 1);
+    if (notes_place) {
+        last_place = (uintptr_t)parts->iov_base;
+    }
     if (atomic_load(&interrupted) > 0 && atomic_fetch_sub(&interrupted, 1) > 0) {
         errno = EINTR;
         return -1;
@@ -322,6 +327,34 @@ static void elements_lie_across_the_ends_of_blocks(void)
 {
     /* about 8 blocks in all, and no element starts where a block or a step does */
     convert(150001, 0, 11, 1);
+}
+
+/* Less than a line ahead of the file's bytes modulo 4 KiB. */
+static void slow_copies_take_the_way_through_a_buffer(void)
+{
+    enum { BYTES = 700001, PAGE = 4096 };
+    static const struct {
+        size_t ahead;
+        bool straight;
+    } cases[] = {{0, true},  {1, false},   {16, false},     {63, false},
+                 {64, true}, {2048, true}, {PAGE - 1, true}};
+    unsigned char *data = noise(BYTES), *memory = malloc(BYTES + 2 * (size_t)PAGE);
+    REQUIRE(data != NULL && memory != NULL);
+    mls_stored_shard shard = store("file", data, BYTES);
+    unsigned char *page = memory + (PAGE - (uintptr_t)memory % PAGE);
+    notes_place = true;
+    for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+        unsigned char *place = page + cases[i / 2].ahead;
+        mls_status st;
+        memset(place, 0, BYTES);
+        CHECK(read_one(&shard, shard.part, place, i % 2 == 0, &st) == MLS_OK);
+        CHECK(memcmp(place, data, BYTES) == 0);
+        CHECK((last_place - (uintptr_t)place < BYTES) == cases[i / 2].straight);
+    }
+    notes_place = false;
+    drop(&shard);
+    free(memory);
+    free(data);
 }
 
 static void several_threads_read_what_one_reads(void)
@@ -794,6 +827,7 @@ int main(void)
     static const test_case tests[] = {
         TEST(every_layout_is_read_into_every_other),
         TEST(elements_lie_across_the_ends_of_blocks),
+        TEST(slow_copies_take_the_way_through_a_buffer),
         TEST(several_threads_read_what_one_reads),
         TEST(short_and_interrupted_reads_go_on),
         TEST(columns_of_a_large_matrix_are_gathered),

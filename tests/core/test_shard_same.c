@@ -236,6 +236,33 @@ static void a_damaged_file_counts_as_changed(void)
     drop(&s);
 }
 
+/* No reader takes such a file, though all bytes of its tensors are good. */
+static void a_damaged_header_counts_as_changed(void)
+{
+    static const size_t places[] = {0, 5, 8, 200, 4095};
+    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+        state s;
+        commit(&s);
+        CHECK(flip(path_of(&s, "a"), places[i], 0x40));
+        CHECK(same_items(&s, 1) == (ALL & ~1U) && same_items(&s, 4) == (ALL & ~1U));
+        s.items[0].version =
+            1; /* which the caller states: the file counts all the same */
+        CHECK(same_items(&s, 4) == (ALL & ~1U));
+        drop(&s);
+    }
+}
+
+/* Memory may come from the damaged file. */
+static void damage_that_is_in_memory_too_counts_as_changed(void)
+{
+    state s;
+    commit(&s);
+    CHECK(flip(path_of(&s, "a"), 4096 + 77777, 0x40));
+    s.data[77777] = s.data[77777] ^ 0x40;
+    CHECK(same_items(&s, 1) == (ALL & ~1U) && same_items(&s, 4) == (ALL & ~1U));
+    drop(&s);
+}
+
 static void what_is_no_file_counts_as_changed(void)
 {
     state s;
@@ -254,7 +281,7 @@ static void what_cannot_be_read_counts_as_changed(void)
 {
     state s;
     commit(&s);
-    atomic_store(&reads_until_failure, 2); /* in the middle of the large one */
+    atomic_store(&reads_until_failure, 4); /* in the middle of the large one */
     CHECK(same_items(&s, 1) == (ALL & ~1U));
     CHECK(atomic_load(&reads_until_failure) < 0);
     drop(&s);
@@ -262,16 +289,16 @@ static void what_cannot_be_read_counts_as_changed(void)
 
 /* ---- versions ---- */
 
-static void the_callers_version_decides_without_reading(void)
+static void the_callers_version_decides_without_reading_tensors(void)
 {
     state s;
     commit(&s);
     for (size_t i = 0; i < COUNT; i++) {
         s.items[i].version = i == 1 ? 2 : 1;
     }
-    s.data[5] ^= 1; /* in all of them, whatever he says */
-    atomic_store(&reads_until_failure, 0);
-    CHECK(same_items(&s, 4) == (ALL & ~2U));
+    s.data[5] ^= 1;                        /* in all of them, whatever he says */
+    atomic_store(&reads_until_failure, 4); /* the headers of two files */
+    CHECK(same_items(&s, 1) == (ALL & ~2U));
     CHECK(atomic_load(&reads_until_failure) == 0);
     atomic_store(&reads_until_failure, -1);
     drop(&s);
@@ -397,9 +424,11 @@ int main(void)
         TEST(a_file_that_is_gone_counts_as_changed),
         TEST(a_file_of_another_length_counts_as_changed),
         TEST(a_damaged_file_counts_as_changed),
+        TEST(a_damaged_header_counts_as_changed),
+        TEST(damage_that_is_in_memory_too_counts_as_changed),
         TEST(what_is_no_file_counts_as_changed),
         TEST(what_cannot_be_read_counts_as_changed),
-        TEST(the_callers_version_decides_without_reading),
+        TEST(the_callers_version_decides_without_reading_tensors),
         TEST(a_version_is_no_excuse_for_a_file_that_is_gone),
         TEST(a_version_that_goes_back_is_refused),
         TEST(a_version_beyond_what_files_hold_is_refused),
