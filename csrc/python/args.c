@@ -16,6 +16,20 @@ int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
     return -1;
 }
 
+int mlsp_take_tuple(PyObject *object, const char *what, const char *format, ...)
+{
+    va_list places;
+    if (!PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a tuple, got %.100s", what,
+                     Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    va_start(places, format);
+    const int good = PyArg_VaParse(object, format, places);
+    va_end(places);
+    return good ? 0 : -1;
+}
+
 /* By __index__ and not by __int__, which would cut a float down without a word. */
 int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
                     int64_t *out)

@@ -7,7 +7,8 @@
  * or through NumPy's own __array_interface__ where they have nothing better.
  *
  * A type of the core is known to NumPy by its number where NumPy has it, and else by the
- * name under which ml_dtypes registered it.
+ * name under which ml_dtypes registered it.  Without ml_dtypes, files are read as
+ * unsigned integers of the same size, whose descriptor has the name in its metadata.
  */
 #include "mlsp.h"
 
@@ -49,6 +50,52 @@ static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
            mls_dtype_of(*out)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
 }
 
+/* NumPy's type number, or NPY_NOTYPE where ml_dtypes has the type. */
+static int type_number(mls_dtype dtype)
+{
+    /* the 8-bit floats lie behind the end of this table, and are ml_dtypes' as well */
+    static const int numbers[] = {
+        [MLS_F16] = NPY_HALF,   [MLS_BF16] = NPY_NOTYPE, [MLS_F32] = NPY_FLOAT,
+        [MLS_F64] = NPY_DOUBLE, [MLS_I8] = NPY_INT8,     [MLS_I16] = NPY_INT16,
+        [MLS_I32] = NPY_INT32,  [MLS_I64] = NPY_INT64,   [MLS_U8] = NPY_UINT8,
+        [MLS_U16] = NPY_UINT16, [MLS_U32] = NPY_UINT32,  [MLS_U64] = NPY_UINT64,
+        [MLS_BOOL] = NPY_BOOL,  [MLS_C64] = NPY_CFLOAT,
+    };
+    return (size_t)dtype < sizeof numbers / sizeof numbers[0] ? numbers[dtype]
+                                                              : NPY_NOTYPE;
+}
+
+/* The key under which the metadata of integers name the dtype of their bits. */
+static const char label_key[] = "mlstate.dtype";
+
+/* The dtype that unsigned integers are labelled with: one that NumPy lacks, of their
+ * size.  Any other label is ignored. */
+static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
+{
+    PyObject *metadata = PyDataType_METADATA(descr);
+    if (metadata == NULL || !PyTypeNum_ISUNSIGNED(descr->type_num)) {
+        return false;
+    }
+    PyObject *label = PyDict_GetItemString(metadata, label_key);
+    Py_ssize_t length = 0;
+    const char *name = label != NULL && PyUnicode_Check(label)
+                           ? PyUnicode_AsUTF8AndSize(label, &length)
+                           : NULL;
+    mls_dtype named;
+    if (name == NULL) {
+        PyErr_Clear(); /* a label that is no text of UTF-8 */
+        return false;
+    }
+    const bool known =
+        mls_dtype_from_name(name, (size_t)length, &named) &&
+        type_number(named) == NPY_NOTYPE &&
+        mls_dtype_of(named)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
+    if (known) {
+        *out = named;
+    }
+    return known;
+}
+
 /* Registered types have numbers that differ from run to run: they go by name. */
 bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
 {
@@ -57,7 +104,8 @@ bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
         return registered_of(descr, out);
     }
     if (PyTypeNum_ISINTEGER(number)) {
-        return integer_of(PyTypeNum_ISSIGNED(number) != 0, PyDataType_ELSIZE(descr), out);
+        return labelled_of(descr, out) ||
+               integer_of(PyTypeNum_ISSIGNED(number) != 0, PyDataType_ELSIZE(descr), out);
     }
     switch (number) {
     case NPY_BOOL:
@@ -80,35 +128,14 @@ bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
     }
 }
 
-/* NumPy's type number, or NPY_NOTYPE where ml_dtypes has the type. */
-static int type_number(mls_dtype dtype)
-{
-    /* the 8-bit floats lie behind the end of this table, and are ml_dtypes' as well */
-    static const int numbers[] = {
-        [MLS_F16] = NPY_HALF,   [MLS_BF16] = NPY_NOTYPE, [MLS_F32] = NPY_FLOAT,
-        [MLS_F64] = NPY_DOUBLE, [MLS_I8] = NPY_INT8,     [MLS_I16] = NPY_INT16,
-        [MLS_I32] = NPY_INT32,  [MLS_I64] = NPY_INT64,   [MLS_U8] = NPY_UINT8,
-        [MLS_U16] = NPY_UINT16, [MLS_U32] = NPY_UINT32,  [MLS_U64] = NPY_UINT64,
-        [MLS_BOOL] = NPY_BOOL,  [MLS_C64] = NPY_CFLOAT,
-    };
-    return (size_t)dtype < sizeof numbers / sizeof numbers[0] ? numbers[dtype]
-                                                              : NPY_NOTYPE;
-}
-
-/* New reference to a dtype that ml_dtypes registers. */
-static PyArray_Descr *registered_descr(const char *name)
+/* New reference to a dtype that ml_dtypes registers; NULL with what its import raised. */
+static PyArray_Descr *registered_descr(mls_dtype dtype)
 {
     PyObject *package = PyImport_ImportModule("ml_dtypes");
     if (package == NULL) {
-        if (PyErr_ExceptionMatches(PyExc_ImportError)) {
-            PyErr_Format(PyExc_ImportError,
-                         "NumPy has no %s of its own: pip install 'mlstate[dtypes]' for "
-                         "the package ml_dtypes, which adds it",
-                         name);
-        }
         return NULL;
     }
-    PyObject *scalar = PyObject_GetAttrString(package, name);
+    PyObject *scalar = PyObject_GetAttrString(package, mls_dtype_of(dtype)->name);
     Py_DECREF(package);
     PyArray_Descr *descr = NULL;
     if (scalar != NULL && PyArray_DescrConverter(scalar, &descr) != NPY_SUCCEED) {
@@ -118,12 +145,49 @@ static PyArray_Descr *registered_descr(const char *name)
     return descr;
 }
 
+/* New reference to unsigned integers of a dtype's size, labelled with its name. */
+static PyArray_Descr *labelled_descr(mls_dtype dtype)
+{
+    const mls_dtype_info *info = mls_dtype_of(dtype);
+    PyObject *args = Py_BuildValue("(s)", info->item_bytes == 1 ? "u1" : "u2");
+    PyObject *options = Py_BuildValue("{s{ss}}", "metadata", label_key, info->name);
+    PyObject *descr = args == NULL || options == NULL
+                          ? NULL
+                          : PyObject_Call((PyObject *)&PyArrayDescr_Type, args, options);
+    Py_XDECREF(args);
+    Py_XDECREF(options);
+    return (PyArray_Descr *)descr;
+}
+
 /* ml_dtypes is imported only when one of its types is wanted. */
 PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype)
 {
     const int number = type_number(dtype);
-    return number == NPY_NOTYPE ? registered_descr(mls_dtype_of(dtype)->name)
-                                : PyArray_DescrFromType(number);
+    if (number != NPY_NOTYPE) {
+        return PyArray_DescrFromType(number);
+    }
+    PyArray_Descr *descr = registered_descr(dtype);
+    /* one that is installed and broken is an error */
+    if (descr == NULL && PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
+        PyErr_Clear();
+        descr = labelled_descr(dtype);
+    }
+    return descr;
+}
+
+/* The same for a dtype that a user asks for, who may compute with it: no integers. */
+static PyArray_Descr *asked_descr(mls_dtype dtype)
+{
+    const int number = type_number(dtype);
+    PyArray_Descr *descr =
+        number == NPY_NOTYPE ? registered_descr(dtype) : PyArray_DescrFromType(number);
+    if (descr == NULL && PyErr_ExceptionMatches(PyExc_ImportError)) {
+        PyErr_Format(PyExc_ImportError,
+                     "NumPy has no %s of its own: pip install 'mlstate[dtypes]' for the "
+                     "package ml_dtypes, which adds it",
+                     mls_dtype_of(dtype)->name);
+    }
+    return descr;
 }
 
 /* The core's own names first: NumPy knows "bfloat16" only once ml_dtypes was imported. */
@@ -136,7 +200,7 @@ PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
     const char *name =
         PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
     if (name != NULL && mls_dtype_from_name(name, (size_t)length, &named)) {
-        descr = mlsp_descr_of_dtype(named);
+        descr = asked_descr(named);
     } else if (PyErr_Occurred() ||
                PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
         return NULL;

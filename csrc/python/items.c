@@ -196,9 +196,16 @@ int mlsp_find(mlsp_finder *finder, PyObject *key, PyObject **out)
 
 /* ---- shapes and dtypes ---- */
 
-/* The name of a dtype as its package prints it, "torch." left out; the item keeps it. */
+/* The name of a dtype: the core's, or as its package prints it, "torch." left out, which
+ * the item keeps. */
 static int take_dtype_text(PyObject *dtype, mlsp_item *item)
 {
+    mls_dtype known;
+    if (PyArray_DescrCheck(dtype) &&
+        mlsp_dtype_of_descr((PyArray_Descr *)dtype, &known)) {
+        item->facts.dtype = mls_dtype_of(known)->name;
+        return 0;
+    }
     PyObject *text = PyObject_Str(dtype);
     const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
     if (name == NULL) {

@@ -15,6 +15,8 @@
 #endif
 #include <numpy/arrayobject.h>
 
+#include <stdatomic.h>
+
 #include "compat.h"
 #include "copy.h"
 #include "dtype.h"
@@ -43,6 +45,17 @@ typedef enum mlsp_error {
     MLSP_ERROR_COUNT
 } mlsp_error;
 
+enum { MLSP_TENSOR_CLASSES = 2 }; /* torch.Tensor and torch.nn.Parameter */
+
+/* The C function behind the attribute `nbytes` of one exact class.  `type` is stored last
+ * (release), so a reader that sees it (acquire) sees the other fields; no field changes
+ * afterwards. */
+typedef struct mlsp_bytes_getter {
+    _Atomic(PyTypeObject *) type; /* strong reference; NULL: free */
+    getter get;
+    void *closure;
+} mlsp_bytes_getter;
+
 /* Everything that lives as long as the module; zeroed before core_exec fills it. */
 typedef struct mlsp_state {
     PyObject *errors[MLSP_ERROR_COUNT];
@@ -54,8 +67,11 @@ typedef struct mlsp_state {
     PyObject *shape_name, *dtype_name; /* interned: types look these up in their caches */
     PyObject *itemsize_name, *nbytes_name;
     PyObject *exchange_name, *graph_name, *negative_name;
-    const mls_kernels *kernels; /* constant table, chosen at import */
-    mls_pool *pool;             /* owned; NULL until start_core */
+    mlsp_bytes_getter bytes_getters[MLSP_TENSOR_CLASSES];
+    const mls_kernels *kernels; /* points to `own_kernels` */
+    mls_kernels own_kernels;    /* of the set chosen at import, with our choices */
+    mls_store_choices choices;
+    mls_pool *pool; /* owned; NULL until start_core */
 } mlsp_state;
 
 /* The state of the module object that every function gets as `self`. */
@@ -78,6 +94,11 @@ PyObject *mlsp_raise(const mlsp_state *state, const mls_status *st, PyObject *pa
 
 /* TypeError unless a function called `name` got as many arguments as it wants. */
 int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got);
+
+/* Parse a tuple inside an argument with the codes of PyArg_ParseTuple, which raises
+ * SystemError if `object` is not a tuple.  -1 with an exception set; TypeError names
+ * `what`. */
+int mlsp_take_tuple(PyObject *object, const char *what, const char *format, ...);
 
 /* An int, or anything with __index__, NumPy's integers too; `what` names it in errors.
  * -1 with TypeError or CapacityError set, and `*out` untouched. */
@@ -135,11 +156,13 @@ void mlsp_view_release(mlsp_view *view); /* accepts a view without owner; leaves
 bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
 
 /* New reference to the NumPy descriptor of a dtype; ml_dtypes is imported for those that
- * NumPy lacks.  NULL with ImportError naming the extra where it is not installed. */
+ * NumPy lacks.  If it is not installed, a descriptor of unsigned integers of the same
+ * size, whose metadata name the dtype.  NULL with an exception set. */
 PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype);
 
 /* New reference to the descriptor that a user's dtype argument means: whatever NumPy
- * accepts, or the name of any dtype of the core.  NULL with an exception set. */
+ * accepts, or the name of any dtype of the core.  NULL with an exception set: ImportError
+ * naming the extra for one of ml_dtypes that is not installed. */
 PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
                                     mls_dtype *out);
 
@@ -245,6 +268,12 @@ int mlsp_states_equal(const mlsp_state *state, PyObject *a, PyObject *b);
 /* Bytes of an array's elements; -1 with an exception set. */
 int mlsp_array_bytes(const mlsp_state *state, PyObject *array, uint64_t *out);
 
+/* ---- py_activation.c ---- */
+
+/* For tp_traverse and tp_clear of the module: the classes in `bytes_getters`. */
+int mlsp_bytes_getters_visit(mlsp_state *state, visitproc visit, void *arg);
+void mlsp_bytes_getters_clear(mlsp_state *state);
+
 /* ---- one table of functions per file, NULL-terminated ---- */
 extern PyMethodDef mlsp_kv_methods[];
 extern PyMethodDef mlsp_file_methods[];
@@ -264,6 +293,7 @@ extern PyMethodDef mlsp_chain_methods[];
 extern PyMethodDef mlsp_plan_methods[];
 extern PyMethodDef mlsp_manifest_methods[];
 extern PyMethodDef mlsp_search_methods[];
+extern PyMethodDef mlsp_info_methods[];
 
 /* Add the heap types of py_kv_buffer.c.  -1 with an exception set. */
 int mlsp_kv_buffer_add(PyObject *module);
@@ -282,5 +312,8 @@ int mlsp_strategy_add(PyObject *module);
 
 /* Add the type and the function of py_tiers.c.  -1 with an exception set. */
 int mlsp_tiers_add(PyObject *module);
+
+/* Add the type of py_descriptor.c.  -1 with an exception set. */
+int mlsp_descriptor_add(PyObject *module);
 
 #endif

@@ -66,6 +66,26 @@ static PyObject *cpu_name(PyObject *module, PyObject *unused)
     return PyUnicode_FromString(mls_cpu_name(mlsp_state_of(module)->kernels->cpu));
 }
 
+/* New reference to a tuple of names, the scalar set first and the best one last. */
+static PyObject *cpu_offered(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    PyObject *names = PyList_New(0);
+    for (int i = 0; names != NULL && i < MLS_CPU_COUNT; i++) {
+        if (mls_cpu_offers((mls_cpu)i)) {
+            PyObject *name = PyUnicode_FromString(mls_cpu_name((mls_cpu)i));
+            if (name == NULL || PyList_Append(names, name) < 0) {
+                Py_CLEAR(names);
+            }
+            Py_XDECREF(name);
+        }
+    }
+    PyObject *tuple = names == NULL ? NULL : PyList_AsTuple(names);
+    Py_XDECREF(names);
+    return tuple;
+}
+
 /* The text in front of the "--" is the signature that inspect.signature shows. */
 static PyMethodDef module_methods[] = {
     {"set_num_threads", set_num_threads, METH_O,
@@ -75,6 +95,9 @@ static PyMethodDef module_methods[] = {
     {"cpu_name", cpu_name, METH_NOARGS,
      "cpu_name()\n--\n\nName of the instruction set in use: scalar, avx2, avx512 or "
      "neon."},
+    {"cpu_offered", cpu_offered, METH_NOARGS,
+     "cpu_offered()\n--\n\nNames of the instruction sets that this machine offers, the "
+     "best one last."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -132,7 +155,13 @@ static int start_core(mlsp_state *state)
         PyErr_Format(PyExc_ImportError, "MLSTATE_CPU: %s", st.text);
         return -1;
     }
-    state->kernels = mls_kernels_of(cpu);
+    if (mls_store_choices_init(&state->choices, getenv("MLSTATE_COPY"), &st) != MLS_OK) {
+        PyErr_Format(PyExc_ImportError, "MLSTATE_COPY: %s", st.text);
+        return -1;
+    }
+    state->own_kernels = *mls_kernels_of(cpu);
+    state->own_kernels.choices = &state->choices;
+    state->kernels = &state->own_kernels;
     if (mls_pool_new(default_threads(), &state->pool, &st) != MLS_OK) {
         PyErr_NoMemory();
         return -1;
@@ -170,13 +199,14 @@ static int core_exec(PyObject *module)
         mlsp_staging_methods,   mlsp_bucket_methods, mlsp_wire_methods,
         mlsp_reduce_methods,    mlsp_local_methods,  mlsp_chain_methods,
         mlsp_plan_methods,      mlsp_search_methods, mlsp_activation_methods,
-        mlsp_manifest_methods};
+        mlsp_manifest_methods,  mlsp_info_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         start_core(mlsp_state_of(module)) < 0 ||
         intern_names(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
         mlsp_kv_buffer_add(module) < 0 || mlsp_statedict_add(module) < 0 ||
         mlsp_catalog_add(module) < 0 || mlsp_local_add(module) < 0 ||
-        mlsp_strategy_add(module) < 0 || mlsp_tiers_add(module) < 0) {
+        mlsp_strategy_add(module) < 0 || mlsp_tiers_add(module) < 0 ||
+        mlsp_descriptor_add(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
@@ -206,7 +236,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->exchange_name);
     Py_VISIT(state->graph_name);
     Py_VISIT(state->negative_name);
-    return 0;
+    return mlsp_bytes_getters_visit(state, visit, arg);
 }
 
 /* May run more than once, and while functions of the module are still referred to. */
@@ -228,6 +258,7 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->exchange_name);
     Py_CLEAR(state->graph_name);
     Py_CLEAR(state->negative_name);
+    mlsp_bytes_getters_clear(state);
     return 0;
 }
 

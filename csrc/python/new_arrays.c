@@ -7,16 +7,27 @@ enum {
     LINE = 64         /* of the cache, and the widest registers */
 };
 
+/* New reference to a descriptor: looking for ml_dtypes takes longer than making an array,
+ * most of all in vain. */
+static PyArray_Descr *find_descr(mlsp_room *room, mls_dtype dtype)
+{
+    if (room->descrs[dtype] == NULL) {
+        room->descrs[dtype] = mlsp_descr_of_dtype(dtype);
+    }
+    Py_XINCREF(room->descrs[dtype]);
+    return room->descrs[dtype];
+}
+
 /* All arrays are made here: of their own memory where `data` is NULL. */
-static PyObject *make(mls_dtype dtype, int rank, const size_t *shape, void *data,
-                      int flags, bool zeros)
+static PyObject *make(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
+                      void *data, int flags, bool zeros)
 {
     npy_intp dims[MLS_MAX_RANK];
     for (int i = 0; i < rank; i++) {
         dims[i] = (npy_intp)shape[i]; /* readers bound what all make together */
     }
     /* NumPy takes this reference, even when it fails */
-    PyArray_Descr *descr = mlsp_descr_of_dtype(dtype);
+    PyArray_Descr *descr = find_descr(room, dtype);
     if (descr == NULL) {
         return NULL;
     }
@@ -35,18 +46,19 @@ static PyObject *keep_alive(PyObject *array, PyObject *base)
     return array;
 }
 
-PyObject *mlsp_array_new(mls_dtype dtype, int rank, const size_t *shape, bool zeros)
+PyObject *mlsp_array_new(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
+                         bool zeros)
 {
-    return make(dtype, rank, shape, NULL, 0, zeros);
+    return make(room, dtype, rank, shape, NULL, 0, zeros);
 }
 
 /* Files of other writers may place it anywhere: NumPy then reads it more slowly, but
  * rightly, if it is told so. */
-PyObject *mlsp_array_over(mls_dtype dtype, int rank, const size_t *shape,
+PyObject *mlsp_array_over(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
                           const unsigned char *data, PyObject *base)
 {
     /* NumPy takes the address without const, and keeps the array read-only */
-    PyObject *array = make(dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
+    PyObject *array = make(room, dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
     if (array != NULL) {
         PyArray_UpdateFlags((PyArrayObject *)array, NPY_ARRAY_ALIGNED);
         PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
@@ -93,16 +105,19 @@ PyObject *mlsp_room_array(mlsp_room *room, size_t index, mls_dtype dtype, int ra
     }
     const size_t bytes = room->bytes_of(room->context, index);
     if (room->block == NULL || bytes == 0 || bytes >= LARGE) {
-        return mlsp_array_new(dtype, rank, shape, false);
+        return mlsp_array_new(room, dtype, rank, shape, false);
     }
     char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
     room->used += lines(bytes);
-    return keep_alive(make(dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
+    return keep_alive(make(room, dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
                       room->block);
 }
 
 /* Its arrays keep the last block. */
 void mlsp_room_fini(mlsp_room *room)
 {
+    for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
+        Py_CLEAR(room->descrs[i]);
+    }
     Py_CLEAR(room->block);
 }

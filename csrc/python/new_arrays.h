@@ -12,14 +12,6 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* A new array of its own memory, which is zero where `zeros`, and then not even touched.
- * NULL with an exception set, here and below. */
-PyObject *mlsp_array_new(mls_dtype dtype, int rank, const size_t *shape, bool zeros);
-
-/* A read-only array over `data`, which `base` keeps alive.  It may lie unaligned. */
-PyObject *mlsp_array_over(mls_dtype dtype, int rank, const size_t *shape,
-                          const unsigned char *data, PyObject *base);
-
 /* Bytes of the array `index`; 0 for one that is made in some other way. */
 typedef size_t mlsp_bytes_of(const void *context, size_t index);
 
@@ -33,7 +25,17 @@ typedef struct mlsp_room {
     PyObject *block; /* what the next arrays lie in; NULL: each has memory of its own */
     size_t used;     /* bytes of it, from its address on */
     size_t until;    /* arrays before this one were looked at */
+    PyArray_Descr *descrs[MLS_DTYPE_COUNT]; /* of the arrays so far, or NULL */
 } mlsp_room;
+
+/* A new array of its own memory, which is zero where `zeros`, and then not even touched.
+ * NULL with an exception set, here and below. */
+PyObject *mlsp_array_new(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
+                         bool zeros);
+
+/* A read-only array over `data`, which `base` keeps alive.  It may lie unaligned. */
+PyObject *mlsp_array_over(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
+                          const unsigned char *data, PyObject *base);
 
 /* The array `index`: of its own memory where it is large, or where there is not enough
  * for a block, and else part of a block, aligned to 64 bytes. */

@@ -1,7 +1,8 @@
 /* py_activation: the size of an activation, and the memory that this process uses.
  *
  * An activation is asked for its shape and dtype and for nothing else: it may be on a
- * device, on torch's meta device, or a description that has no elements at all.
+ * device, on torch's meta device, or a description that has no elements at all.  A torch
+ * tensor of one of torch's own classes is asked for its bytes instead, once.
  */
 #include "strategyp.h"
 
@@ -107,19 +108,99 @@ static int bytes_of(const mlsp_state *state, PyObject *shape, PyObject *dtype,
     return failed;
 }
 
-/* torch's own tensors say their bytes three times as fast as their shape and dtype; not
- * the sparse ones, nor subclasses with ideas of their own.  False, without an exception,
- * for all others. */
-static bool tensor_bytes(const mlsp_state *state, PyObject *activation, size_t *out)
+/* ---- torch tensors ---- */
+
+/* `nbytes` is the cheapest question a tensor answers: shape and dtype cost three times as
+ * much, and the DLPack exchange function raises for tensors on the meta device, which
+ * takes a millisecond.  Half of the cost of PyObject_GetAttr is finding the descriptor,
+ * so the C function behind it is kept for the exact classes Tensor and Parameter. */
+static PyObject *tensor_nbytes(const mlsp_state *state, PyObject *tensor)
 {
-    const char *name = Py_TYPE(activation)->tp_name;
-    if (strcmp(name, "Tensor") != 0 && strcmp(name, "Parameter") != 0) {
-        return false;
+    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
+        const mlsp_bytes_getter *kept = &state->bytes_getters[i];
+        if (atomic_load_explicit(&kept->type, memory_order_acquire) == Py_TYPE(tensor)) {
+            return kept->get(tensor, kept->closure);
+        }
     }
-    PyObject *said = PyObject_GetAttr(activation, state->nbytes_name);
+    return NULL;
+}
+
+/* Store the getter in the first free place; each class is stored once.  The caller holds
+ * the module's lock. */
+static void keep_getter(mlsp_state *state, PyTypeObject *type, const PyGetSetDef *found)
+{
+    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
+        mlsp_bytes_getter *kept = &state->bytes_getters[i];
+        PyTypeObject *taken = atomic_load_explicit(&kept->type, memory_order_relaxed);
+        if (taken == type) {
+            return;
+        }
+        if (taken == NULL) {
+            kept->get = found->get;
+            kept->closure = found->closure;
+            Py_INCREF(type);
+            atomic_store_explicit(&kept->type, type, memory_order_release);
+            return;
+        }
+    }
+}
+
+/* Keep the getter of a class if reading the attribute does nothing but call it: the class
+ * has no __getattribute__ of its own, and `nbytes` is a C property of one of its bases.
+ * Never fails, and leaves no exception. */
+static void keep_tensor_class(PyObject *module, PyTypeObject *type)
+{
+    mlsp_state *state = mlsp_state_of(module);
+    PyObject *found = PyObject_GetAttr((PyObject *)type, state->nbytes_name);
+    if (found != NULL && type->tp_getattro == PyObject_GenericGetAttr &&
+        Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
+        PyType_IsSubtype(type, PyDescr_TYPE(found))) {
+        const PyGetSetDef *property = ((PyGetSetDescrObject *)found)->d_getset;
+        MLSP_BEGIN_LOCKED(module)
+            keep_getter(state, type, property);
+        MLSP_END_LOCKED()
+    }
+    PyErr_Clear();
+    Py_XDECREF(found);
+}
+
+/* For tp_traverse. */
+int mlsp_bytes_getters_visit(mlsp_state *state, visitproc visit, void *arg)
+{
+    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
+        Py_VISIT(
+            atomic_load_explicit(&state->bytes_getters[i].type, memory_order_relaxed));
+    }
+    return 0;
+}
+
+/* For tp_clear; the places are free afterwards. */
+void mlsp_bytes_getters_clear(mlsp_state *state)
+{
+    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
+        PyTypeObject *type = atomic_exchange(&state->bytes_getters[i].type, NULL);
+        Py_XDECREF(type);
+    }
+}
+
+/* Bytes by the attribute `nbytes`, for a class named as torch names its own: subclasses
+ * may define it otherwise, and sparse tensors raise.  False, without an exception, if
+ * shape and dtype have to be asked. */
+static bool tensor_bytes(PyObject *module, PyObject *activation, size_t *out)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    PyObject *answer = tensor_nbytes(state, activation);
+    if (answer == NULL && !PyErr_Occurred()) {
+        const char *name = Py_TYPE(activation)->tp_name;
+        if (strcmp(name, "Tensor") != 0 && strcmp(name, "Parameter") != 0) {
+            return false;
+        }
+        keep_tensor_class(module, Py_TYPE(activation));
+        answer = PyObject_GetAttr(activation, state->nbytes_name);
+    }
     const Py_ssize_t bytes =
-        said != NULL && PyLong_CheckExact(said) ? PyLong_AsSsize_t(said) : -1;
-    Py_XDECREF(said);
+        answer != NULL && PyLong_CheckExact(answer) ? PyLong_AsSsize_t(answer) : -1;
+    Py_XDECREF(answer);
     if (bytes < 0) {
         PyErr_Clear();
         return false;
@@ -128,22 +209,32 @@ static bool tensor_bytes(const mlsp_state *state, PyObject *activation, size_t *
     return true;
 }
 
-int mlsp_activation_bytes(const mlsp_state *state, PyObject *activation, size_t *out)
+/* Bytes by the attributes `shape` and `dtype`; 1 for too many bytes, -1 with an exception
+ * set. */
+static int described_bytes(const mlsp_state *state, PyObject *activation, size_t *out)
 {
-    int failed = 1;
+    PyObject *shape = PyObject_GetAttr(activation, state->shape_name);
+    PyObject *dtype =
+        shape == NULL ? NULL : PyObject_GetAttr(activation, state->dtype_name);
+    const int failed = dtype == NULL ? refuse_activation(activation)
+                                     : bytes_of(state, shape, dtype, out);
+    /* both attributes may be made for this call alone */
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return failed;
+}
+
+int mlsp_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
+{
+    const mlsp_state *state = mlsp_state_of(module);
+    int failed;
+    if (tensor_bytes(module, activation, out)) {
+        return 0;
+    }
     if (PyArray_Check(activation)) {
         failed = !mlsp_ndarray_bytes((PyArrayObject *)activation, out);
-    } else if (tensor_bytes(state, activation, out)) {
-        return 0;
     } else {
-        PyObject *shape = PyObject_GetAttr(activation, state->shape_name);
-        PyObject *dtype =
-            shape == NULL ? NULL : PyObject_GetAttr(activation, state->dtype_name);
-        failed = dtype == NULL ? refuse_activation(activation)
-                               : bytes_of(state, shape, dtype, out);
-        /* both attributes may be made for this call alone */
-        Py_XDECREF(shape);
-        Py_XDECREF(dtype);
+        failed = described_bytes(state, activation, out);
     }
     /* the one failure that has no exception yet */
     if (failed > 0) {
@@ -158,7 +249,7 @@ int mlsp_activation_bytes(const mlsp_state *state, PyObject *activation, size_t 
 static PyObject *activation_bytes(PyObject *module, PyObject *activation)
 {
     size_t bytes;
-    if (mlsp_activation_bytes(mlsp_state_of(module), activation, &bytes) < 0) {
+    if (mlsp_activation_bytes(module, activation, &bytes) < 0) {
         return NULL;
     }
     return PyLong_FromSize_t(bytes);

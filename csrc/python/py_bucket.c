@@ -132,6 +132,22 @@ static int view_fitting(const mlsp_state *state, PyObject *array, PyObject *dtyp
     return same;
 }
 
+/* is_plain(array, writable) -> bool */
+static PyObject *is_plain(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    mlsp_view view;
+    if (mlsp_take_count("is_plain", 2, count) < 0) {
+        return NULL;
+    }
+    const bool plain =
+        (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
+        mlsp_view_quickly(mlsp_state_of(module), args[0], args[1] == Py_True, &view);
+    if (plain) {
+        mlsp_view_release(&view);
+    }
+    return PyBool_FromLong(plain);
+}
+
 /* bucket_fits(array, dtype, shape, writable) -> bool */
 static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -502,6 +518,9 @@ static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t coun
 }
 
 PyMethodDef mlsp_bucket_methods[] = {
+    {"is_plain", MLSP_FASTCALL(is_plain),
+     "is_plain(array, writable, /)\n--\n\nWhether an array is an ndarray, or a torch "
+     "tensor\nin main memory, that the core reads or writes as it is."},
     {"bucket_fits", MLSP_FASTCALL(bucket_fits),
      "bucket_fits(array, dtype, shape, writable, /)\n--\n\nWhether a bucket takes an "
      "array as it "

@@ -7,7 +7,9 @@
 #include "checkpoint.h"
 
 #include "mem.h"
+#include "safetensors.h"
 #include "seal.h"
+#include "shard_header.h"
 #include "verify.h"
 
 #include <unistd.h>
@@ -406,6 +408,51 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
     return dict;
 }
 
+/* Make the header of a file again from one index.  0: it does not list all of the file.
+ */
+static int append_header(const mlsp_state *state, const mls_index *index,
+                         const char *path, mls_buffer *out)
+{
+    mls_status st;
+    mls_code code = MLS_E_VALUE;
+    for (size_t i = 0; i < index->file_count && code == MLS_E_VALUE; i++) {
+        if (strcmp(index->files[i].path, path) == 0) {
+            code = mls_shard_header(index, i, mlsp_crc_of(state), out, &st);
+        }
+    }
+    if (code == MLS_E_MEMORY) {
+        mlsp_raise(state, &st, Py_None);
+        return -1;
+    }
+    return code == MLS_OK;
+}
+
+/* header(path) -> bytes or None
+ *
+ * That of the first index that lists all of the file. */
+static PyObject *catalog_header(PyObject *object, PyObject *argument)
+{
+    const catalog_object *self = (catalog_object *)object;
+    const mlsp_state *state = mlsp_catalog_state(object);
+    const char *path = PyUnicode_AsUTF8(argument);
+    if (path == NULL) {
+        return NULL;
+    }
+    int found = 0;
+    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
+    for (size_t i = 0; found == 0 && i < self->index_count; i++) {
+        found = append_header(state, &self->indexes[i], path, &text);
+    }
+    PyObject *result = NULL;
+    if (found > 0) {
+        result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
+    } else if (found == 0) {
+        result = Py_NewRef(Py_None);
+    }
+    mls_buffer_fini(&text);
+    return result;
+}
+
 /* heads() -> [(generation, rank, world_size, shards, their bytes, stored bytes), ...] */
 static PyObject *catalog_heads(PyObject *object, PyObject *unused)
 {
@@ -522,6 +569,8 @@ static PyMethodDef catalog_methods[] = {
      "shards($self, /)\n--\n\nFacts of all shards."},
     {"files", catalog_files, METH_NOARGS,
      "files($self, /)\n--\n\nFiles and their sizes."},
+    {"header", catalog_header, METH_O,
+     "header($self, path, /)\n--\n\nThe header of a file as it was written, or None."},
     {"heads", catalog_heads, METH_NOARGS,
      "heads($self, /)\n--\n\nWhat each index says of "
      "itself."},

@@ -49,7 +49,7 @@ static int take_cutting(const mlsp_state *state, PyObject *object, cutting *out)
     int64_t index, world;
     size_t parts;
     mls_status st;
-    if (!PyArg_ParseTuple(object, "OLL", &layout, &index, &world)) {
+    if (mlsp_take_tuple(object, "cuts", "OLL", &layout, &index, &world) < 0) {
         return -1;
     }
     *out = (cutting){.has_layout = layout != Py_None};
@@ -335,17 +335,15 @@ static size_t new_bytes(const void *context, size_t index)
     return w->long_zeros ? 0 : count * mls_dtype_of(w->tensor->facts->dtype)->item_bytes;
 }
 
-/* A new array for a part, in the room for all of them or, where that is NULL, by itself.
- */
-static PyObject *new_array(const load_job *job, size_t index, mlsp_room *room)
+/* A new array for a part, in the room for all of them or, where `alone`, by itself. */
+static PyObject *new_array(const load_job *job, size_t index, mlsp_room *room, bool alone)
 {
     const wanted *w = &job->wanted[index];
     const mls_dtype dtype = w->tensor->facts->dtype;
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mlsp_part_dims(&w->part, dims);
-    return room == NULL || w->long_zeros
-               ? mlsp_array_new(dtype, rank, dims, w->long_zeros)
-               : mlsp_room_array(room, index, dtype, rank, dims);
+    return alone || w->long_zeros ? mlsp_array_new(room, dtype, rank, dims, w->long_zeros)
+                                  : mlsp_room_array(room, index, dtype, rank, dims);
 }
 
 /* The whole of a file, mapped once for all tensors in it; borrowed from the dict.  The
@@ -381,7 +379,8 @@ static PyObject *map_file(load_job *job, PyObject *capsules, const mls_index_fil
 
 /* The part as a view of its file, where it lies there in one run; None where it does
  * not.  A new reference. */
-static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules)
+static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules,
+                              mlsp_room *room)
 {
     uint64_t offset;
     const mls_catalog_shard *run =
@@ -395,7 +394,7 @@ static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules
     }
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mlsp_part_dims(&w->part, dims);
-    return mlsp_array_over(w->tensor->facts->dtype, rank, dims,
+    return mlsp_array_over(room, w->tensor->facts->dtype, rank, dims,
                            mlsp_mapping_data(capsule) + offset, capsule);
 }
 
@@ -430,16 +429,17 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
-    mlsp_room room = {new_bytes, job, job->count, NULL, 0, 0};
+    mlsp_room room = {new_bytes, job, job->count, NULL, 0, 0, {NULL}};
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* told of by one call */
     for (size_t i = 0; good && i < job->count; i++) {
         wanted *w = &job->wanted[i];
-        PyObject *array = maps ? mapped_array(job, w, capsules) : Py_NewRef(Py_None);
+        PyObject *array =
+            maps ? mapped_array(job, w, capsules, &room) : Py_NewRef(Py_None);
         const bool read = array == Py_None;
         if (read) {
             Py_DECREF(array);
-            array = new_array(job, i, maps ? NULL : &room);
+            array = new_array(job, i, &room, maps);
         }
         w->array = array;
         if (array != NULL && read) {
@@ -713,7 +713,7 @@ static void scatter(load_job *job, unsigned char *const *blocks)
         mls_status ignored;
         if (t != NULL && mls_tensor_init(&packed, blocks[i], t->dtype, t->rank, t->shape,
                                          &ignored) == MLS_OK) {
-            mls_copy(job->state->kernels, t, &packed, false);
+            mls_copy(job->state->kernels, t, &packed, mls_cached());
         }
     }
 }

@@ -223,13 +223,13 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
                            PyObject *base)
 {
     PyObject *result = PyDict_New();
-    mlsp_room room = {bytes_of, file, file->count, NULL, 0, 0};
+    mlsp_room room = {bytes_of, file, file->count, NULL, 0, 0, {NULL}};
     for (size_t i = 0; result != NULL && i < file->count; i++) {
         const mls_stored *t = &file->tensors[i];
         PyObject *name = mlsp_str_of(t->name), *array = NULL;
         if (name != NULL) {
             array = base == NULL ? mlsp_room_array(&room, i, t->dtype, t->rank, t->shape)
-                                 : mlsp_array_over(t->dtype, t->rank, t->shape,
+                                 : mlsp_array_over(&room, t->dtype, t->rank, t->shape,
                                                    mapped + t->offset, base);
         }
         if (array == NULL || PyDict_SetItem(result, name, array) < 0) {

@@ -169,8 +169,8 @@ static int take_patterns(question *q, const catalog_object *catalog, PyObject *t
         Py_ssize_t groups;
         size_t part_count = 0;
         p->index = &catalog->indexes[i];
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tuple, (Py_ssize_t)i), "OOn", &ranks,
-                              &parts, &groups) ||
+        if (mlsp_take_tuple(PyTuple_GET_ITEM(tuple, (Py_ssize_t)i), "a pattern", "OOn",
+                            &ranks, &parts, &groups) < 0 ||
             (p->ranks = take_numbers(q, ranks, &p->count)) == NULL ||
             (p->parts = take_numbers(q, parts, &part_count)) == NULL) {
             return -1;

@@ -45,7 +45,8 @@ static void transition_fini(transition *t)
 static int take_request(const mlsp_state *state, PyObject *const *args, transition *t)
 {
     mls_status st;
-    if (mlsp_view_of(state, args[0], "source_state", &t->source) < 0 ||
+    if ((!mlsp_view_quickly(state, args[0], false, &t->source) &&
+         mlsp_view_of(state, args[0], "source_state", &t->source) < 0) ||
         mlsp_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
             0) {
         return -1;
@@ -196,7 +197,8 @@ static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtyp
         t->target.tensor.dtype = kind.dtype;
         return failed;
     }
-    if (mlsp_view_writable(state, out, "out", &t->target) < 0) {
+    if (!mlsp_view_quickly(state, out, true, &t->target) &&
+        mlsp_view_writable(state, out, "out", &t->target) < 0) {
         return -1;
     }
     t->result = Py_NewRef(out);

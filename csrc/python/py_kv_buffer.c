@@ -184,6 +184,34 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
     return array;
 }
 
+/* fill(array): copy an array into a buffer that was made with its shape and dtype */
+static PyObject *buffer_fill(buffer_object *self, PyObject *array)
+{
+    const mlsp_state *state = state_of_type(Py_TYPE(self));
+    mlsp_view source = {0};
+    mls_status st;
+    if (state == NULL || mlsp_view_of(state, array, "array", &source) < 0) {
+        return NULL;
+    }
+    source.tensor.swapped = false; /* both have one byte order: bytes are copied */
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+        const mls_tensor now = mls_kv_buffer_view(&self->buffer);
+        code = mls_copy_check(&now, &source.tensor, "array", &st);
+        if (code == MLS_OK) {
+            mls_kv_buffer_fill(&self->buffer, state->kernels, state->pool,
+                               &source.tensor);
+        }
+        pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS
+    mlsp_view_release(&source);
+    if (code != MLS_OK) {
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
 /* resize(length, position | None): keep `position` positions, by default as many as both
  * lengths have, and zero the rest */
 static PyObject *buffer_resize(buffer_object *self, PyObject *args)
@@ -271,6 +299,8 @@ static PyObject *buffer_dtype(buffer_object *self, void *unused)
 static PyMethodDef buffer_methods[] = {
     {"view", (PyCFunction)(void (*)(void))buffer_view, METH_NOARGS,
      "view($self, /)\n--\n\nThe cache as it is now, as an ndarray."},
+    {"fill", (PyCFunction)(void (*)(void))buffer_fill, METH_O,
+     "fill($self, array, /)\n--\n\nCopy an array of the view's shape."},
     {"resize", (PyCFunction)(void (*)(void))buffer_resize, METH_VARARGS,
      "resize($self, length, position, /)\n--\n\nKeep `position` positions and zero the "
      "others in view."},

@@ -85,8 +85,22 @@ static int load_pairs(const mlsp_state *state, const mlsp_pairs *p, bool cast)
     return 0;
 }
 
-/* state_load(target, source, strict, cast) -> None when done, else what stands in the
- * way, seen from the target: (missing, unexpected, shapes, dtypes) */
+/* New list of the targets that were written and are no ndarrays. */
+static PyObject *written_tensors(const mlsp_pairs *p)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < p->source.count; i++) {
+        PyObject *target = p->pairs[i].has_target ? p->target.items[i].value : NULL;
+        if (target != NULL && !PyArray_Check(target) && PyList_Append(list, target) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* state_load(target, source, strict, cast) -> list when done: the targets that are no
+ * ndarrays; else a tuple of what stands in the way, seen from the target: (missing,
+ * unexpected, shapes, dtypes) */
 static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
@@ -105,7 +119,10 @@ static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (refused) {
         result = mlsp_pairs_report(&p, true);
     } else {
-        result = load_pairs(state, &p, cast != 0) < 0 ? NULL : Py_NewRef(Py_None);
+        result = written_tensors(&p); /* before, since nothing may fail afterwards */
+        if (result != NULL && load_pairs(state, &p, cast != 0) < 0) {
+            Py_CLEAR(result);
+        }
     }
     mlsp_pairs_fini(&p);
     return result;
@@ -168,8 +185,8 @@ static int tied_init(PyObject *sections, tied_job *job)
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
         PyObject *keys, *targets;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(sections, i), "O!O!", &PyList_Type, &keys,
-                              &PyDict_Type, &targets)) {
+        if (mlsp_take_tuple(PyList_GET_ITEM(sections, i), "a section", "O!O!",
+                            &PyList_Type, &keys, &PyDict_Type, &targets) < 0) {
             return -1;
         }
         count += (size_t)PyList_GET_SIZE(keys);
@@ -325,7 +342,7 @@ static int feed_packed(const mlsp_state *state, PyObject *update, const mls_tens
         return -1;
     }
     Py_BEGIN_ALLOW_THREADS
-        mls_copy(state->kernels, &packed, t, false);
+        mls_copy(state->kernels, &packed, t, mls_cached());
     Py_END_ALLOW_THREADS
     const int failed = feed(update, data, bytes);
     mls_free(data);

@@ -356,11 +356,11 @@ typedef struct name_buffer {
 /* New reference to the name that `item` gets.  A name that was empty may stay so; one
  * that becomes empty has lost what told it apart, which no rule can be meant for. */
 static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
-                         size_t rule_count, name_buffer *buffer)
+                         size_t rule_count, bool *used, name_buffer *buffer)
 {
     /* asked with the room there is: most names fit where the one before did */
     size_t length =
-        mls_name_apply(item->name, rules, rule_count, buffer->data, buffer->room);
+        mls_name_apply(item->name, rules, rule_count, buffer->data, buffer->room, used);
     if (length > buffer->room) {
         char *larger = mls_realloc(buffer->data, length, 1);
         if (larger == NULL) {
@@ -368,7 +368,7 @@ static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
         }
         /* the old block is gone, whatever happens next */
         *buffer = (name_buffer){.data = larger, .room = length};
-        length = mls_name_apply(item->name, rules, rule_count, larger, length);
+        length = mls_name_apply(item->name, rules, rule_count, larger, length, used);
     }
     if (length == 0 && item->name.length > 0) {
         PyErr_Format(PyExc_ValueError, "the rules leave nothing of the name %.200R",
@@ -397,7 +397,8 @@ static void refuse_collapse(const mlsp_state *state, PyObject *first, PyObject *
 
 /* Put every array under its new name.  `origin` maps new names to old ones. */
 static int rename_all(const mlsp_state *state, const mlsp_items *items,
-                      const mls_rename_rule *rules, size_t rule_count, PyObject *result)
+                      const mls_rename_rule *rules, size_t rule_count, bool *used,
+                      PyObject *result)
 {
     /* two names that become one are found before anyone sees the result, which is
      * dropped then */
@@ -406,7 +407,7 @@ static int rename_all(const mlsp_state *state, const mlsp_items *items,
     int failed = origin == NULL ? -1 : 0;
     for (size_t i = 0; failed == 0 && i < items->count; i++) {
         const mlsp_item *item = &items->items[i];
-        PyObject *name = renamed(item, rules, rule_count, &buffer);
+        PyObject *name = renamed(item, rules, rule_count, used, &buffer);
         PyObject *earlier = name == NULL ? NULL : PyDict_GetItemWithError(origin, name);
         if (earlier != NULL) {
             refuse_collapse(state, earlier, item->key, name);
@@ -423,7 +424,22 @@ static int rename_all(const mlsp_state *state, const mlsp_items *items,
     return failed;
 }
 
-/* state_rename(state, ((old, new), ...)) -> a dict with the new names */
+/* A list of the numbers of the rules that matched no name. */
+static PyObject *unused_rules(const bool *used, size_t rule_count)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < rule_count; i++) {
+        PyObject *number = used[i] ? NULL : PyLong_FromSize_t(i);
+        if (!used[i] && (number == NULL || PyList_Append(list, number) < 0)) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(number);
+    }
+    return list;
+}
+
+/* state_rename(state, ((old, new), ...)) -> (a dict with the new names, the numbers of
+ * the rules that matched no name) */
 static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     if (mlsp_take_count("state_rename", 2, count) < 0) {
@@ -435,12 +451,15 @@ static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_
     }
     const size_t rule_count = (size_t)PyTuple_GET_SIZE(args[1]);
     mlsp_items items = {0};
-    PyObject *result = NULL;
+    PyObject *result = NULL, *unused = NULL;
     mls_rename_rule *rules = mls_alloc(rule_count, sizeof *rules);
-    if (rules == NULL) {
-        return PyErr_NoMemory();
+    bool *used = mls_alloc(rule_count, sizeof *used);
+    if (rules == NULL || used == NULL) {
+        PyErr_NoMemory();
+        goto done;
     }
     for (size_t i = 0; i < rule_count; i++) {
+        used[i] = false;
         if (take_rule(PyTuple_GET_ITEM(args[1], (Py_ssize_t)i), &rules[i]) < 0) {
             goto done;
         }
@@ -450,13 +469,18 @@ static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_
     }
     result = PyDict_New();
     if (result != NULL &&
-        rename_all(mlsp_state_of(module), &items, rules, rule_count, result) < 0) {
-        Py_CLEAR(result);
+        rename_all(mlsp_state_of(module), &items, rules, rule_count, used, result) == 0) {
+        unused = unused_rules(used, rule_count);
     }
 done:
     mlsp_items_release(&items);
+    mls_free(used);
     mls_free(rules);
-    return result;
+    if (unused == NULL) {
+        Py_XDECREF(result);
+        return NULL;
+    }
+    return Py_BuildValue("(NN)", result, unused);
 }
 
 /* The texts of a list of str, which must not change while they are used; NULL with an
@@ -700,7 +724,8 @@ PyMethodDef mlsp_names_methods[] = {
     {"state_prefixed", MLSP_FASTCALL(state_prefixed),
      "state_prefixed(name, state, /)\n--\n\nA state under a layer's name."},
     {"state_rename", MLSP_FASTCALL(state_rename),
-     "state_rename(state, rules, /)\n--\n\nA state with other names."},
+     "state_rename(state, rules, /)\n--\n\nA state with other names, and "
+     "the rules that matched none."},
     {"state_explain", MLSP_FASTCALL(state_explain),
      "state_explain(unexpected, missing, /)\n--\n\nRules that would match the names."},
     {"state_outline", MLSP_FASTCALL(state_outline),

@@ -310,7 +310,7 @@ static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count
         (void)mls_tensor_bytes(t, &bytes);
         /* 0 is the one number that all dtypes take, as bytes that are all 0 */
         const mls_element zero = {.size = mls_tensor_item_bytes(t)};
-        mls_fill(state->kernels, t, zero, mls_should_stream(bytes));
+        mls_fill(state->kernels, t, zero, (mls_destination){.bytes = bytes});
     }
     mlsp_resume_python(saved);
     named_views_release(&v);

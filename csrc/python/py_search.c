@@ -5,8 +5,8 @@
 #include "chainp.h"
 #include "checkpoint.h"
 
-#include "improve.h"
 #include "knapsack.h"
+#include "search.h"
 
 /* The core's poll, through the way back into Python that progress.c keeps. */
 static bool go_on(void *context)
@@ -64,7 +64,7 @@ static int take_options(const mlsp_state *state, PyObject *const *args,
     }
     out->offload = offload != 0;
     out->states = (size_t)states;
-    /* without a start the search has nothing to compare with */
+    /* without a start any time is of interest */
     if (args[3] == Py_None) {
         return 0;
     }

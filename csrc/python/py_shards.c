@@ -15,7 +15,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-/* A constant table, but asking the processor takes a while: once for each call. */
 const mls_crc_kernels *mlsp_crc_of(const mlsp_state *state)
 {
     return mls_crc_of(state->kernels->cpu);
@@ -172,6 +171,22 @@ static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job
     return mlsp_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
 }
 
+/* Permission bits of new files. */
+static int take_mode(const mlsp_state *state, PyObject *object, unsigned *out)
+{
+    int64_t mode;
+    if (mlsp_take_int64(state, object, "mode", &mode) < 0) {
+        return -1;
+    }
+    if (mode < 0 || mode > 0777) {
+        PyErr_Format(PyExc_ValueError, "mode %lld has bits that are not permissions",
+                     (long long)mode);
+        return -1;
+    }
+    *out = (unsigned)mode;
+    return 0;
+}
+
 /* The codec of a name, which the package has looked at; None is none. */
 static int take_codec(PyObject *name, mls_shard_job *job)
 {
@@ -218,7 +233,7 @@ static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
     return take_codec(PyTuple_GET_ITEM(how, 3), job);
 }
 
-/* shards_write(folder, generation, gathering, before, how, progress, freed) -> dict
+/* shards_write(folder, generation, gathering, before, how, progress, freed, mode) -> dict
  *
  * `before` is a Catalog of what is committed, or None: all is written.  `progress` is
  * called with bytes, `freed` once, without arguments, when the arrays of the gathering
@@ -228,7 +243,8 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
     const mlsp_state *state = mlsp_state_of(module);
     mls_shard_job job = {0};
     mls_text generation;
-    if (mlsp_take_count("shards_write", 7, count) < 0 ||
+    if (mlsp_take_count("shards_write", 8, count) < 0 ||
+        take_mode(state, args[7], &job.mode) < 0 ||
         mlsp_take_text(args[1], "generation", &generation) < 0 ||
         take_how(state, args[4], &job) < 0) {
         return NULL;
@@ -351,10 +367,11 @@ static PyObject *crc32c(PyObject *module, PyObject *data)
 
 /* Write all of `data` in the place of `path`, durably: roots of checkpoints, which decide
  * what is there. */
-static mls_code replace(const char *path, const char *data, size_t length, mls_status *st)
+static mls_code replace(const char *path, unsigned mode, const char *data, size_t length,
+                        mls_status *st)
 {
     mls_atomic_file file;
-    mls_code code = mls_atomic_begin(path, &file, st);
+    mls_code code = mls_atomic_begin(path, mode, &file, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -366,8 +383,8 @@ static mls_code replace(const char *path, const char *data, size_t length, mls_s
     return mls_atomic_commit(&file, st);
 }
 
-/* file_replace(path, data): afterwards the file holds all of `data`, on the disk, or what
- * it held before */
+/* file_replace(path, data, mode): afterwards the file holds all of `data`, on the disk,
+ * or what it held before; `mode`, less the umask, is that of a new file */
 static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     char *bytes;
@@ -375,14 +392,16 @@ static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_
     PyObject *encoded = NULL;
     mls_status st;
     mls_code code;
-    if (mlsp_take_count("file_replace", 2, count) < 0 ||
+    unsigned mode;
+    if (mlsp_take_count("file_replace", 3, count) < 0 ||
+        take_mode(mlsp_state_of(module), args[2], &mode) < 0 ||
         PyBytes_AsStringAndSize(args[1], &bytes, &length) < 0 ||
         !PyUnicode_FSConverter(args[0], &encoded)) {
         return NULL;
     }
     const char *to = PyBytes_AS_STRING(encoded);
     Py_BEGIN_ALLOW_THREADS
-        code = replace(to, bytes, (size_t)length, &st);
+        code = replace(to, mode, bytes, (size_t)length, &st);
     Py_END_ALLOW_THREADS
     Py_DECREF(encoded);
     return code == MLS_OK ? Py_NewRef(Py_None)
@@ -412,7 +431,7 @@ static PyObject *folder_sync(PyObject *module, PyObject *path)
 
 PyMethodDef mlsp_shards_methods[] = {
     {"shards_write", MLSP_FASTCALL(shards_write),
-     "shards_write(folder, generation, gathering, before, how, progress, freed, "
+     "shards_write(folder, generation, gathering, before, how, progress, freed, mode, "
      "/)\n--\n\nStore one rank's shards, durably."},
     {"shards_plan", MLSP_FASTCALL(shards_plan),
      "shards_plan(generation, gathering, pack_below, /)\n--\n\nThe index that "
@@ -422,7 +441,7 @@ PyMethodDef mlsp_shards_methods[] = {
      "seal_check(data, path, /)\n--\n\nRaise unless a text is what was sealed."},
     {"crc32c", crc32c, METH_O, "crc32c(data, /)\n--\n\nCRC32C of a buffer."},
     {"file_replace", MLSP_FASTCALL(file_replace),
-     "file_replace(path, data, /)\n--\n\nReplace a file, atomically and durably."},
+     "file_replace(path, data, mode, /)\n--\n\nReplace a file, atomically and durably."},
     {"folder_sync", folder_sync, METH_O,
      "folder_sync(path, /)\n--\n\nMake the names in a folder durable."},
     {NULL, NULL, 0, NULL},

@@ -38,10 +38,10 @@ static int take_arguments(mlsp_gathering *g, PyObject *const *args, PyObject **d
 {
     int64_t rank, world_size;
     mls_status st;
-    if (!PyArg_ParseTuple(args[0], "LL", &rank, &world_size) ||
-        !PyArg_ParseTuple(args[1], "OO", &dicts[0], &dicts[1]) ||
+    if (mlsp_take_tuple(args[0], "ranks", "LL", &rank, &world_size) < 0 ||
+        mlsp_take_tuple(args[1], "states", "OO", &dicts[0], &dicts[1]) < 0 ||
         (args[3] != Py_None &&
-         !PyArg_ParseTuple(args[3], "OO", &g->mine[0], &g->mine[1])) ||
+         mlsp_take_tuple(args[3], "mine", "OO", &g->mine[0], &g->mine[1]) < 0) ||
         mlsp_take_layout(g->state, args[4], &g->layout) < 0) {
         return -1;
     }

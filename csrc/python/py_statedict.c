@@ -389,6 +389,20 @@ static int merge_checked(PyObject *self, PyObject *staged)
                                                         : merge_many(self, staged);
 }
 
+/* Refuse a torch module or optimizer.  Some modules are iterable, but hold no pairs. */
+static int refuse_torch_object(PyObject *given)
+{
+    if (PyDict_Check(given) || !PyObject_HasAttrString(given, "state_dict")) {
+        return 0;
+    }
+    const char *remedy = PyObject_HasAttrString(given, "param_groups")
+                             ? "OptimizerStateDict.from_torch(optimizer, module)"
+                             : "StateDict.from_torch(module)";
+    PyErr_Format(PyExc_TypeError, "'%.100s' object is not a mapping of arrays: use %s",
+                 Py_TYPE(given)->tp_name, remedy);
+    return -1;
+}
+
 /* Add everything that dict(*args, **kwargs) would hold, or nothing.  `name` is what the
  * user called, for errors. */
 static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwargs)
@@ -396,6 +410,10 @@ static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwa
     if (PyTuple_GET_SIZE(args) > 1) {
         PyErr_Format(PyExc_TypeError, "%s expected at most 1 argument, got %zd", name,
                      PyTuple_GET_SIZE(args));
+        return -1;
+    }
+    if (PyTuple_GET_SIZE(args) == 1 &&
+        refuse_torch_object(PyTuple_GET_ITEM(args, 0)) < 0) {
         return -1;
     }
     bool checked;

@@ -1,12 +1,15 @@
-/* py_strategy: the classes behind the strategies of mlstate.activation.
+/* py_strategy: the type behind the strategies of mlstate.activation, and a thin subclass
+ * of it for each kind of the core's.
  *
  * A decision is asked for once for each layer of each step, so the way in is short: three
  * positional arguments, a str whose hash Python keeps, a small int, an ndarray.  All else
- * takes a second look.  The Python classes derive from these and add names, settings as
- * users write them, and operators; no decision passes through Python code of ours.
+ * takes a second look.  The Python classes derive from these and add names, settings
+ * as users write them, and operators; only a clock or a tracker of the user's is called
+ * in a decision.
  *
- * The lock of each object is Python's own (MLSP_BEGIN_LOCKED).  A clock or tracker of the
- * user's is called outside of it.
+ * The lock of each object is Python's own (MLSP_BEGIN_LOCKED).  A clock or tracker may do
+ * what it likes, so it is called outside of the lock, and the core asks again whether an
+ * adjustment is still due.
  */
 #include "strategyp.h"
 
@@ -15,386 +18,258 @@
 #include <stddef.h>
 #include <structmember.h>
 
-/* Objects are the core's structures and nothing else: no references, so no cycles. */
-typedef struct interval_object {
-    PyObject_HEAD mls_interval s;
-} interval_object;
+typedef struct strategy_object {
+    PyObject_HEAD mls_strategy s;
+    unsigned flags;     /* of the kind */
+    double given_share; /* as the user wrote it, before it became a float32 */
+    PyObject *clock;    /* gives seconds when called, or None: the core's */
+} strategy_object;
 
-/* Whoever reads the table needs no lock. */
-typedef struct selective_object {
-    PyObject_HEAD mls_selective s; /* constant once made */
-} selective_object;
-
-/* The table of those excluded is constant too; the count is not. */
-typedef struct size_based_object {
-    PyObject_HEAD mls_size_based s;
-} size_based_object;
-
-/* All of it changes but the table of those excluded. */
-typedef struct smart_object {
-    PyObject_HEAD mls_smart s;
-} smart_object;
-
-/* ---- interval ---- */
-
-/* IntervalStrategy(interval).  The object comes first, since errors are raised by the
- * module that its type belongs to; it goes again where the setting is refused. */
-static PyObject *interval_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+/* Ticks of the strategy's clock, or 0 if its kind needs none.  -1 with an exception set.
+ * A clock of the user's gives seconds as a float, such as time.monotonic and time.time
+ * do; rounding to ticks makes ten seconds ten whatever the float's last digits. */
+static int read_clock(strategy_object *self, int64_t *out)
 {
-    PyObject *number;
-    int64_t interval;
     mls_status st;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O:IntervalStrategy", &number)) {
-        return NULL;
+    double seconds;
+    if (self->clock == Py_None) {
+        *out = (self->flags & MLS_NEEDS_MEMORY) != 0 ? mls_ticks_now() : 0;
+        return 0;
     }
-    interval_object *self = (interval_object *)type->tp_alloc(type, 0);
-    if (self == NULL ||
-        mlsp_strategy_number((PyObject *)self, number, "interval", &interval) < 0) {
-        Py_XDECREF(self);
-        return NULL;
+    PyObject *said = PyObject_CallNoArgs(self->clock);
+    const int failed =
+        said == NULL ? -1 : mlsp_take_double(said, "what the clock says", &seconds);
+    Py_XDECREF(said);
+    if (failed < 0) {
+        return -1;
     }
-    if (mls_interval_init(&self->s, interval, &st) != MLS_OK) {
+    if (mls_ticks_from_seconds(seconds, out, &st) != MLS_OK) {
         mlsp_strategy_fail((PyObject *)self, &st);
-        Py_CLEAR(self);
+        return -1;
     }
-    return (PyObject *)self;
+    return 0;
 }
 
-/* Needs neither the name nor the activation, but refuses a name that is none. */
-static PyObject *interval_ask(interval_object *self, PyObject *const *args,
-                              Py_ssize_t nargs, PyObject *names)
+/* ---- decisions ---- */
+
+/* One figure of the tracker's; `least` is the smallest that makes sense.  -1 with an
+ * exception set. */
+static int take_figure(strategy_object *self, PyObject *said, const char *name,
+                       int64_t least, uint64_t *out)
+{
+    int64_t bytes;
+    if (mlsp_strategy_number((PyObject *)self, said, name, &bytes) < 0) {
+        return -1;
+    }
+    if (bytes < least) {
+        PyErr_Format(PyExc_ValueError, "the memory tracker says that %s is %lld", name,
+                     (long long)bytes);
+        return -1;
+    }
+    *out = (uint64_t)bytes;
+    return 0;
+}
+
+/* Read the memory and adjust the interval to it.  -1 with an exception set, and nothing
+ * adjusted. */
+static int adjust(strategy_object *self, int64_t now)
+{
+    PyObject *in_use, *there_are;
+    uint64_t used, total;
+    PyObject *said = PyObject_CallMethod((PyObject *)self, "_measure", NULL);
+    const int failed =
+        said == NULL ||
+        mlsp_take_tuple(said, "a measurement", "OO:_measure", &in_use, &there_are) < 0 ||
+        take_figure(self, in_use, "current_memory_used", 0, &used) < 0 ||
+        take_figure(self, there_are, "total_memory", 1, &total) < 0;
+    Py_XDECREF(said);
+    if (failed) {
+        return -1;
+    }
+    MLSP_BEGIN_LOCKED(self)
+        mls_strategy_adjust(&self->s, now, used, total);
+    MLSP_END_LOCKED()
+    return 0;
+}
+
+/* The time first: the memory is read once in ten seconds. */
+static int adjust_if_due(strategy_object *self)
+{
+    int64_t now;
+    bool due;
+    if (read_clock(self, &now) < 0) {
+        return -1;
+    }
+    MLSP_BEGIN_LOCKED(self)
+        due = mls_strategy_is_due(&self->s, now);
+    MLSP_END_LOCKED()
+    return due ? adjust(self, now) : 0;
+}
+
+/* Fill in what the kind needs: 1 if there is a question, 0 if the answer is no, -1 with
+ * an exception set.  A size is asked for outside of the lock: that may run code of the
+ * user's.  What the user named never changes: it is read without a lock. */
+static inline int fill_question(strategy_object *self, const mlsp_question *q,
+                                unsigned flags, mls_layer_question *out)
+{
+    const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
+    if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
+        mlsp_take_key(q->layer_id, &out->layer) < 0) {
+        return -1;
+    }
+    if (skips && mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
+        return 0;
+    }
+    if (((flags & MLS_NEEDS_BYTES) != 0 &&
+         mlsp_take_bytes((PyObject *)self, q->activation, &out->bytes) < 0) ||
+        ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_if_due(self) < 0)) {
+        return -1;
+    }
+    out->index = q->index;
+    return 1;
+}
+
+/* Flags and function are constants: each kind gets a copy that does what it needs. */
+static inline __attribute__((always_inline)) PyObject *
+ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names,
+    unsigned flags, mls_decide *decide)
 {
     mlsp_question q;
-    bool chosen;
+    mls_layer_question filled;
+    mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
     if (mlsp_take_question((PyObject *)self, args, nargs, names, &q) < 0) {
         return NULL;
     }
-    MLSP_BEGIN_LOCKED(self)
-        chosen = mls_interval_decide(&self->s, q.index);
-    MLSP_END_LOCKED()
-    return Py_NewRef(chosen ? Py_True : Py_False);
-}
-
-/* The setting stays. */
-static PyObject *interval_reset(interval_object *self, PyObject *unused)
-{
-    (void)unused;
-    MLSP_BEGIN_LOCKED(self)
-        self->s.checkpointed = 0;
-    MLSP_END_LOCKED()
-    Py_RETURN_NONE;
-}
-
-/* For copies and pickles, which get the setting by the constructor. */
-static PyObject *interval_state(interval_object *self, PyObject *unused)
-{
-    (void)unused;
-    return Py_BuildValue("(L)", (long long)self->s.checkpointed);
-}
-
-/* Refuses what no strategy can have counted. */
-static PyObject *interval_restore(interval_object *self, PyObject *state)
-{
-    int64_t count;
-    if (mlsp_check_strategy_state(state) < 0 ||
-        mlsp_strategy_count((PyObject *)self, state, &count) < 0) {
-        return NULL;
+    int chosen = fill_question(self, &q, flags, &filled);
+    if (chosen <= 0) {
+        return chosen < 0 ? NULL : Py_NewRef(Py_False);
     }
-    MLSP_BEGIN_LOCKED(self)
-        self->s.checkpointed = count;
-    MLSP_END_LOCKED()
-    Py_RETURN_NONE;
-}
-
-/* ---- selective ---- */
-
-/* SelectiveStrategy(checkpoint_layers, exclude_layers): two tuples of str, each name
- * once. Users' lists are made such by mlstate/_strategies.py, which also names all layers
- * that are in both; here the first of them is refused. */
-static PyObject *selective_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    PyObject *chosen, *excluded;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!O!:SelectiveStrategy", &PyTuple_Type, &chosen,
-                          &PyTuple_Type, &excluded)) {
-        return NULL;
+    if ((flags & MLS_IS_CONSTANT) != 0) {
+        chosen = decide(&self->s, &filled, st);
+    } else {
+        MLSP_BEGIN_LOCKED(self)
+            chosen = decide(&self->s, &filled, st);
+        MLSP_END_LOCKED()
     }
-    selective_object *self = (selective_object *)type->tp_alloc(type, 0);
-    if (self != NULL && (mlsp_mark_layers((PyObject *)self, chosen, MLS_LAYER_CHECKPOINT,
-                                          &self->s.layers) < 0 ||
-                         mlsp_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE,
-                                          &self->s.layers) < 0)) {
-        Py_CLEAR(self);
+    if (st != NULL && chosen < 0) {
+        return mlsp_strategy_fail((PyObject *)self, st);
     }
-    return (PyObject *)self;
+    return Py_NewRef(chosen != 0 ? Py_True : Py_False);
 }
 
-/* The table has no references either. */
-static void selective_dealloc(selective_object *self)
-{
-    mls_layer_table_fini(&self->s.layers);
-    mlsp_strategy_free((PyObject *)self);
-}
-
-/* The mark of the layer that is asked about.  -1 with an exception set.  Nothing changes
- * after the constructor: no lock. */
-static int marked(selective_object *self, PyObject *const *args, Py_ssize_t nargs,
-                  PyObject *names, mls_layer_mark *out)
+/* What FirstMatch asks: None for a layer that the user did not name. */
+static PyObject *opinion(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
+                         PyObject *names)
 {
     mlsp_question q;
     mls_layer_key key;
     if (mlsp_take_question((PyObject *)self, args, nargs, names, &q) < 0 ||
         mlsp_take_key(q.layer_id, &key) < 0) {
-        return -1;
-    }
-    *out = mls_layer_mark_of(&self->s.layers, &key);
-    return 0;
-}
-
-/* True for the layers to checkpoint alone. */
-static PyObject *selective_ask(selective_object *self, PyObject *const *args,
-                               Py_ssize_t nargs, PyObject *names)
-{
-    mls_layer_mark mark;
-    if (marked(self, args, nargs, names, &mark) < 0) {
         return NULL;
     }
-    return Py_NewRef(mark == MLS_LAYER_CHECKPOINT ? Py_True : Py_False);
-}
-
-/* What FirstMatch asks: None for a layer that is in neither list. */
-static PyObject *selective_opinion(selective_object *self, PyObject *const *args,
-                                   Py_ssize_t nargs, PyObject *names)
-{
-    mls_layer_mark mark;
-    if (marked(self, args, nargs, names, &mark) < 0) {
-        return NULL;
-    }
+    const mls_layer_mark mark = mls_layer_mark_of(&self->s.named, &key);
     return Py_NewRef(mark == MLS_LAYER_PLAIN        ? Py_None
                      : mark == MLS_LAYER_CHECKPOINT ? Py_True
                                                     : Py_False);
 }
 
-/* In the order of the constructor's tuple; the next two as well. */
-static PyObject *selective_chosen(selective_object *self, void *unused)
-{
-    (void)unused;
-    return mlsp_marked_layers(&self->s.layers, MLS_LAYER_CHECKPOINT);
-}
+/* ---- the constructor and the end ---- */
 
-static PyObject *selective_excluded(selective_object *self, void *unused)
+/* Begin with a number, or None.  -1 with an exception set. */
+static int begin(strategy_object *self, const char *what, PyObject *object)
 {
-    (void)unused;
-    return mlsp_marked_layers(&self->s.layers, MLS_LAYER_EXCLUDE);
-}
-
-/* Every strategy has the three; this one has nothing that changes. */
-static PyObject *selective_reset(PyObject *self, PyObject *unused)
-{
-    (void)self, (void)unused;
-    Py_RETURN_NONE;
-}
-
-static PyObject *selective_state(PyObject *self, PyObject *unused)
-{
-    (void)self, (void)unused;
-    return PyTuple_New(0);
-}
-
-static PyObject *selective_restore(PyObject *self, PyObject *state)
-{
-    (void)self;
-    if (mlsp_check_strategy_state(state) < 0 || !PyArg_ParseTuple(state, ":_restore")) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-/* ---- size based ---- */
-
-/* SizeBasedStrategy(min_size_bytes, exclude_layers): an int and a tuple of str.  The
- * number is set before the names, since mls_size_based_init begins with an empty table.
- */
-static PyObject *size_based_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    PyObject *number, *excluded;
-    int64_t bytes;
+    int64_t now, number;
     mls_status st;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!:SizeBasedStrategy", &number, &PyTuple_Type,
-                          &excluded)) {
-        return NULL;
+    const bool given =
+        what != NULL && (object != Py_None || (self->flags & MLS_MAY_LACK_NUMBER) == 0);
+    if ((given && mlsp_strategy_number((PyObject *)self, object, what, &number) < 0) ||
+        read_clock(self, &now) < 0) {
+        return -1;
     }
-    size_based_object *self = (size_based_object *)type->tp_alloc(type, 0);
-    if (self == NULL ||
-        mlsp_strategy_number((PyObject *)self, number, "min_size_bytes", &bytes) < 0) {
-        Py_XDECREF(self);
-        return NULL;
-    }
-    if (mls_size_based_init(&self->s, bytes, &st) != MLS_OK) {
+    if (mls_strategy_init(&self->s, given ? &number : NULL, what, self->given_share, now,
+                          &st) != MLS_OK) {
         mlsp_strategy_fail((PyObject *)self, &st);
-        Py_CLEAR(self);
-    } else if (mlsp_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE,
-                                &self->s.excluded) < 0) {
-        Py_CLEAR(self);
+        return -1;
     }
-    return (PyObject *)self;
+    return 0;
 }
 
-/* Whatever the constructor has got to: a zeroed table is empty. */
-static void size_based_dealloc(size_based_object *self)
+/* Strategy(number, checkpoint_layers, exclude_layers, share, clock), all optional. Layers
+ * are tuples of str, each name once: users' lists are made such by
+ * mlstate/_strategies.py, which also names all layers that are in both; here the first of
+ * them is refused.  The clock is read once: the first adjustment is due ten seconds after
+ * the constructor. */
+static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *what,
+                              unsigned flags)
 {
-    mls_layer_table_fini(&self->s.excluded);
-    mlsp_strategy_free((PyObject *)self);
-}
-
-/* What is excluded is not measured. */
-static PyObject *size_based_ask(size_based_object *self, PyObject *const *args,
-                                Py_ssize_t nargs, PyObject *names)
-{
-    mlsp_question q;
-    mls_layer_key key;
-    size_t bytes;
-    bool chosen;
-    if (mlsp_take_question((PyObject *)self, args, nargs, names, &q) < 0) {
+    PyObject *number = Py_None, *chosen = NULL, *excluded = NULL, *share = NULL;
+    PyObject *clock = Py_None;
+    double given = 1;
+    if (!PyArg_ParseTuple(args, "|OO!O!OO:Strategy", &number, &PyTuple_Type, &chosen,
+                          &PyTuple_Type, &excluded, &share, &clock) ||
+        (share != NULL && mlsp_take_double(share, "max_memory_percentage", &given) < 0)) {
         return NULL;
     }
-    /* the table never changes: it is read without a lock, and not at all while empty */
-    if (self->s.excluded.count > 0) {
-        if (mlsp_take_key(q.layer_id, &key) < 0) {
-            return NULL;
-        }
-        if (mls_size_based_excludes(&self->s, &key)) {
-            Py_RETURN_FALSE;
-        }
-    }
-    if (mlsp_take_bytes((PyObject *)self, q.activation, &bytes) < 0) {
+    /* the object comes first, since errors are raised by the module of its type */
+    strategy_object *self = (strategy_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
         return NULL;
     }
-    MLSP_BEGIN_LOCKED(self)
-        chosen = mls_size_based_decide(&self->s, bytes);
-    MLSP_END_LOCKED()
-    return Py_NewRef(chosen ? Py_True : Py_False);
-}
-
-/* In the order of the constructor's tuple. */
-static PyObject *size_based_excluded(size_based_object *self, void *unused)
-{
-    (void)unused;
-    return mlsp_marked_layers(&self->s.excluded, MLS_LAYER_EXCLUDE);
-}
-
-/* The limit and the names stay. */
-static PyObject *size_based_reset(size_based_object *self, PyObject *unused)
-{
-    (void)unused;
-    MLSP_BEGIN_LOCKED(self)
-        self->s.checkpointed = 0;
-    MLSP_END_LOCKED()
-    Py_RETURN_NONE;
-}
-
-/* For copies and pickles. */
-static PyObject *size_based_state(size_based_object *self, PyObject *unused)
-{
-    (void)unused;
-    return Py_BuildValue("(L)", (long long)self->s.checkpointed);
-}
-
-/* As for intervals. */
-static PyObject *size_based_restore(size_based_object *self, PyObject *state)
-{
-    int64_t count;
-    if (mlsp_check_strategy_state(state) < 0 ||
-        mlsp_strategy_count((PyObject *)self, state, &count) < 0) {
-        return NULL;
-    }
-    MLSP_BEGIN_LOCKED(self)
-        self->s.checkpointed = count;
-    MLSP_END_LOCKED()
-    Py_RETURN_NONE;
-}
-
-/* ---- smart ---- */
-
-/* SmartStrategy(exclude_layers): a tuple of str.  Zeroed memory is the beginning: nothing
- * seen, still collecting. */
-static PyObject *smart_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    PyObject *excluded;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!:SmartStrategy", &PyTuple_Type, &excluded)) {
-        return NULL;
-    }
-    smart_object *self = (smart_object *)type->tp_alloc(type, 0);
-    if (self != NULL && mlsp_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE,
-                                         &self->s.excluded) < 0) {
+    self->flags = flags;
+    self->clock = Py_NewRef(clock);
+    self->given_share = given;
+    if (begin(self, what, number) < 0 ||
+        mlsp_mark_layers((PyObject *)self, chosen, MLS_LAYER_CHECKPOINT, &self->s.named) <
+            0 ||
+        mlsp_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) <
+            0) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;
 }
 
-/* Both tables: those excluded, and those seen. */
-static void smart_dealloc(smart_object *self)
+/* A clock may hold on to the strategy. */
+static int strategy_traverse(strategy_object *self, visitproc visit, void *arg)
 {
-    mls_smart_fini(&self->s);
-    mlsp_strategy_free((PyObject *)self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->clock);
+    return 0;
 }
 
-/* The size before the lock: asking an activation may run code of others. */
-static PyObject *smart_ask(smart_object *self, PyObject *const *args, Py_ssize_t nargs,
-                           PyObject *names)
+/* Part of breaking a cycle: never NULL, since a method may still be running. */
+static int strategy_clear(strategy_object *self)
 {
-    mlsp_question q;
-    mls_layer_key key;
-    mls_status st;
-    mls_code code;
-    size_t bytes;
-    bool chosen = false;
-    if (mlsp_take_question((PyObject *)self, args, nargs, names, &q) < 0 ||
-        mlsp_take_key(q.layer_id, &key) < 0 ||
-        mlsp_take_bytes((PyObject *)self, q.activation, &bytes) < 0) {
+    PyObject *clock = self->clock;
+    self->clock = Py_NewRef(Py_None);
+    Py_XDECREF(clock);
+    return 0;
+}
+
+/* Whatever the constructor has got to: a zeroed strategy holds nothing. */
+static void strategy_dealloc(strategy_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->clock);
+    mls_strategy_fini(&self->s);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* ---- state ---- */
+
+/* Ten seconds from now nothing is adjusted: the source has it so. */
+static PyObject *reset(strategy_object *self, PyObject *unused)
+{
+    int64_t now;
+    (void)unused;
+    if (read_clock(self, &now) < 0) {
         return NULL;
     }
     MLSP_BEGIN_LOCKED(self)
-        code = mls_smart_decide(&self->s, &key, bytes, q.index, &chosen, &st);
-    MLSP_END_LOCKED()
-    if (code != MLS_OK) {
-        return mlsp_strategy_fail((PyObject *)self, &st);
-    }
-    return Py_NewRef(chosen ? Py_True : Py_False);
-}
-
-/* Those excluded stay excluded. */
-static PyObject *smart_reset(smart_object *self, PyObject *unused)
-{
-    (void)unused;
-    MLSP_BEGIN_LOCKED(self)
-        mls_smart_reset(&self->s);
+        mls_strategy_reset(&self->s, now);
     MLSP_END_LOCKED()
     Py_RETURN_NONE;
-}
-
-/* In the order of the constructor's tuple. */
-static PyObject *smart_excluded(smart_object *self, void *unused)
-{
-    (void)unused;
-    return mlsp_marked_layers(&self->s.excluded, MLS_LAYER_EXCLUDE);
-}
-
-/* True until a layer beyond index 10 was seen. */
-static PyObject *smart_collecting(smart_object *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(!self->s.ready);
-}
-
-/* Those excluded count too. */
-static PyObject *smart_layer_count(smart_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromSize_t(self->s.layers.count);
 }
 
 /* New reference to a tuple (name, bytes, calls) of layer `i`. */
@@ -423,34 +298,40 @@ static PyObject *all_facts(const mls_layer_table *table)
     return list;
 }
 
-/* (ready, [(name, bytes, calls), ...]), in the order in which layers were met.  That
- * order is part of nothing that is decided, but copies of copies are equal by it. */
-static PyObject *smart_state(smart_object *self, PyObject *unused)
+/* (checkpointed, interval, ticks since the last adjustment, times of high pressure,
+ * collecting, [(name, bytes, calls), ...]).  The time since the adjustment and not when
+ * that was: another process has another clock.  The order in which layers were met is
+ * part of nothing that is decided, but copies of copies are equal by it. */
+static PyObject *get_state(strategy_object *self, PyObject *unused)
 {
-    (void)unused;
+    int64_t now;
+    mls_strategy s;
     PyObject *facts;
-    bool ready;
+    (void)unused;
+    if (read_clock(self, &now) < 0) {
+        return NULL;
+    }
     MLSP_BEGIN_LOCKED(self)
-        ready = self->s.ready;
-        facts = all_facts(&self->s.layers);
+        s = self->s;
+        facts = all_facts(&self->s.seen);
     MLSP_END_LOCKED()
-    return facts == NULL ? NULL : Py_BuildValue("(iN)", (int)ready, facts);
+    return facts == NULL
+               ? NULL
+               : Py_BuildValue("(LLLLNN)", (long long)s.checkpointed,
+                               (long long)s.interval, (long long)(now - s.adjusted_at),
+                               (long long)s.high, PyBool_FromLong(s.collecting), facts);
 }
 
 /* Take one layer out of a state.  -1 with an exception set.  The hash is computed anew:
  * Python's are other ones in each process. */
-static int restore_layer(PyObject *self, mls_smart *s, PyObject *facts)
+static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
 {
     PyObject *name;
     Py_ssize_t bytes;
     long long calls;
     mls_layer_key key;
     mls_status st;
-    /* PyArg_ParseTuple would call what is no tuple a mistake of ours */
-    if (!PyTuple_Check(facts) || !PyArg_ParseTuple(facts, "UnL", &name, &bytes, &calls)) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_TypeError, "a layer is (name, bytes, calls)");
-        }
+    if (mlsp_take_tuple(facts, "a layer", "UnL", &name, &bytes, &calls) < 0) {
         return -1;
     }
     /* the core counts without a sign */
@@ -462,214 +343,204 @@ static int restore_layer(PyObject *self, mls_smart *s, PyObject *facts)
     if (mlsp_take_key(name, &key) < 0) {
         return -1;
     }
-    if (mls_smart_restore(s, &key, (size_t)bytes, (uint64_t)calls, &st) != MLS_OK) {
+    if (mls_strategy_restore_layer(s, &key, (size_t)bytes, (uint64_t)calls, &st) !=
+        MLS_OK) {
         mlsp_strategy_fail(self, &st);
         return -1;
     }
     return 0;
 }
 
-/* Collected on the side, and put in place of the old state when all of it is good.  What
- * is excluded stays. */
-static PyObject *smart_restore(smart_object *self, PyObject *state)
+/* Fill a strategy that was just reset.  -1 with an exception set. */
+static int take_state(strategy_object *self, PyObject *state, mls_strategy *fresh)
 {
-    mls_smart fresh = {.excluded = self->s.excluded}; /* borrowed: constant once made */
-    int ready;
+    long long checkpointed, interval, since, high;
+    int collecting;
+    int64_t now;
     PyObject *layers;
-    if (mlsp_check_strategy_state(state) < 0 ||
-        !PyArg_ParseTuple(state, "pO!:_restore", &ready, &PyList_Type, &layers)) {
-        return NULL;
+    mls_status st;
+    if (mlsp_take_tuple(state, "the state of a strategy", "LLLLpO!:_restore",
+                        &checkpointed, &interval, &since, &high, &collecting,
+                        &PyList_Type, &layers) < 0 ||
+        read_clock(self, &now) < 0) {
+        return -1;
     }
+    if (since < -2 * MLS_MAX_TICKS || since > 2 * MLS_MAX_TICKS) {
+        since = MLS_MAX_TICKS; /* only that it is long ago */
+    }
+    /* as far back from this process's now as it was from the other's */
+    if (mls_strategy_restore(fresh, checkpointed, interval, now - since, high, &st) !=
+        MLS_OK) {
+        mlsp_strategy_fail((PyObject *)self, &st);
+        return -1;
+    }
+    fresh->collecting = collecting != 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(layers); i++) {
         PyObject *facts = Py_NewRef(PyList_GET_ITEM(layers, i));
-        const int failed = restore_layer((PyObject *)self, &fresh, facts);
+        const int failed = restore_layer((PyObject *)self, fresh, facts);
         Py_DECREF(facts);
-        if (failed < 0) {
-            mls_layer_table_fini(&fresh.layers);
-            return NULL;
-        }
-    }
-    /* all layers are good: from here on nothing fails */
-    fresh.ready = ready != 0;
-    /* the old tables are freed outside of the lock, by whoever took them out */
-    mls_smart old;
-    MLSP_BEGIN_LOCKED(self)
-        old = self->s;
-        self->s = fresh;
-    MLSP_END_LOCKED()
-    mls_layer_table_fini(&old.layers);
-    Py_RETURN_NONE;
-}
-
-/* ---- the types ---- */
-
-/* Every strategy has these four; mlstate/_strategies.py adds the rest. */
-static PyMethodDef interval_methods[] = {
-    MLSP_SHOULD_CHECKPOINT(interval_ask),
-    MLSP_STATE_METHODS(interval_reset, interval_state, interval_restore),
-    {NULL, NULL, 0, NULL},
-};
-
-/* Words that a decision changes under the lock, read here without it: one at a time. */
-static PyMemberDef interval_members[] = {
-    {"interval", T_LONGLONG, offsetof(interval_object, s.interval), READONLY,
-     "Layers from one checkpoint to the next."},
-    {"checkpointed_count", T_LONGLONG, offsetof(interval_object, s.checkpointed),
-     READONLY, "Layers checkpointed so far."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-/* No tp_init: settings are those of the constructor, for ever. */
-static PyType_Slot interval_slots[] = {
-    {Py_tp_new, (void *)interval_new},
-    {Py_tp_dealloc, (void *)mlsp_strategy_free},
-    {Py_tp_methods, interval_methods},
-    {Py_tp_members, interval_members},
-    {Py_tp_doc, (void *)"IntervalStrategy(interval, /)\n--\n\nWhat "
-                        "mlstate.activation.IntervalStrategy is made of."},
-    {0, NULL},
-};
-
-/* Open to subclasses, which mlstate's own public classes are. */
-static PyType_Spec interval_spec = {
-    .name = "mlstate._core.IntervalStrategy",
-    .basicsize = sizeof(interval_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = interval_slots,
-};
-
-/* The four, and what FirstMatch asks. */
-static PyMethodDef selective_methods[] = {
-    MLSP_SHOULD_CHECKPOINT(selective_ask),
-    {"opinion", (PyCFunction)(void (*)(void))selective_opinion,
-     METH_FASTCALL | METH_KEYWORDS,
-     "opinion($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
-     "should_checkpoint does, but return None for a layer in neither list."},
-    MLSP_STATE_METHODS(selective_reset, selective_state, selective_restore),
-    {NULL, NULL, 0, NULL},
-};
-
-/* Names lie in the core's table: each time a new tuple of them. */
-static PyGetSetDef selective_properties[] = {
-    {"checkpoint_layers", (getter)(void (*)(void))selective_chosen, NULL,
-     "Layers to checkpoint, in the order given.", NULL},
-    {"exclude_layers", (getter)(void (*)(void))selective_excluded, NULL,
-     "Layers never to checkpoint, in the order given.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-/* As for intervals. */
-static PyType_Slot selective_slots[] = {
-    {Py_tp_new, (void *)selective_new},
-    {Py_tp_dealloc, (void *)selective_dealloc},
-    {Py_tp_methods, selective_methods},
-    {Py_tp_getset, selective_properties},
-    {Py_tp_doc,
-     (void *)"SelectiveStrategy(checkpoint_layers, exclude_layers, /)\n--\n\nWhat "
-             "mlstate.activation.SelectiveStrategy is made of."},
-    {0, NULL},
-};
-
-static PyType_Spec selective_spec = {
-    .name = "mlstate._core.SelectiveStrategy",
-    .basicsize = sizeof(selective_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = selective_slots,
-};
-
-/* The four. */
-static PyMethodDef size_based_methods[] = {
-    MLSP_SHOULD_CHECKPOINT(size_based_ask),
-    MLSP_STATE_METHODS(size_based_reset, size_based_state, size_based_restore),
-    {NULL, NULL, 0, NULL},
-};
-
-/* Numbers of the core's, read without the lock: one at a time. */
-static PyMemberDef size_based_members[] = {
-    {"min_size_bytes", T_LONGLONG, offsetof(size_based_object, s.min_bytes), READONLY,
-     "Bytes from which on an activation is large."},
-    {"checkpointed_count", T_LONGLONG, offsetof(size_based_object, s.checkpointed),
-     READONLY, "Layers checkpointed so far."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-/* Names lie in the core's table: each time a new tuple of them. */
-static PyGetSetDef size_based_properties[] = {
-    {"exclude_layers", (getter)(void (*)(void))size_based_excluded, NULL,
-     "Layers never to checkpoint, in the order given.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-/* As for intervals. */
-static PyType_Slot size_based_slots[] = {
-    {Py_tp_new, (void *)size_based_new},
-    {Py_tp_dealloc, (void *)size_based_dealloc},
-    {Py_tp_methods, size_based_methods},
-    {Py_tp_members, size_based_members},
-    {Py_tp_getset, size_based_properties},
-    {Py_tp_doc,
-     (void *)"SizeBasedStrategy(min_size_bytes, exclude_layers, /)\n--\n\nWhat "
-             "mlstate.activation.SizeBasedStrategy is made of."},
-    {0, NULL},
-};
-
-static PyType_Spec size_based_spec = {
-    .name = "mlstate._core.SizeBasedStrategy",
-    .basicsize = sizeof(size_based_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = size_based_slots,
-};
-
-/* The four. */
-static PyMethodDef smart_methods[] = {
-    MLSP_SHOULD_CHECKPOINT(smart_ask),
-    MLSP_STATE_METHODS(smart_reset, smart_state, smart_restore),
-    {NULL, NULL, 0, NULL},
-};
-
-/* What it knows of layers is in _state alone: nobody needs it in between. */
-static PyGetSetDef smart_properties[] = {
-    {"exclude_layers", (getter)(void (*)(void))smart_excluded, NULL,
-     "Layers never to checkpoint, in the order given.", NULL},
-    {"is_collecting", (getter)(void (*)(void))smart_collecting, NULL,
-     "Whether it still collects, and checkpoints nothing.", NULL},
-    {"layer_count", (getter)(void (*)(void))smart_layer_count, NULL,
-     "Layers seen so far.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-/* As for intervals. */
-static PyType_Slot smart_slots[] = {
-    {Py_tp_new, (void *)smart_new},
-    {Py_tp_dealloc, (void *)smart_dealloc},
-    {Py_tp_methods, smart_methods},
-    {Py_tp_getset, smart_properties},
-    {Py_tp_doc, (void *)"SmartStrategy(exclude_layers, /)\n--\n\nWhat "
-                        "mlstate.activation.SmartStrategy is made of."},
-    {0, NULL},
-};
-
-static PyType_Spec smart_spec = {
-    .name = "mlstate._core.SmartStrategy",
-    .basicsize = sizeof(smart_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = smart_slots,
-};
-
-/* One type after the other; what was added stays with the module if a later one fails.
- * The module's state needs none of them: methods find the state by their own type. */
-int mlsp_strategy_add(PyObject *module)
-{
-    static PyType_Spec *const specs[] = {&interval_spec, &selective_spec,
-                                         &size_based_spec, &smart_spec};
-    for (size_t i = 0; i < sizeof specs / sizeof specs[0]; i++) {
-        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
-        const int failed =
-            type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
-        Py_XDECREF(type);
         if (failed < 0) {
             return -1;
         }
     }
-    return mlsp_memory_aware_add(module);
+    return 0;
+}
+
+/* Collected on the side, and put in place of the old state when all of it is good. */
+static PyObject *restore(strategy_object *self, PyObject *state)
+{
+    const mls_strategy *s = &self->s; /* its settings are constant once made */
+    mls_strategy fresh = {.number = s->number,
+                          .named = s->named, /* borrowed */
+                          .max_share = s->max_share};
+    if (take_state(self, state, &fresh) < 0) {
+        mls_layer_table_fini(&fresh.seen);
+        return NULL;
+    }
+    mls_layer_table old;
+    MLSP_BEGIN_LOCKED(self)
+        old = self->s.seen;
+        self->s = fresh;
+    MLSP_END_LOCKED()
+    mls_layer_table_fini(&old);
+    Py_RETURN_NONE;
+}
+
+/* ---- the type ---- */
+
+/* Names lie in the core's table: each time a new tuple of them. */
+static PyObject *named_layers(strategy_object *self, void *mark)
+{
+    return mlsp_marked_layers(&self->s.named, (mls_layer_mark)(intptr_t)mark);
+}
+
+static PyMethodDef strategy_methods[] = {
+    {"_opinion", (PyCFunction)(void (*)(void))opinion, METH_FASTCALL | METH_KEYWORDS,
+     "_opinion($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
+     "should_checkpoint does, but return None for a layer in neither list."},
+    {"reset", (PyCFunction)(void (*)(void))reset, METH_NOARGS,
+     "reset($self, /)\n--\n\nForget what was counted; settings stay."},
+    {"_state", (PyCFunction)(void (*)(void))get_state, METH_NOARGS,
+     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
+    {"_restore", (PyCFunction)(void (*)(void))restore, METH_O,
+     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Words that a decision changes under the lock, read here without it: one at a time. */
+static PyMemberDef strategy_members[] = {
+    {"_number", T_LONGLONG, offsetof(strategy_object, s.number), READONLY,
+     "The kind's number, as given; 0: none."},
+    {"_checkpointed", T_LONGLONG, offsetof(strategy_object, s.checkpointed), READONLY,
+     "Layers checkpointed so far."},
+    {"_share", T_DOUBLE, offsetof(strategy_object, given_share), READONLY,
+     "Share of the memory, above 0 and at most 1."},
+    {"_threshold", T_FLOAT, offsetof(strategy_object, s.max_share), READONLY,
+     "The same as a float32, which decides."},
+    {"_interval", T_LONGLONG, offsetof(strategy_object, s.interval), READONLY,
+     "Layers from one checkpoint to the next, now."},
+    {"_clock", T_OBJECT_EX, offsetof(strategy_object, clock), READONLY,
+     "What gives seconds; None: the clock of the system."},
+    {"_collecting", T_BOOL, offsetof(strategy_object, s.collecting), READONLY,
+     "Whether it still collects, and checkpoints nothing."},
+    {"_layer_count", T_PYSSIZET, offsetof(strategy_object, s.seen.count), READONLY,
+     "Layers seen so far."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef strategy_properties[] = {
+    {"_chosen", (getter)(void (*)(void))named_layers, NULL,
+     "Layers to checkpoint, in the order given.", (void *)MLS_LAYER_CHECKPOINT},
+    {"_excluded", (getter)(void (*)(void))named_layers, NULL,
+     "Layers never to checkpoint, in the order given.", (void *)MLS_LAYER_EXCLUDE},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+/* No tp_init: settings are those of the constructor, for ever. */
+static PyType_Slot strategy_slots[] = {
+    {Py_tp_dealloc, (void *)strategy_dealloc},
+    {Py_tp_traverse, (void *)strategy_traverse},
+    {Py_tp_clear, (void *)strategy_clear},
+    {Py_tp_methods, strategy_methods},
+    {Py_tp_members, strategy_members},
+    {Py_tp_getset, strategy_properties},
+    {Py_tp_doc, (void *)"What the strategies of mlstate.activation are made of."},
+    {0, NULL},
+};
+
+static PyType_Spec strategy_spec = {
+    .name = "mlstate._core.Strategy",
+    .basicsize = sizeof(strategy_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = strategy_slots,
+};
+
+/* ---- the kinds ---- */
+
+#define SHOULD_CHECKPOINT(function)                                                      \
+    {"should_checkpoint", (PyCFunction)(void (*)(void))(function),                       \
+     METH_FASTCALL | METH_KEYWORDS,                                                      \
+     "should_checkpoint($self, /, layer_id, activation, layer_index)\n--\n\n"            \
+     "Decide whether to drop the activation of a layer and compute it again.\n\n"        \
+     "Parameters\n----------\n"                                                          \
+     "layer_id : str\n    Name of the layer.\n"                                          \
+     "activation : ndarray, torch.Tensor or anything with a shape and a dtype\n"         \
+     "    Its elements are not read. Strategies that know no sizes take None too.\n"     \
+     "layer_index : int\n    Place of the layer in the network, from 0.\n\n"             \
+     "Returns\n-------\n"                                                                \
+     "bool\n    True: the layer is to be checkpointed.\n\n"                              \
+     "Raises\n------\n"                                                                  \
+     "TypeError\n    A wrong type; the text names what was given.\n"                     \
+     "ValueError\n    A negative index, or a shape that is none.\n"                      \
+     "CapacityError\n    A number beyond 64 bits."}
+
+/* A constructor and a should_checkpoint that know their kind at compile time: to look for
+ * it in each decision would take some percent of its time. */
+#define DEFINE_KIND(kind, class, number, flags)                                          \
+    static PyObject *new_##kind(PyTypeObject *type, PyObject *args, PyObject *kwargs)    \
+    {                                                                                    \
+        (void)kwargs;                                                                    \
+        return new_strategy(type, args, (number), (flags));                              \
+    }                                                                                    \
+    static PyObject *ask_##kind(strategy_object *self, PyObject *const *args,            \
+                                Py_ssize_t nargs, PyObject *names)                       \
+    {                                                                                    \
+        return ask(self, args, nargs, names, (flags), mls_decide_##kind);                \
+    }                                                                                    \
+    static PyMethodDef methods_##kind[] = {SHOULD_CHECKPOINT(ask_##kind),                \
+                                           {NULL, NULL, 0, NULL}};                       \
+    static PyType_Slot slots_##kind[] = {                                                \
+        {Py_tp_new, (void *)new_##kind}, {Py_tp_methods, methods_##kind}, {0, NULL}};
+MLS_STRATEGY_KINDS(DEFINE_KIND)
+
+#define KIND_SPEC(kind, class, number, flag_bits)                                        \
+    {.name = "mlstate._core." #class,                                                    \
+     .basicsize = sizeof(strategy_object),                                               \
+     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,       \
+     .slots = slots_##kind},
+static PyType_Spec kind_specs[] = {MLS_STRATEGY_KINDS(KIND_SPEC)};
+
+/* New reference to a type that was added to the module, or NULL. */
+static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, base);
+    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0) {
+        Py_CLEAR(type);
+    }
+    return type;
+}
+
+/* The module's state need not know them: methods find the state by their own type. */
+int mlsp_strategy_add(PyObject *module)
+{
+    PyObject *base = add_type(module, &strategy_spec, NULL);
+    PyObject *type = base;
+    for (size_t i = 0; type != NULL && i < sizeof kind_specs / sizeof kind_specs[0];
+         i++) {
+        type = add_type(module, &kind_specs[i], base);
+        Py_XDECREF(type); /* the module has it */
+    }
+    Py_XDECREF(base);
+    return type == NULL ? -1 : 0;
 }

@@ -1,5 +1,5 @@
 /* question: what all strategies take from Python: the arguments of a decision when they
- * are not the usual ones, lists of layers, states.
+ * are not the usual ones, lists of layers.
  *
  * Nothing here is called for the usual decision (strategyp.h), so all of it may take its
  * time to say what is wrong.  Arguments are checked before anything is counted: a call
@@ -8,7 +8,7 @@
 #include "strategyp.h"
 
 /* The module's state (borrowed); NULL with TypeError set. */
-const mlsp_state *mlsp_strategy_state(PyTypeObject *type)
+static const mlsp_state *state_by_type(PyTypeObject *type)
 {
     PyObject *module = mlsp_module_of(type);
     return module == NULL ? NULL : mlsp_state_of(module);
@@ -17,7 +17,7 @@ const mlsp_state *mlsp_strategy_state(PyTypeObject *type)
 /* Raise what the core says; NULL, always. */
 PyObject *mlsp_strategy_fail(PyObject *self, const mls_status *st)
 {
-    const mlsp_state *state = mlsp_strategy_state(Py_TYPE(self));
+    const mlsp_state *state = state_by_type(Py_TYPE(self));
     return state == NULL ? NULL : mlsp_raise(state, st, NULL);
 }
 
@@ -63,7 +63,7 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
 /* Any int that is not negative, with every error there can be. */
 static int take_index(PyObject *self, PyObject *object, int64_t *out)
 {
-    const mlsp_state *state = mlsp_strategy_state(Py_TYPE(self));
+    const mlsp_state *state = state_by_type(Py_TYPE(self));
     if (state == NULL || mlsp_take_int64(state, object, "layer_index", out) < 0) {
         return -1;
     }
@@ -94,11 +94,11 @@ int mlsp_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     return take_index(self, placed[2], &q->index);
 }
 
-/* Mark all names of a tuple.  -1 with an exception set. */
+/* Mark all names of a tuple; NULL: none.  -1 with an exception set. */
 int mlsp_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
                      mls_layer_table *table)
 {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++) {
+    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
         mls_layer_key key;
         mls_status st;
         PyObject *name = PyTuple_GET_ITEM(names, i);
@@ -141,42 +141,6 @@ PyObject *mlsp_marked_layers(const mls_layer_table *table, mls_layer_mark mark)
 /* An int of a setting or state.  -1 with an exception set. */
 int mlsp_strategy_number(PyObject *self, PyObject *object, const char *what, int64_t *out)
 {
-    const mlsp_state *state = mlsp_strategy_state(Py_TYPE(self));
+    const mlsp_state *state = state_by_type(Py_TYPE(self));
     return state == NULL ? -1 : mlsp_take_int64(state, object, what, out);
-}
-
-/* The one number of a state that is a count.  -1 with an exception set. */
-int mlsp_strategy_count(PyObject *self, PyObject *state, int64_t *out)
-{
-    PyObject *number;
-    if (!PyArg_ParseTuple(state, "O:_restore", &number) ||
-        mlsp_strategy_number(self, number, "checkpointed_count", out) < 0) {
-        return -1;
-    }
-    /* a pickle may have been written by anybody */
-    if (*out < 0) {
-        PyErr_Format(PyExc_ValueError, "checkpointed_count %lld is negative",
-                     (long long)*out);
-        return -1;
-    }
-    return 0;
-}
-
-/* `state` must be a tuple before PyArg_ParseTuple may see it. */
-int mlsp_check_strategy_state(PyObject *state)
-{
-    if (!PyTuple_Check(state)) {
-        PyErr_Format(PyExc_TypeError, "the state of a strategy is a tuple, got %.100s",
-                     Py_TYPE(state)->tp_name);
-        return -1;
-    }
-    return 0;
-}
-
-/* The end of an object that is in no cycle by itself. */
-void mlsp_strategy_free(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
 }

@@ -1,4 +1,4 @@
-/* strategyp: what the bindings of strategies share.
+/* strategyp: what py_strategy.c, py_activation.c and question.c share.
  *
  * A decision is asked for once for each layer of each step, so the way in is short and
  * inline: three positional arguments, a str whose hash Python keeps, a small int, an
@@ -17,7 +17,7 @@
 /* Bytes of an activation's elements by its shape and dtype, whatever memory it is in: an
  * ndarray, a torch tensor (of the meta device too), anything with both attributes.  -1
  * with TypeError, ValueError or CapacityError set. */
-int mlsp_activation_bytes(const mlsp_state *state, PyObject *activation, size_t *out);
+int mlsp_activation_bytes(PyObject *module, PyObject *activation, size_t *out);
 
 /* ---- question.c ---- */
 
@@ -32,9 +32,6 @@ typedef struct mlsp_question {
 int mlsp_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
                          PyObject *names, mlsp_question *q);
 
-/* The module's state by one of its types (borrowed); NULL with TypeError set. */
-const mlsp_state *mlsp_strategy_state(PyTypeObject *type);
-
 /* Raise what the core says.  Returns NULL, always. */
 PyObject *mlsp_strategy_fail(PyObject *self, const mls_status *st);
 
@@ -42,52 +39,14 @@ PyObject *mlsp_strategy_fail(PyObject *self, const mls_status *st);
 int mlsp_strategy_number(PyObject *self, PyObject *object, const char *what,
                          int64_t *out);
 
-/* The state of one that only counts: a tuple of one int.  -1 with an exception set. */
-int mlsp_strategy_count(PyObject *self, PyObject *state, int64_t *out);
-
-/* Check that a state is a tuple, as PyArg_ParseTuple wants it.  -1 with TypeError set. */
-int mlsp_check_strategy_state(PyObject *state);
-
-/* Mark all names of a tuple.  -1 with TypeError or ValueError set. */
+/* Mark all names of a tuple; NULL: none.  -1 with TypeError or ValueError set. */
 int mlsp_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
                      mls_layer_table *table);
 
 /* New reference to a tuple of the names that have a mark, in their order. */
 PyObject *mlsp_marked_layers(const mls_layer_table *table, mls_layer_mark mark);
 
-/* The last act of a tp_dealloc. */
-void mlsp_strategy_free(PyObject *self);
-
 /* ---- the short way in ---- */
-
-/* What help() and inspect.signature show of every should_checkpoint, which is called with
- * positional arguments or keywords. */
-#define MLSP_SHOULD_CHECKPOINT(function)                                                 \
-    {"should_checkpoint", (PyCFunction)(void (*)(void))(function),                       \
-     METH_FASTCALL | METH_KEYWORDS,                                                      \
-     "should_checkpoint($self, /, layer_id, activation, layer_index)\n--\n\n"            \
-     "Decide whether to drop the activation of a layer and compute it again.\n\n"        \
-     "Parameters\n----------\n"                                                          \
-     "layer_id : str\n    Name of the layer.\n"                                          \
-     "activation : ndarray, torch.Tensor or anything with a shape and a dtype\n"         \
-     "    Its elements are not read. Strategies that know no sizes take None "           \
-     "too.\n"                                                                            \
-     "layer_index : int\n    Place of the layer in the network, from 0.\n\n"             \
-     "Returns\n-------\n"                                                                \
-     "bool\n    True: the layer is to be checkpointed.\n\n"                              \
-     "Raises\n------\n"                                                                  \
-     "TypeError\n    A wrong type; the text names what was given.\n"                     \
-     "ValueError\n    A negative index, or a shape that is none.\n"                      \
-     "CapacityError\n    A number beyond 64 bits."}
-
-/* What every strategy has besides: reset, and the state for copies and pickles. */
-#define MLSP_STATE_METHODS(reset, state, restore)                                        \
-    {"reset", (PyCFunction)(void (*)(void))(reset), METH_NOARGS,                         \
-     "reset($self, /)\n--\n\nForget what was counted; settings stay."},                  \
-        {"_state", (PyCFunction)(void (*)(void))(state), METH_NOARGS,                    \
-         "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},     \
-        {"_restore", (PyCFunction)(void (*)(void))(restore), METH_O,                     \
-         "_restore($self, state, /)\n--\n\nPut back what _state returned."}
 
 /* As mlsp_activation_bytes for an ndarray, which needs no state; false where the product
  * of its sizes is beyond a size. */
@@ -152,20 +111,16 @@ static inline int mlsp_take_key(PyObject *layer_id, mls_layer_key *out)
     return 0;
 }
 
-/* The size of an activation; NumPy's arrays without asking for the module's state. */
+/* Bytes of the elements of `activation`.  An exact ndarray needs no module state; every
+ * other object does.  -1 with an exception set. */
 static inline int mlsp_take_bytes(PyObject *self, PyObject *activation, size_t *out)
 {
-    if (PyArray_Check(activation) &&
+    if (PyArray_CheckExact(activation) &&
         mlsp_ndarray_bytes((PyArrayObject *)activation, out)) {
         return 0;
     }
-    const mlsp_state *state = mlsp_strategy_state(Py_TYPE(self));
-    return state == NULL ? -1 : mlsp_activation_bytes(state, activation, out);
+    PyObject *module = mlsp_module_of(Py_TYPE(self));
+    return module == NULL ? -1 : mlsp_activation_bytes(module, activation, out);
 }
-
-/* ---- py_memory_aware.c ---- */
-
-/* Add its type to the module.  -1 with an exception set. */
-int mlsp_memory_aware_add(PyObject *module);
 
 #endif

@@ -1,0 +1,130 @@
+/* py_info: how the core decided to copy, for mlstate.info(). */
+#include "mlsp.h"
+
+#include "crc32c.h"
+#include "mem.h"
+
+/* The variant of a decision, or None. */
+static PyObject *chosen_name(mls_store_choice *choice)
+{
+    const int chosen = atomic_load(&choice->chosen);
+    if (chosen < 0) {
+        Py_RETURN_NONE;
+    }
+    return PyUnicode_FromString(mls_store_name((mls_store)chosen));
+}
+
+/* {"plain": GB/s or None, ...}: the best trial of each variant. */
+static PyObject *rates_dict(mls_store_choice *choice)
+{
+    PyObject *rates = PyDict_New();
+    for (int store = 0; rates != NULL && store < MLS_STORES; store++) {
+        const uint64_t rate = atomic_load(&choice->rate[store]);
+        PyObject *value =
+            rate == 0 ? Py_NewRef(Py_None) : PyFloat_FromDouble((double)rate * 1e-9);
+        if (value == NULL ||
+            mlsp_dict_set(rates, mls_store_name((mls_store)store), value) < 0) {
+            Py_CLEAR(rates);
+        }
+        Py_XDECREF(value);
+    }
+    return rates;
+}
+
+/* One decision as a dict. */
+static PyObject *choice_dict(mls_store_operation operation, bool is_fresh,
+                             mls_store_choice *choice)
+{
+    return Py_BuildValue("{s:s,s:s,s:N,s:N}", "operation",
+                         mls_store_operation_name(operation), "destination",
+                         is_fresh ? "fresh" : "touched", "chosen", chosen_name(choice),
+                         "gigabytes_per_second", rates_dict(choice));
+}
+
+/* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"} */
+static PyObject *copy_choices(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    mlsp_state *state = mlsp_state_of(module);
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list != NULL && i < 2 * MLS_STORE_OPERATIONS; i++) {
+        const mls_store_operation operation = (mls_store_operation)(i / 2);
+        const bool is_fresh = i % 2 != 0;
+        PyObject *entry =
+            choice_dict(operation, is_fresh, &state->choices.choice[operation][is_fresh]);
+        if (entry == NULL || PyList_Append(list, entry) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(entry);
+    }
+    if (list == NULL) {
+        return NULL;
+    }
+    const int forced = state->choices.forced;
+    return Py_BuildValue("{s:s,s:I,s:n,s:n,s:N}", "forced",
+                         forced < 0 ? "auto" : mls_store_name((mls_store)forced),
+                         "variants", state->kernels->copy_variants, "cache_bytes",
+                         (Py_ssize_t)state->choices.cache_bytes, "least_bytes",
+                         (Py_ssize_t)mls_store_least(&state->choices), "choices", list);
+}
+
+/* Copy, convert, fill and checksum large ranges of our own, as long as it takes to
+ * decide: each operation is decided by its first 3 MiB or so. */
+static void run_trials(const mlsp_state *state, unsigned char *to,
+                       const unsigned char *from, size_t bytes)
+{
+    const mls_destination large = {.bytes = SIZE_MAX};
+    const mls_element one = {.bytes = {1}, .size = 2};
+    const mls_dtype pairs[][2] = {
+        {MLS_F32, MLS_F32}, {MLS_F32, MLS_F16}, {MLS_F16, MLS_F32}};
+    mls_status st;
+    for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
+        const size_t count = bytes / 4; /* of the larger items */
+        mls_tensor a, b;
+        if (mls_tensor_init(&a, to, pairs[i][1], 1, &count, &st) == MLS_OK &&
+            mls_tensor_init(&b, (void *)(uintptr_t)from, pairs[i][0], 1, &count, &st) ==
+                MLS_OK) {
+            mls_copy(state->kernels, &a, &b, large);
+        }
+    }
+    const size_t halves = bytes / 2;
+    mls_tensor filled;
+    if (mls_tensor_init(&filled, to, MLS_U16, 1, &halves, &st) == MLS_OK) {
+        mls_fill(state->kernels, &filled, one, large);
+    }
+    (void)mls_crc_copy(mls_crc_of(state->kernels->cpu), state->kernels->choices, 0, to,
+                       from, bytes, large);
+}
+
+/* measure_copies(): decide what is not decided yet, over memory that is freed again */
+static PyObject *measure_copies(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    enum { BYTES = 16 << 20 }; /* of each side */
+    const mlsp_state *state = mlsp_state_of(module);
+    mls_pages pages;
+    mls_status st;
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_pages_init(&pages, (size_t)2 * BYTES, &st);
+        if (code == MLS_OK) {
+            memset(pages.data, 1, (size_t)2 * BYTES);
+            run_trials(state, pages.data, pages.data + BYTES, BYTES);
+            mls_pages_fini(&pages);
+        }
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        return mlsp_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Private to mlstate/_info.py. */
+PyMethodDef mlsp_info_methods[] = {
+    {"copy_choices", copy_choices, METH_NOARGS,
+     "copy_choices()\n--\n\nHow large copies store their result, and how fast each way "
+     "was."},
+    {"measure_copies", measure_copies, METH_NOARGS,
+     "measure_copies()\n--\n\nDecide now what the first large copies would decide."},
+    {NULL, NULL, 0, NULL},
+};
