@@ -4,27 +4,40 @@ Arrays are used where they lie, files commit atomically or not at all, and every
 is judged by a clear slow one.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from . import coreml, errors, kv, state
+from importlib.machinery import PathFinder
+
 from ._version import __version__
-from .errors import (
-    CapacityError,
-    ChecksumError,
-    CollectiveError,
-    CompatibilityError,
-    FormatError,
-    MLStateError,
-    StoreError,
-    TensorNotFoundError,
-)
-from .kv import compact_kv_state, transition_kv_state
-from .state import ModelStateDict, OptimizerStateDict, OptimizerType, StateDict, Stateful
-from .threads import get_num_threads, set_num_threads
 
+if PathFinder.find_spec(f"{__name__}._core", __path__) is None:
+    raise ImportError(
+        f"{__path__[0]} has no compiled module for this Python: you are importing mlstate from "
+        "its source folder. Leave the folder to import the mlstate that is installed, or compile "
+        "the module here with `pip install -e .` (`make dev` does so in .venv)",
+        name="mlstate._core",
+    )
+
+TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
-    from . import checkpoint, collectives
+    from typing import Any
+
+    from . import checkpoint, collectives, coreml, errors, kv, state
+    from ._info import info
     from .checkpoint import TieredState, load, load_file, save, save_file, verify
+    from .errors import (
+        CapacityError,
+        ChecksumError,
+        CollectiveError,
+        CompatibilityError,
+        FormatError,
+        MLStateError,
+        StoreError,
+        TensorNotFoundError,
+    )
+    from .kv import compact_kv_state, transition_kv_state
+    from .state import ModelStateDict, OptimizerStateDict, OptimizerType, StateDict, Stateful
+    from .threads import get_num_threads, set_num_threads
 
 __all__ = [
     "CapacityError",
@@ -48,6 +61,7 @@ __all__ = [
     "coreml",
     "errors",
     "get_num_threads",
+    "info",
     "kv",
     "load",
     "load_file",
@@ -59,9 +73,38 @@ __all__ = [
     "verify",
 ]
 
-# Loaded when they are first asked for: half of what an import would cost is theirs.
-_MODULES = ("activation", "checkpoint", "collectives", "distributed", "fsdp", "plot")
-_OF_CHECKPOINT = ("TieredState", "load", "load_file", "save", "save_file", "verify")
+# Loaded when they are first asked for: `import mlstate` imports neither NumPy nor the C library.
+_MODULES = (
+    "activation",
+    "checkpoint",
+    "collectives",
+    "coreml",
+    "distributed",
+    "errors",
+    "fsdp",
+    "kv",
+    "plot",
+    "state",
+    "threads",
+)
+_NAMES = {
+    "_info": ("info",),
+    "checkpoint": ("TieredState", "load", "load_file", "save", "save_file", "verify"),
+    "errors": (
+        "CapacityError",
+        "ChecksumError",
+        "CollectiveError",
+        "CompatibilityError",
+        "FormatError",
+        "MLStateError",
+        "StoreError",
+        "TensorNotFoundError",
+    ),
+    "kv": ("compact_kv_state", "transition_kv_state"),
+    "state": ("ModelStateDict", "OptimizerStateDict", "OptimizerType", "StateDict", "Stateful"),
+    "threads": ("get_num_threads", "set_num_threads"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -69,15 +112,15 @@ def __getattr__(name: str) -> Any:
 
     if name in _MODULES:
         return import_module(f".{name}", __name__)  # which binds it here, too
-    if name in _OF_CHECKPOINT:
-        found = getattr(import_module(".checkpoint", __name__), name)
-        globals()[name] = found
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_OF_CHECKPOINT})
+    return sorted({*globals(), *_MODULES, *_HOMES})
 
 
 def _meet_torch() -> None:

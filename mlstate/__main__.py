@@ -1,7 +1,5 @@
 """``python -m mlstate``: the same as the ``mlstate`` command."""
 
-import sys
+from .cli import run_process
 
-from .cli import main
-
-sys.exit(main())
+run_process()

@@ -14,7 +14,9 @@ import numpy as np
 from . import _core
 from ._arrays import is_torch
 from ._collective_args import dtype_name
+from ._dtypes import as_numbers, name_of
 from ._gradients import place
+from ._set_module import set_module
 from .errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -43,24 +45,45 @@ _CONVERTED = ("float16", "bfloat16", "float32", "float64")
 class _Sum:
     """One parameter's running sum; `array` is None between two rounds."""
 
-    __slots__ = ("array", "count", "figures", "given", "in_core", "memory", "shape")
+    __slots__ = (
+        "array",
+        "count",
+        "figures",
+        "given",
+        "in_core",
+        "kind",
+        "memory",
+        "native",
+        "shape",
+    )
 
     def __init__(self, array: Any, given: str, memory: Any = None) -> None:
         self.array = array
         self.given = given  # dtype of the gradients, which `array` need not have
         self.memory = memory  # the bytes of `array`, or None where they are torch's own
         self.in_core = memory is not None  # whether the core adds to it, or torch itself
+        self.kind = type(array) if self.in_core else None  # of gradients that the core reads
         self.count = 1
         self.figures: tuple[float, int] | None = None  # known, or to be found out
         self.shape = () if array is None else tuple(array.shape)
+        # dtype of a NumPy sum that the core can begin with a copy, or None
+        self.native = array.dtype if self.kind is np.ndarray and _copies(array, given) else None
 
-    def takes(self, gradient: Any) -> bool:
-        """Whether a gradient is plainly one that the core adds, which it sees quickly."""
-        return (
-            type(gradient) is type(self.array)
-            and self.in_core
-            and _core.bucket_fits(gradient, self.given, self.shape, False)
-        )
+    def new_array(self) -> Any:
+        """Return an array for the next round in the memory of the last; None if it is in use."""
+        if self.native is None or _holders(self) != _NOBODY_ELSE:
+            return None
+        return np.ndarray(self.shape, self.native, self.memory)
+
+    def begin(self, array: Any) -> None:
+        """Take an array that holds the first gradient of a round."""
+        self.array, self.count, self.figures = array, 1, None
+
+
+def _copies(array: Any, given: str) -> bool:
+    """Whether the core copies a gradient of dtype `given` into the array of its sum."""
+    name = dtype_name(array)
+    return name == given or (name in _CONVERTED and given in _CONVERTED)
 
 
 def _holders(total: _Sum) -> int:
@@ -83,21 +106,26 @@ def _memory(size: int, before: _Sum | None) -> Any:
     return np.empty(size, np.uint8)
 
 
-def _fill(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
-    """Copy first gradients into the memory of their sums."""
+def _fill(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
+    """Copy first gradients into the arrays of their sums: those that the core copies."""
+    report = _core.state_load(arrays, gradients, True, True)
+    assert isinstance(report, list), report
+
+
+def _fill_others(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
+    """Copy first gradients into sums that were made for them."""
     targets, sources = {}, {}
     for name, total in started.items():
-        gradient, sum_ = batch[name], dtype_name(total.array) if total.in_core else ""
+        gradient = batch[name]
         if not total.in_core:
             continue
-        if sum_ == total.given or (sum_ in _CONVERTED and total.given in _CONVERTED):
+        if _copies(total.array, total.given):
             targets[name], sources[name] = total.array, _readable(gradient)
         elif is_torch(gradient):
             total.array.copy_(gradient)
         else:
-            total.array[...] = gradient
-    report = _core.state_load(targets, sources, True, True)
-    assert report is None, report
+            total.array[...] = as_numbers(gradient)
+    _fill(targets, sources)
 
 
 def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
@@ -153,7 +181,7 @@ def _wanted_dtype(dtype: DType | None) -> str | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name != "float32":
-        name = np.dtype(dtype).name  # type: ignore[arg-type]
+        name = name_of(np.dtype(dtype))  # type: ignore[arg-type]
     if name != "float32":
         raise ValueError(
             f"dtype is {name}: gradients add up in their own dtype (None) or in 'float32'"
@@ -161,6 +189,7 @@ def _wanted_dtype(dtype: DType | None) -> str | None:
     return name
 
 
+@set_module("mlstate.fsdp")
 class GradientAccumulator:
     """Add up the gradients of several micro-batches, one running sum for each parameter.
 
@@ -263,23 +292,41 @@ class GradientAccumulator:
             )
         given = list(gradients.items())  # a mapping of the caller's may ask this object
         with self._lock:
-            plain, others = {}, {}
+            plain, others, arrays, first = {}, {}, {}, {}
             for name, value in given:
                 total = self._sums.get(name)
-                if total is not None and total.takes(value):
+                if (
+                    total is None
+                    or type(value) is not total.kind
+                    or not _core.bucket_fits(value, total.given, total.shape, False)
+                ):
+                    others[name] = _gradient_of(name, value)
+                elif total.array is not None:
                     plain[name] = value
+                elif (array := total.new_array()) is not None:
+                    arrays[name], first[name] = array, value
                 else:
                     others[name] = _gradient_of(name, value)
-            started = {}
-            for name, gradient in others.items():
-                total = self._sums.get(name)
-                if total is not None and total.array is not None:
-                    _check_same(name, total, gradient)
-                else:
-                    started[name] = self._start(name, gradient)
-            _fill(started, others)
+            started = self._start_others(others) if others else {}
+            if started:
+                _fill_others(started, others)
+            if arrays:
+                _fill(arrays, first)
             self._add(plain, {name: others[name] for name in others if name not in started})
+            for name, array in arrays.items():
+                self._sums[name].begin(array)
             self._sums.update(started)
+
+    def _start_others(self, others: dict[str, Any]) -> dict[str, _Sum]:
+        """Check the gradients that have a sum, and find memory for the sums of the others."""
+        started = {}
+        for name, gradient in others.items():
+            total = self._sums.get(name)
+            if total is not None and total.array is not None:
+                _check_same(name, total, gradient)
+            else:
+                started[name] = self._start(name, gradient)
+        return started
 
     def _start(self, name: str, gradient: Any) -> _Sum:
         """Find memory for a sum, which begins with a copy of the first gradient."""
@@ -317,13 +364,13 @@ class GradientAccumulator:
                 rest.append((total, gradient))
             else:
                 plain[name] = found
-        names, sources = list(plain), list(plain.values())
-        targets = [self._sums[name].array for name in names]
-        all_figures = _core.accumulate(names, targets, sources, 1.0, True)
-        for name, figures in zip(names, all_figures, strict=True):
-            total = self._sums[name]
-            total.count += 1
-            total.figures = figures
+        totals = [self._sums[name] for name in plain]
+        if totals:
+            targets = [total.array for total in totals]
+            found = _core.accumulate(list(plain), targets, list(plain.values()), 1.0, True)
+            for total, figures in zip(totals, found, strict=True):
+                total.count += 1
+                total.figures = figures
         for total, gradient in rest:
             from .integrations.torch._reduce import add
 

@@ -7,6 +7,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
+from ._set_module import set_module
 from ._strategy_operators import check_strategy, name_of
 from ._text import bytes_text, table_html, table_text
 
@@ -20,6 +21,7 @@ _ROWS = 40
 _HEADERS = ["layer", "index", "decisions", "checkpointed", "activation", "dropped in all"]
 
 
+@set_module("mlstate.activation")
 class LayerDecisions(NamedTuple):
     """What was decided about one layer.
 
@@ -70,6 +72,7 @@ class _Layer:
         self.is_checkpointed = False
 
 
+@set_module("mlstate.activation")
 class ActivationManager:
     """Ask a strategy about the layers of a model, and keep account of its answers.
 

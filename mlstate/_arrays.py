@@ -39,7 +39,7 @@ def write_into(out: Any, write: Callable[[Any], Any]) -> Any:
     that, and gives `write` what it may write to.
     """
     if is_torch(out):
-        from .integrations.torch import write_into_tensor
+        from .integrations.torch._memory import write_into_tensor
 
         return write_into_tensor(out, write)
     write(out)

@@ -8,25 +8,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from . import _core
+from ._path import local_path
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-# What a new file may be, less the umask.
-_NEW_FILE = 0o666
 
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable, where the system lets a folder be synced."""
     if os.name == "nt":
         return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(number)
+    with _core.Descriptor(folder, os.O_RDONLY) as descriptor:
+        try:
+            os.fsync(descriptor.fileno())
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
 
 
 def temporary_name(target: Path) -> Path:
@@ -41,12 +39,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     An exception leaves what was there. A symbolic link is followed and stays; an existing file
     keeps its permission bits.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(local_path(path)))
     temporary = temporary_name(target)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    number = os.open(temporary, flags, _NEW_FILE)
     try:
-        with os.fdopen(number, "w+b") as file:
+        with (
+            _core.Descriptor(temporary, flags) as descriptor,
+            open(descriptor.fileno(), "w+b", closefd=False) as file,
+        ):
             with suppress(FileNotFoundError):
                 temporary.chmod(target.stat().st_mode & 0o7777)
             yield file

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _core
+from ._budget import Budget, parse_budget
+from ._set_module import set_module
 from ._text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ._budget import MemorySize
     from ._types import NDArray
 
 _ROWS = 40
@@ -48,6 +51,7 @@ def _frozen(name: str, values: Any, dtype: str, count: int | None) -> NDArray:
     return frozen
 
 
+@set_module("mlstate.activation")
 class Chain:
     """Costs of n blocks that run one after the other, forward and then backward.
 
@@ -71,8 +75,14 @@ class Chain:
         Peak of a saving forward run beyond input and saved. Default: 0.
     backward_temporary_bytes : sequence of int, (n,), optional
         Peak of a backward run beyond input, saved and both gradients. Default: 0. It may be
-        negative, down to ``-gradient_bytes[i]``, where much of what was saved is free again
-        before the block's gradient is there.
+        negative, down to ``-gradient_bytes[i]``, if much of what was saved is free again
+        before the block's gradient is there; but not below
+        ``-(saved_bytes[i] + gradient_bytes[i + 1])``, which the step frees: more memory would
+        be held after the step than at its peak.
+    seconds_spread : sequence of float, (n,), optional
+        How uncertain the measured time of each block is: the interquartile range of its
+        measurements, forward and backward together, as a part of their median. For reports.
+        Default: unknown.
     names : sequence of str, (n,), optional
         For reports. Default: the numbers of the blocks.
     offload_bytes_per_second, load_bytes_per_second : float, optional
@@ -83,7 +93,7 @@ class Chain:
     ------
     ValueError
         If an array has another length, seconds are negative or not finite, bytes are
-        negative or ``backward_temporary_bytes[i] < -gradient_bytes[i]``,
+        negative, ``backward_temporary_bytes[i]`` is below its limits,
         ``saved_bytes[i] < activation_bytes[i + 1]``, there is no block, or one
         rate is given without the other.
     CapacityError
@@ -106,7 +116,7 @@ class Chain:
     True
     """
 
-    __slots__ = ("__dict__", "_arrays", "_names", "_numbers")
+    __slots__ = ("__dict__", "_arrays", "_names", "_numbers", "_spread")
 
     def __init__(
         self,
@@ -119,6 +129,7 @@ class Chain:
         forward_temporary_bytes: Sequence[int] | NDArray | None = None,
         saving_temporary_bytes: Sequence[int] | NDArray | None = None,
         backward_temporary_bytes: Sequence[int] | NDArray | None = None,
+        seconds_spread: Sequence[float] | NDArray | None = None,
         names: Iterable[str] | None = None,
         offload_bytes_per_second: float | None = None,
         load_bytes_per_second: float | None = None,
@@ -146,6 +157,7 @@ class Chain:
         )
         self._numbers = (forward, backward, activations, gradients, *others)
         self._arrays: tuple[Any, ...] = (*self._numbers, *rates)
+        self._spread = _spread(seconds_spread, n)
         self._names = None if names is None else tuple(names)
         if self._names is not None:
             if len(self._names) != n:
@@ -205,6 +217,11 @@ class Chain:
         return self._numbers[7]
 
     @property
+    def seconds_spread(self) -> NDArray | None:
+        """Interquartile range of each block's time as a part of it, float64; None: unknown."""
+        return self._spread
+
+    @property
     def offload_bytes_per_second(self) -> float | None:
         """Speed of copies to the host."""
         return self._arrays[8] or None
@@ -223,6 +240,11 @@ class Chain:
     def plain_peak_bytes(self) -> int:
         """Peak memory when everything is kept: a budget as large as this needs no plan."""
         return self._plain[1]
+
+    def _budget(self, value: MemorySize) -> Budget:
+        """Read a budget for this chain; a fraction is one of the peak without a plan."""
+        peak = self.plain_peak_bytes
+        return parse_budget("budget_bytes", value, peak, "the peak without a plan")
 
     @cached_property
     def least_budget_bytes(self) -> int:
@@ -258,6 +280,7 @@ class Chain:
         document: dict[str, Any] = {"format": _FORMAT, "version": 1}
         for name, array in zip(_SECONDS + _BYTES, self._arrays, strict=False):
             document[name] = array.tolist()
+        document["seconds_spread"] = None if self._spread is None else self._spread.tolist()
         document["names"] = None if self._names is None else list(self._names)
         for name in _RATES:
             document[name] = getattr(self, name)
@@ -302,7 +325,7 @@ class Chain:
                 f"this is {document.get('format')!r}, version {document.get('version')!r}: "
                 f"expected {_FORMAT!r}, version 1"
             )
-        known = {"format", "version", "names", *_SECONDS, *_BYTES, *_RATES}
+        known = {"format", "version", "names", "seconds_spread", *_SECONDS, *_BYTES, *_RATES}
         unknown = sorted(set(document) - known)
         missing = [
             name
@@ -365,7 +388,13 @@ class Chain:
     def _title(self) -> str:
         blocks = f"{self.blocks:,} block{'' if self.blocks == 1 else 's'}"
         peak = bytes_text(self.plain_peak_bytes)
-        return f"{blocks}, {self.plain_seconds:.4g} s, {peak} at most without a plan"
+        title = f"{blocks}, {self.plain_seconds:.4g} s, {peak} at most without a plan"
+        if self._spread is None:
+            return title
+        return f"{title}; measured times vary by up to {self._spread.max():.0%}"
+
+    def _headers(self) -> list[str]:
+        return _HEADERS if self._spread is None else [*_HEADERS, "spread of time"]
 
     def _rows(self) -> list[list[str]]:
         forward, backward, activations, gradients, saved, *temporary = self._arrays[:8]
@@ -378,6 +407,7 @@ class Chain:
                 bytes_text(int(saved[i])),
                 bytes_text(int(gradients[i])),
                 bytes_text(int(max(array[i] for array in temporary))),
+                *([] if self._spread is None else [f"{self._spread[i]:.0%}"]),
             ]
             for i, name in enumerate(self.names)
         ]
@@ -386,10 +416,19 @@ class Chain:
         return f"<Chain: {self._title()}>"
 
     def __str__(self) -> str:
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+        return f"{self._title()}\n{table_text(self._headers(), self._rows(), _ROWS)}"
 
     def _repr_html_(self) -> str:
-        return table_html(self._title(), _HEADERS, self._rows())
+        return table_html(self._title(), self._headers(), self._rows())
+
+
+def _spread(given: Any, count: int) -> NDArray | None:
+    if given is None:
+        return None
+    spread = _frozen("seconds_spread", given, "float64", count)
+    if not (np.isfinite(spread) & (spread >= 0)).all():
+        raise ValueError(f"seconds_spread holds {spread.tolist()}: give finite numbers from 0 on")
+    return spread
 
 
 def _rate(name: str, value: float) -> float:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _folder
 from ._layout import Layout
 from ._load import LoadedState, load_checkpoint
+from ._manifest import build, parse
+from ._path import local_folder
+from ._set_module import set_module
 from ._text import bytes_text, table_text
 from ._verify import VerifyReport, verify_checkpoint
+from .errors import FormatError, StoreError
+
+if TYPE_CHECKING:
+    from ._manifest import Manifest
 
 _ROWS = 20
 _HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
@@ -21,6 +28,7 @@ def stored_text(nbytes: int, stored: int) -> str:
     return text if stored == nbytes else f"{text}, {bytes_text(stored)} stored"
 
 
+@set_module("mlstate.checkpoint")
 class TensorRecord(NamedTuple):
     """What a checkpoint says of one tensor.
 
@@ -77,6 +85,7 @@ class TensorRecord(NamedTuple):
     codec: str | None
 
 
+@set_module("mlstate.checkpoint")
 class LayerRecord(NamedTuple):
     """One of the places where a sparse or compressed shard is stored.
 
@@ -105,6 +114,7 @@ class LayerRecord(NamedTuple):
     codec: str | None
 
 
+@set_module("mlstate.checkpoint")
 class ShardRecord(NamedTuple):
     """What a checkpoint says of one stored shard.
 
@@ -162,11 +172,12 @@ class ShardRecord(NamedTuple):
         return sum(layer.nbytes for layer in self.layers)
 
 
+@set_module("mlstate.checkpoint")
 class Checkpoint:
     """A checkpoint that exists.
 
     The manifest is read at once, the indexes when something is asked of them: then a
-    checkpoint that was replaced in between is not found any more.
+    checkpoint that was replaced in between is not found any more. `inspect` reads both.
 
     Parameters
     ----------
@@ -197,18 +208,53 @@ class Checkpoint:
     ((4, 2), 32)
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, _root: str = _folder.MANIFEST) -> None:
-        self.path = os.path.abspath(os.fspath(path))
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        _root: str = _folder.MANIFEST,
+        _manifest: Manifest | None = None,
+    ) -> None:
+        self.path = local_folder(path)
         self._root = _root
-        self._manifest = _folder.read_manifest(self.path, _root)
+        self._manifest = _manifest or _folder.read_manifest(self.path, _root)
         self._read_catalog: Any = None
         self.written: dict[str, Any] | None = None
+
+    # Copies and pickles hold the manifest as its text: they are of this save, whatever follows it.
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "root": self._root,
+            "manifest": build(self._manifest),
+            "written": self.written,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        manifest = parse(state["manifest"], state["root"])
+        Checkpoint.__init__(self, state["path"], _root=state["root"], _manifest=manifest)
+        self.written = state["written"]
 
     @property
     def _catalog(self) -> Any:
         if self._read_catalog is None:
             self._read_catalog = _folder.load_catalog(self.path, self._manifest)
         return self._read_catalog
+
+    @classmethod
+    def _opened(cls, path: str | os.PathLike[str], root: str = _folder.MANIFEST) -> Checkpoint:
+        """Read the indexes too, so that a writer cannot delete them in between."""
+        folder = local_folder(path)
+
+        def read(manifest: Manifest) -> Checkpoint:
+            found = cls(folder, _root=root, _manifest=manifest)
+            _ = found._catalog
+            return found
+
+        try:
+            return _folder.read_root(folder, root, read)
+        except (FormatError, StoreError):  # of an index; the manifest can be read all the same
+            return cls(folder, _root=root)
 
     @property
     def generation(self) -> str:

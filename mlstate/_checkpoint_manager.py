@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _folder
 from ._checkpoint import Checkpoint
 from ._load import LoadedState
-from ._lock import WriterLock
+from ._lock import WriterLock, check_timeout
+from ._log import log
+from ._path import local_folder
 from ._save import PACK_BELOW, write_checkpoint
+from ._set_module import set_module
+from ._text import steps_text
 from .errors import CollectiveError, FormatError, MLStateError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
+    from ._budget import MemorySize
     from ._layout import Layout
     from ._manifest import Manifest
     from ._save_async import SaveHandle
@@ -27,23 +34,41 @@ if TYPE_CHECKING:
     _Roots: TypeAlias = list[tuple[_folder.Root, Manifest]]
 
 
+_SHOWN = 20  # steps in a warning
+
+
+@set_module("mlstate.checkpoint")
 class CheckpointManager:
     """Checkpoints of a run, by step, in one folder.
 
-    Steps share the files of what did not change between them. What `mlstate.save` writes into
-    the folder is no step: it is what `mlstate.load` gives, until the next step is saved.
+    Steps share the files of what did not change between them. `mlstate.save` refuses the folder
+    once it holds steps.
 
     Parameters
     ----------
     directory : str or os.PathLike
         The folder; made with the first save.
-    keep : int or None, default 3
-        How many of the newest saves are kept; None: all.
+    keep : int or None, default None
+        How many of the newest steps `save` and `save_async` keep; they delete older ones. None:
+        every step stays. A damaged step does not count: one whose files are missing or have
+        another length, or that `restore` or `restore_latest` of this manager found damaged. It
+        stays until it is older than `keep` steps that can be loaded.
+
+    Warns
+    -----
+    UserWarning
+        `keep` deletes steps that this manager did not save. The warning comes once, names the
+        steps, and comes before the first such deletion; every rank of a group warns.
 
     Raises
     ------
     ValueError
         `keep` is below 1.
+
+    Notes
+    -----
+    Threads may share a manager: `save`, `save_async`, `delete` and `close` of one thread wait for
+    those of another. With a group of several ranks, save from one thread of each rank.
 
     Examples
     --------
@@ -56,15 +81,23 @@ class CheckpointManager:
     ([20, 30], array([30, 30, 30]))
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int | None = None) -> None:
         if keep is not None and not hasattr(keep, "__index__"):
             raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = local_folder(directory)
         self.keep = keep
+        self._own: set[int] = set()  # steps that this manager saved
+        self._damaged: set[str] = set()  # generations that this manager could not restore
+        self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
+        self._has_warned = False
         self._staging: Staging | None = None
         self._under_way: SaveHandle | None = None
+        self._lock, self._pid = threading.RLock(), os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_pid": None}  # `_turn` makes a new lock
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -90,13 +123,27 @@ class CheckpointManager:
         >>> from mlstate.checkpoint import CheckpointManager
         >>> CheckpointManager("run").close()
         """
-        self._staging = None
-        self._settle()
+        with self._turn(None):
+            self._staging = None
+            self._settle()
+
+    def _turn(self, group: ProcessGroup | None) -> AbstractContextManager[object]:
+        """Return the lock that lets one thread at a time save.
+
+        Ranks that are threads can share a manager. They save at the same time, so they get none.
+        """
+        under_way = self._under_way
+        if under_way is not None:
+            under_way._job.refuse_own_thread()
+        if self._pid != os.getpid():  # in the parent another thread may have held the lock
+            self._lock, self._pid = threading.RLock(), os.getpid()
+        return self._lock if getattr(group, "world_size", 1) == 1 else nullcontext()
 
     def _settle(self) -> None:
         """Wait for the save that is under way; raise its error if nobody was told yet."""
-        if self._under_way is not None:
-            self._under_way._settle()
+        under_way = self._under_way
+        if under_way is not None:
+            under_way._settle()
             self._under_way = None
 
     def __repr__(self) -> str:
@@ -113,7 +160,9 @@ class CheckpointManager:
         for root in _folder.list_roots(self.directory):
             try:
                 manifest = _folder.read_manifest(self.directory, root.path)
-            except unread:
+            except unread as error:
+                if isinstance(error, FormatError):
+                    log("WARNING", "%s: a step is damaged: %s", self.directory, error)
                 continue
             found.pop(manifest.step, None)
             found[manifest.step] = (root, manifest)
@@ -169,7 +218,7 @@ class CheckpointManager:
         for root, manifest in self._roots():
             if manifest.step == step:
                 return Checkpoint(self.directory, _root=root.path)
-        have = ", ".join(map(str, self.steps())) or "none"
+        have = steps_text(self.steps())
         have += f"; {_OTHER}" if _holds_no_steps(self.directory) else ""
         raise _folder.store_error(
             FileNotFoundError(2, f"no step {step} there (steps: {have})"),
@@ -193,6 +242,7 @@ class CheckpointManager:
         incremental: bool = False,
         compress: str | None = None,
         progress: Callable[[int], object] | None = None,
+        lock_timeout: float = 0,
     ) -> Checkpoint:
         """Save a step, and give up the oldest ones beyond `keep`.
 
@@ -200,7 +250,7 @@ class CheckpointManager:
         ----------
         step : int
             Which; saving a step again replaces it once the new one is committed.
-        model, optimizer, metadata, group, layout, pack_below_bytes, progress
+        model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
             As for `mlstate.save`.
         sparse, incremental, compress
             As for `mlstate.save`. Steps share layers as they share files: giving up the oldest
@@ -225,24 +275,29 @@ class CheckpointManager:
         >>> manager.save(1, model={"w": np.ones(2)}).step
         1
         """
-        self._settle()
-        self._refuse_other()
-        return write_checkpoint(
-            self.directory,
-            model,
-            optimizer,
-            metadata=metadata,
-            step=step,
-            group=group,
-            layout=layout,
-            pack_below=pack_below_bytes,
-            sparse=sparse,
-            incremental=incremental,
-            compress=compress,
-            progress=progress,
-            keep_root=True,
-            retain=self._retain,
-        )
+        with self._turn(group):
+            self._settle()
+            self._refuse_other(group)
+            self._warn_of_deletions(step, group)
+            saved = write_checkpoint(
+                self.directory,
+                model,
+                optimizer,
+                metadata=metadata,
+                step=step,
+                group=group,
+                layout=layout,
+                pack_below=pack_below_bytes,
+                sparse=sparse,
+                incremental=incremental,
+                compress=compress,
+                progress=progress,
+                keep_root=True,
+                retain=self._retain,
+                lock_timeout=lock_timeout,
+            )
+            self._own.add(step)
+        return saved
 
     def save_async(
         self,
@@ -250,7 +305,7 @@ class CheckpointManager:
         model: Any = None,
         optimizer: Any = None,
         *,
-        max_staging_bytes: int | None = None,
+        max_staging_bytes: MemorySize | None = None,
         metadata: Mapping[str, Any] | None = None,
         group: ProcessGroup | None = None,
         layout: Layout | str | None = None,
@@ -259,6 +314,7 @@ class CheckpointManager:
         incremental: bool = False,
         compress: str | None = None,
         progress: Callable[[int], object] | None = None,
+        lock_timeout: float = 0,
     ) -> SaveHandle:
         """Begin to save a step, and return while it is written.
 
@@ -267,11 +323,11 @@ class CheckpointManager:
 
         Parameters
         ----------
-        step, model, optimizer, metadata, group, layout, pack_below_bytes, progress
+        step, model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
             As for `save`.
         sparse, incremental, compress
             As for `save`.
-        max_staging_bytes : int, optional
+        max_staging_bytes : int, float or str, optional
             As for `mlstate.checkpoint.save_async`.
 
         Returns
@@ -299,38 +355,75 @@ class CheckpointManager:
         from ._save_async import begin_save
         from ._staging import OwnStaging
 
-        self._settle()
-        self._refuse_other()
-        if self._staging is None:
-            self._staging = OwnStaging(kept=True)
-        self._under_way = begin_save(
-            self.directory,
-            model,
-            optimizer,
-            metadata=metadata,
-            step=step,
-            max_staging_bytes=max_staging_bytes,
-            staging=self._staging,
-            progress=progress,
-            group=group,
-            layout=layout,
-            pack_below=pack_below_bytes,
-            sparse=sparse,
-            incremental=incremental,
-            compress=compress,
-            keep_root=True,
-            retain=self._retain,
-        )
-        return self._under_way
+        with self._turn(group):
+            self._settle()
+            self._refuse_other(group)
+            self._warn_of_deletions(step, group)
+            if self._staging is None:
+                self._staging = OwnStaging(kept=True)
 
-    def _refuse_other(self) -> None:
+            def keep(handle: SaveHandle) -> None:
+                # before it begins: an interrupt leaves none that is unknown
+                self._under_way = handle
+                self._own.add(step)
+
+            return begin_save(
+                self.directory,
+                model,
+                optimizer,
+                metadata=metadata,
+                step=step,
+                max_staging_bytes=max_staging_bytes,
+                staging=self._staging,
+                progress=progress,
+                group=group,
+                layout=layout,
+                pack_below=pack_below_bytes,
+                sparse=sparse,
+                incremental=incremental,
+                compress=compress,
+                keep_root=True,
+                retain=self._retain,
+                lock_timeout=lock_timeout,
+                keep=keep,
+            )
+
+    def _refuse_other(self, group: ProcessGroup | None) -> None:
         """Leave a checkpoint alone that is no step; each rank finds the same here."""
-        if _holds_no_steps(self.directory):
+        found = False
+        with _if_alone(group):
+            found = _holds_no_steps(self.directory)
+        if found:
             raise _folder.store_error(
                 FileExistsError(errno.EEXIST, f"{_OTHER}: save steps into another folder"),
                 "cannot save the step",
                 self.directory,
             )
+
+    def _warn_of_deletions(self, step: int, group: ProcessGroup | None) -> None:
+        """Warn once, before a save begins, if `keep` deletes steps of another manager."""
+        if self.keep is None or self._has_warned:
+            return
+        found: list[int | None] = []
+        count = 0
+        # rank 0 alone looks at files, when it deletes: not every rank at those of all
+        look = group is None or group.world_size == 1
+        with _if_alone(group):
+            roots = [root for root in self._roots(FormatError) if root[1].step != step]
+            count = self._count_old(roots, self.keep - 1, look=look)
+            found = [manifest.step for _, manifest in roots]
+        deleted = found[:count]
+        foreign = [one for one in deleted if one not in self._own]
+        if not foreign:
+            return
+        later = [one for one in found[len(deleted) :] if one not in self._own]
+        more = f", and {steps_text(later, _SHOWN)} with later saves" if later else ""
+        warnings.warn(
+            f"keep={self.keep} deletes steps that this manager did not save: "
+            f"{steps_text(foreign, _SHOWN)}{more}; keep=None keeps every step",
+            stacklevel=3,
+        )
+        self._has_warned = True  # not if the warning was raised: then nothing is deleted
 
     def _retain(self, folder: str, newest: Manifest) -> None:
         """Give up roots: of a step that was saved again, and those beyond `keep`."""
@@ -339,17 +432,57 @@ class CheckpointManager:
     def _superseded(self, newest: str) -> list[_folder.Root]:
         """Roots to give up; never that of the newest generation."""
         # a root that the system does not let us read now may be good: nothing is given up
-        kept = {root.path for root, _ in self._roots(FormatError)[-(self.keep or 0) :]}
+        roots = self._roots(FormatError)
+        keep = len(roots) if self.keep is None else self.keep
+        count = self._count_old(roots, keep, newest)
+        kept = {root.path for root, _ in roots[count:]}
         old = [root for root in _folder.list_roots(self.directory) if root.path not in kept]
-        return [root for root in old if root.generation != newest]
+        old = [root for root in old if root.generation != newest]
+        for root in old:
+            self._files.pop(root.generation, None)
+        return old
 
-    def delete(self, step: int) -> None:
+    def _count_old(self, roots: _Roots, keep: int, newest: str = "", look: bool = True) -> int:
+        """How many of the oldest roots are older than the newest `keep` that can be loaded.
+
+        The generation `newest` was written just now. `look`: find out which files exist; else
+        only known damage counts.
+        """
+        if keep >= len(roots):
+            return 0
+        for count in range(len(roots), 0, -1):
+            if keep == 0:
+                return count
+            manifest = roots[count - 1][1]
+            if manifest.generation == newest or not look:
+                keep -= manifest.generation not in self._damaged
+            else:
+                keep -= self._can_load(manifest)
+        return 0
+
+    def _can_load(self, manifest: Manifest) -> bool:
+        """Whether no damage is known and all files have their lengths; indexes are read once."""
+        if manifest.generation in self._damaged:
+            return False
+        sizes = self._files.get(manifest.generation)
+        if sizes is None:
+            try:
+                catalog = _folder.load_catalog(self.directory, manifest)
+            except (FormatError, FileNotFoundError):
+                return False
+            sizes = {record.path: record.bytes for record in manifest.indexes}
+            self._files[manifest.generation] = sizes = sizes | catalog.files()
+        return _folder.has_files(self.directory, sizes)
+
+    def delete(self, step: int, *, lock_timeout: float = 0) -> None:
         """Delete a step, and the files that no other needs.
 
         Parameters
         ----------
         step : int
             One of `steps`, but not the last one that was saved.
+        lock_timeout : float, default 0
+            Seconds to wait while another process writes.
 
         Raises
         ------
@@ -371,15 +504,19 @@ class CheckpointManager:
         >>> manager.steps()
         [2]
         """
-        self._settle()
-        generation = self.checkpoint(step).generation
-        with WriterLock(self.directory):
-            if _folder.read_manifest(self.directory).generation == generation:
-                raise ValueError(f"step {step} is the newest checkpoint: save another one first")
-            roots = _folder.list_roots(self.directory)
-            roots = [root for root in roots if root.generation == generation]
-            _folder.delete_roots(self.directory, roots)
-            _folder.prune(self.directory)
+        with self._turn(None):
+            self._settle()
+            generation = self.checkpoint(step).generation
+            lock = WriterLock(self.directory, timeout=check_timeout(lock_timeout))
+            with lock.acquire():
+                if _folder.read_manifest(self.directory).generation == generation:
+                    raise ValueError(
+                        f"step {step} is the newest checkpoint: save another one first"
+                    )
+                roots = _folder.list_roots(self.directory)
+                roots = [root for root in roots if root.generation == generation]
+                _folder.delete_roots(self.directory, roots)
+                _folder.prune(self.directory)
 
     # -- restoring
 
@@ -411,7 +548,12 @@ class CheckpointManager:
         >>> manager.restore(1).model["w"]
         array([1., 1.])
         """
-        return self.checkpoint(step).load(**keywords)
+        checkpoint = self.checkpoint(step)
+        try:
+            return checkpoint.load(**keywords)
+        except FormatError:
+            self._damaged.add(checkpoint.generation)
+            raise
 
     def restore_latest(self, **keywords: Any) -> LoadedState:
         """Load the newest step that is good.
@@ -455,7 +597,10 @@ class CheckpointManager:
                 state, error = _try_root(self.directory, root, keywords)
                 if state is not None:
                     return state
-                if error is not None:
+                self._damaged.add(root.split(".")[-2])
+                is_there = os.path.lexists(os.path.join(self.directory, root))
+                if error is not None and is_there:  # else a writer has given it up
+                    log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
                     warnings.warn(f"{root} cannot be restored: {error}", stacklevel=2)
                 first = first or error
         if first is not None:
@@ -469,12 +614,16 @@ class CheckpointManager:
 _OTHER = "the folder holds a checkpoint of mlstate.save, which is no step"
 
 
+def _if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
+    """Raise errors of the folder in a job of one rank only: several ranks meet before they do."""
+    alone = group is None or group.world_size == 1
+    return nullcontext() if alone else suppress(StoreError)
+
+
 def _holds_no_steps(folder: str) -> bool:
     """Whether there is a checkpoint, but none that a manager saved."""
-    with suppress(StoreError):  # whoever goes on is told
-        there = os.path.lexists(os.path.join(folder, _folder.MANIFEST))
-        return there and not _folder.list_roots(folder)
-    return False
+    there = os.path.lexists(os.path.join(folder, _folder.MANIFEST))
+    return there and not _folder.list_roots(folder)
 
 
 def find_root(folder: str, step: int) -> str:

@@ -7,12 +7,12 @@ element moves: so either all of them go on, or none does.
 from __future__ import annotations
 
 from collections import deque
-from operator import index as as_index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ._arrays import is_torch
+from ._budget import parse_budget
 from ._collective_args import failed
 from ._compatibility import LONGEST
 from ._layout import Shard
@@ -93,12 +93,7 @@ def _same_options(operation: str, rank: int, everyone: list[Any]) -> None:
 
 def check_max_bytes(operation: str, max_bytes: Any) -> int:
     """Return the largest message, in bytes."""
-    try:
-        count = int(as_index(max_bytes))
-    except TypeError:
-        raise TypeError(
-            f"{operation}: max_bytes must be an int, got {type(max_bytes).__name__}"
-        ) from None
+    count = parse_budget(f"{operation}: max_bytes", max_bytes).nbytes
     if count < 1:
         raise ValueError(f"{operation}: max_bytes must be at least 1, got {count}")
     return count

@@ -7,19 +7,21 @@ Plain misuse is a TypeError or ValueError, what does not go together a `Compatib
 from __future__ import annotations
 
 from enum import StrEnum
-from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._arrays import is_torch
+from ._dtypes import label_of, name_of
+from ._set_module import set_module
 from .errors import CollectiveError, CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+@set_module("mlstate.collectives")
 class ReduceOp(StrEnum):
     """How the elements of several ranks become one; each member is the str of its value.
 
@@ -124,19 +126,14 @@ def check_bytes(operation: str, data: Any) -> bytes:
 # ---- arrays ----
 
 
-@lru_cache(maxsize=128)  # NumPy makes the name anew each time
-def _name_of(dtype: Any) -> str:
-    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
-
-
 def dtype_name(array: Any) -> str:
     """Return the name that a dtype has in NumPy and in torch."""
-    return _name_of(array.dtype)
+    return name_of(array.dtype)
 
 
 def kind_of(array: Any) -> str:
     """Say what rows are made of."""
-    kind = dtype_name(array) if is_torch(array) else str(array.dtype)
+    kind = dtype_name(array) if is_torch(array) else label_of(array.dtype) or str(array.dtype)
     return f"{kind} {tuple(array.shape[1:])}"
 
 
@@ -307,6 +304,7 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
     for what, got, expected in (
         ("shape", tuple(plain.shape), tuple(shape)),
         ("dtype", plain.dtype, array.dtype),
+        ("dtype", dtype_name(plain), dtype_name(array)),  # NumPy compares no metadata
         *([("device", plain.device, array.device)] if is_torch(array) else []),
     ):
         if got != expected:

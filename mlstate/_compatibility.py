@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import _core
+from ._set_module import set_module
 from ._text import shorten
 
 SHOWN = 20  # names that a message lists
 LONGEST = 200  # characters of one of them
 
 
+@set_module("mlstate.state")
 class Difference(NamedTuple):
     """One thing in which two states differ.
 
@@ -39,6 +41,7 @@ class Difference(NamedTuple):
     target: Any = None
 
 
+@set_module("mlstate.state")
 class CompatibilityResult:
     """What `check_compatibility` found; callers may add findings of their own.
 
@@ -60,13 +63,15 @@ class CompatibilityResult:
     (True, True)
     """
 
-    __slots__ = ("differences", "errors", "renames", "warnings")
+    __slots__ = ("_counts", "differences", "errors", "renames", "warnings")
 
     def __init__(self) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
         self.differences: list[Difference] = []
         self.renames: dict[str, str] = {}
+        # names that match, and names of the source and of the target
+        self._counts: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def is_compatible(self) -> bool:
@@ -120,8 +125,22 @@ class CompatibilityResult:
             ("warning", text) for text in self.warnings
         ]
 
+    def _verdict(self) -> str:
+        """Say whether all, some or none of the tensors would be loaded."""
+        matched, source, target = self._counts
+        if not self.is_compatible:
+            return "not compatible"
+        if matched == source == target:
+            return "compatible"
+        of = f"of {source:,} in the source and {target:,} in the target"
+        if matched == 0:
+            return f"nothing would be loaded: no name matches {of}"
+        return (
+            f"compatible in part: {matched:,} name{'s match' if matched > 1 else ' matches'} {of}"
+        )
+
     def _title(self) -> str:
-        verdict = "compatible" if self.is_compatible else "not compatible"
+        verdict = self._verdict()
         counts = (("error", self.errors), ("warning", self.warnings))
         found = [f"{len(x)} {name}{'s' if len(x) > 1 else ''}" for name, x in counts if x]
         return ", ".join([verdict, *found])
@@ -149,6 +168,7 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
+@set_module("mlstate.state")
 def keys_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
     """Whether two states have the same names.
 
@@ -177,6 +197,7 @@ def keys_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
     return _core.state_keys_match(as_dict(state1), as_dict(state2))
 
 
+@set_module("mlstate.state")
 def get_missing_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> set[str]:
     """Return the names that `state1` has and `state2` lacks.
 
@@ -205,6 +226,7 @@ def get_missing_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> se
     return _core.state_missing(as_dict(state1), as_dict(state2))
 
 
+@set_module("mlstate.state")
 def get_unexpected_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> set[str]:
     """Return the names that `state2` has and `state1` lacks.
 
@@ -233,6 +255,7 @@ def get_unexpected_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) ->
     return _core.state_missing(as_dict(state2), as_dict(state1))
 
 
+@set_module("mlstate.state")
 def shapes_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
     """Whether `state2` has every tensor of `state1` in the same shape.
 
@@ -300,7 +323,7 @@ def rename_hint(
     found, _ = _core.state_explain(source_only, target_only)
     rules = dict(found)
     try:
-        renamed = _core.state_rename(source, tuple(found)) if found else {}
+        renamed = _core.state_rename(source, tuple(found))[0] if found else {}
     except ValueError:  # two names would become one
         return {}, ""
     matched = len(renamed) - len(_core.state_missing(renamed, target))
@@ -309,6 +332,7 @@ def rename_hint(
     return rules, f"{matched:,} of {len(source):,} names match after rename(source, {rules!r})"
 
 
+@set_module("mlstate.state")
 def check_compatibility(
     source: Mapping[str, Any], target: Mapping[str, Any]
 ) -> CompatibilityResult:
@@ -324,8 +348,9 @@ def check_compatibility(
     -------
     CompatibilityResult
         Names that only one side has are warnings, so that a part of a model can be loaded;
-        every shape that differs is an error; every dtype that differs is a warning. Where a
-        prefix explains the names, ``renames`` has the rules.
+        every shape that differs is an error; every dtype that differs is a warning. The first
+        line of its text says whether all names match, some, or none. If a prefix explains the
+        names, ``renames`` has the rules.
 
     Raises
     ------
@@ -347,7 +372,7 @@ def check_compatibility(
     >>> from mlstate.state import check_compatibility
     >>> saved = {"module.w": np.ones((2, 3)), "module.b": np.ones(2)}
     >>> print(check_compatibility(saved, {"w": np.ones((2, 3)), "b": np.ones(2)}))
-    compatible, 3 warnings
+    nothing would be loaded: no name matches of 2 in the source and 2 in the target, 3 warnings
       warning: Missing keys: module.w, module.b
       warning: Unexpected keys: w, b
       warning: 2 of 2 names match after rename(source, {'module.': ''})
@@ -358,6 +383,7 @@ def check_compatibility(
     source, target = as_dict(source), as_dict(target)
     missing, unexpected, shapes, dtypes = _core.state_compare(source, target)
     result = CompatibilityResult()
+    result._counts = len(source) - len(missing), len(source), len(target)
     result.differences = differences_of(missing, unexpected, shapes, dtypes)
     if missing:
         result.add_warning(f"Missing keys: {join(missing)}")

@@ -27,10 +27,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._folder import refuse_existing
 from ._optimizer_state import OptimizerStateDict
+from ._path import local_path
 from ._sayable import check_sayable
 from ._state_dict import StateDict
 from ._state_kind import describe, restore
+from ._text import names_hint
 from .errors import CompatibilityError, FormatError, MLStateError, StoreError, StoreNotFoundError
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class Format(NamedTuple):
     """How one kind of file is read and written, and which suffixes say that it is that."""
 
     read: Callable[[Path], Parts]
-    write: Callable[[Path, StateDict | None, OptimizerStateDict | None, dict[str, Any]], None]
+    write: Callable[[Path, StateDict | None, OptimizerStateDict | None, dict[str, Any], bool], None]
     suffixes: tuple[str, ...]
 
 
@@ -81,7 +84,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
     >>> format_of("model.safetensors"), format_of("runs/a"), format_of("weights.PT")
     ('safetensors', 'mlstate', 'torch')
     """
-    place = Path(path)
+    place = Path(local_path(path))
     if place.is_dir():
         if (place / ".metadata").exists():
             return "dcp"
@@ -94,7 +97,9 @@ def format_of(path: str | os.PathLike[str]) -> str:
         known = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
         raise ValueError(
             f"{place}: no format is known by the suffix {place.suffix!r}; known are {known}, "
-            "and directories of mlstate and torch. Name the format where the path cannot"
+            "and directories of mlstate and torch. Name the format if the path cannot: format= "
+            "(--from or --to on the command line)"
+            f"{names_hint(place.suffix.lower(), known.split(), listed=False)}"
         )
     return "mlstate"
 
@@ -118,7 +123,9 @@ def _store_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         kind = StoreNotFoundError if error.errno == errno.ENOENT else StoreError
-        raise kind(error.errno, error.strerror, str(error.filename or path)) from error
+        # filename2: what a temporary file was to replace
+        shown = error.filename2 or error.filename or path
+        raise kind(error.errno, error.strerror, str(shown)) from error
 
 
 def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Parts:
@@ -153,7 +160,7 @@ def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Part
     StoreError
         The operating system refused.
     ImportError
-        A torch file without torch, or bfloat16 without ml_dtypes.
+        A torch file without torch, or a dtype such as int4 without ml_dtypes.
 
     Examples
     --------
@@ -165,7 +172,7 @@ def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Part
     >>> model["w"], optimizer, metadata
     (array([0., 1., 2.]), None, {})
     """
-    place = Path(path)
+    place = Path(local_path(path))
     found = _named(format, place)
     with _store_errors(place):
         place.stat()  # a missing one is that, whatever its format makes of it
@@ -179,11 +186,12 @@ def write_any(
     metadata: Mapping[str, Any] | None = None,
     *,
     format: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """
     Write a state to a file or directory of any known format.
 
-    Files appear whole, or what was there stays.
+    Files appear whole, or the old ones stay.
 
     Parameters
     ----------
@@ -195,6 +203,9 @@ def write_any(
         Numbers, texts, None, lists and dicts of such: what JSON can hold.
     format : str, optional
         As for `read_any`.
+    overwrite : bool, default False
+        Replace an existing file, checkpoint or torch directory of the same format, all steps of
+        a `CheckpointManager` included.
 
     Raises
     ------
@@ -203,9 +214,9 @@ def write_any(
     TypeError
         A value is no array, or metadata are no plain values.
     ValueError
-        Nothing to write, an unknown suffix or format, or a directory with other files in it.
+        Nothing to write, an unknown suffix or format, or a torch directory with other files.
     StoreError
-        The operating system refused.
+        The operating system refused, or `path` exists (EEXIST). An empty directory is replaced.
 
     Examples
     --------
@@ -219,16 +230,17 @@ def write_any(
     """
     if model is None and optimizer is None:
         raise ValueError(f"{path}: neither a model nor an optimizer is given to write")
-    place = Path(path)
+    place = Path(local_path(path))
     found = _named(format, place)
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
     moments = optimizer
     if moments is not None and not isinstance(moments, OptimizerStateDict):
         moments = OptimizerStateDict(moments)
+    refuse_existing(place, overwrite)
     if found is not FORMATS["mlstate"]:
         _refuse_parts(weights, moments)
     with _store_errors(place):
-        found.write(place, weights, moments, _checked_metadata(metadata))
+        found.write(place, weights, moments, _checked_metadata(metadata), overwrite)
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
@@ -318,6 +330,7 @@ def _write_safetensors(
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: dict[str, Any],
+    _overwrite: bool,
 ) -> None:
     """Metadata that are no texts are stored as JSON; the record says which."""
     from .checkpoint import save_file
@@ -387,6 +400,7 @@ def _write_npz(
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: dict[str, Any],
+    _overwrite: bool,
 ) -> None:
     from ._npz import write_npz
 
@@ -431,10 +445,22 @@ def _write_mlstate(
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: dict[str, Any],
+    overwrite: bool,
 ) -> None:
-    from . import checkpoint
+    from ._save import PACK_BELOW, write_checkpoint
 
-    checkpoint.save(path, model, optimizer, metadata=metadata)
+    write_checkpoint(
+        path,
+        model,
+        optimizer,
+        metadata=metadata,
+        step=None,
+        progress=None,
+        group=None,
+        layout=None,
+        pack_below=PACK_BELOW,
+        replace_steps=overwrite,
+    )
 
 
 def _need_torch() -> None:
@@ -453,11 +479,17 @@ def _read_torch(path: Path) -> Parts:
     return read_pt(path)
 
 
-def _write_torch(path: Path, *parts: Any) -> None:
+def _write_torch(
+    path: Path,
+    model: StateDict | None,
+    optimizer: OptimizerStateDict | None,
+    metadata: dict[str, Any],
+    _overwrite: bool,
+) -> None:
     _need_torch()
     from .integrations.torch._files import write_pt
 
-    write_pt(path, *parts)
+    write_pt(path, model, optimizer, metadata)
 
 
 def _read_dcp(path: Path) -> Parts:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from operator import index
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._coreml_plan import Fault, as_position, position_fault, shape_fault
-from ._coreml_specs import AXES, SEQUENCE, StateSpec, incompatible, quoted
+from ._coreml_specs import AXES, SEQUENCE, StateSpec, as_spec, incompatible, quoted
+from ._dtypes import label_of, name_of
+from ._set_module import set_module
+from ._text import names_hint
 from ._transition import compact_kv_state, transition_kv_state
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from typing import Protocol
 
     from ._types import NDArray
@@ -27,23 +30,31 @@ if TYPE_CHECKING:
             """Replace the state called `name`."""
 
 
+_WRITABLE_DTYPES = ("float32", "float64", "int32")  # that `write_state` takes
+
+
 # ---- carrying a state over ----
 
 
 def _target_shape(
-    target: MLStateLike, name: str, specs: Mapping[str, StateSpec] | None
+    target: MLStateLike, name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[int, ...]:
     """Shape of the target's state: from its specs, or by reading it."""
     if specs is None:
         return tuple(target.read_state(name=name).shape)
+    if not isinstance(specs, Mapping):
+        raise TypeError(
+            "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
+            f"got {type(specs).__name__}"
+        )
     if name not in specs:
         raise incompatible(
-            f"{name}: the target model has no state of this name; it has {quoted(specs)}",
+            f"{name}: the target model has no state of this name{names_hint(name, specs)}",
             name,
             quoted(specs),
             name,
         )
-    return tuple(specs[name].shape)
+    return as_spec(name, specs[name]).shape
 
 
 def _raise_if(fault: Fault | None, name: str) -> None:
@@ -64,13 +75,29 @@ def _too_short(name: str, source: int, target: int) -> Fault | None:
     )
 
 
+def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that `write_state` takes and that holds every value of `found`."""
+    native = found.newbyteorder("=")
+    if name_of(native) in ("float16", "bfloat16"):
+        return np.dtype(np.float32)
+    if native.name not in _WRITABLE_DTYPES:
+        shown = label_of(found) or found
+        raise incompatible(
+            f"{name}: read_state gave {shown}, and Core ML takes {', '.join(_WRITABLE_DTYPES)}",
+            name,
+            ", ".join(_WRITABLE_DTYPES),
+            shown,
+        )
+    return native
+
+
 def _carry(
     source: MLStateLike,
     target: MLStateLike,
     name: str,
     position: int,
     pad_value: float,
-    specs: Mapping[str, StateSpec] | None,
+    specs: Mapping[str, StateSpec | Sequence[int]] | None,
     compact: bool,
 ) -> None:
     """Read, check everything, move, write: the target is touched last or not at all."""
@@ -84,14 +111,7 @@ def _carry(
     if not compact:
         _raise_if(_too_short(name, value.shape[SEQUENCE], length), name)
     _raise_if(position_fault(name, value.shape[SEQUENCE], length, number), name)
-    dtype = np.dtype(np.int32 if value.dtype.kind == "i" else np.float32)
-    if value.dtype.kind == "i" and value.dtype != dtype:
-        raise incompatible(
-            f"{name}: read_state gave {value.dtype}, and Core ML takes float32 or int32",
-            name,
-            "float32 or int32",
-            value.dtype,
-        )
+    dtype = _written_dtype(name, value.dtype)
     if compact:
         moved = compact_kv_state(value, length, number, dtype)
     else:
@@ -99,6 +119,7 @@ def _carry(
     target.write_state(name=name, value=np.require(moved, dtype, ["C", "W"]))
 
 
+@set_module("mlstate.coreml")
 def transition_coreml_state(
     source_mlstate: MLStateLike,
     target_mlstate: MLStateLike,
@@ -106,7 +127,7 @@ def transition_coreml_state(
     current_position: int,
     pad_value: float = 0.0,
     *,
-    specs: Mapping[str, StateSpec] | None = None,
+    specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
 ) -> None:
     """Carry a KV state over to a model with at least as many positions.
 
@@ -122,14 +143,14 @@ def transition_coreml_state(
     pad_value : float
         What positions without a token hold.
     specs : mapping, optional
-        The **target** model's `state_specs`: then the source is read once and the target
-        written once. Without it, the target is read once more, for its shape.
+        The **target** model's `state_specs`, or name -> shape: then the source is read
+        once and the target written once. Without it, the target is read once more, for its shape.
 
     Raises
     ------
     CompatibilityError
-        `specs` has no such state, a state does not have 4 dimensions, or layers, heads or
-        head dimension differ.
+        `specs` has no such state, a state does not have 4 dimensions, layers, heads or
+        head dimension differ, or `read_state` gave a dtype that Core ML does not take.
     CapacityError
         `current_position` is negative or beyond either state, or the target is shorter
         than the source.
@@ -140,9 +161,10 @@ def transition_coreml_state(
     -----
     Everything is checked before the write: after an error the target is as it was. On a
     Mac a float16 state is read as float32 and must be written as float32, which loses no
-    bit on the way; float32 is handed over whatever `read_state` gave (int32 for an int32
-    state), contiguous and writeable, as Core ML wants it. Memory: the source as read plus
-    one array of the target's size.
+    bit on the way. The array handed over is contiguous and writeable, as Core ML wants it:
+    float32 for float16, bfloat16 and float32; float64 and int32 for themselves, so that no
+    value changes. Other dtypes are refused. Memory: the source as read plus one array of the
+    target's size.
 
     Examples
     --------
@@ -158,13 +180,14 @@ def transition_coreml_state(
     _carry(source_mlstate, target_mlstate, state_name, current_position, pad_value, specs, False)
 
 
+@set_module("mlstate.coreml")
 def compact_coreml_state(
     source_mlstate: MLStateLike,
     target_mlstate: MLStateLike,
     state_name: str,
     current_position: int,
     *,
-    specs: Mapping[str, StateSpec] | None = None,
+    specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
 ) -> None:
     """Carry a KV state over to a model with fewer positions that its tokens fit into.
 
@@ -201,9 +224,9 @@ positions; choose a model with at least 300
 # ---- the double ----
 
 _FAKE_DTYPES = ("float16", "float32", "int32")
-_WRITABLE_DTYPES = ("float32", "float64", "int32")
 
 
+@set_module("mlstate.coreml")
 class FakeMLState:
     """A stand-in for coremltools' ``MLState``, for tests on any machine.
 
@@ -250,11 +273,7 @@ float64 or int32
         self.reads = 0
         self.writes = 0
         for name, given in states.items():
-            spec = (
-                given
-                if isinstance(given, StateSpec)
-                else StateSpec(name, tuple(map(index, given)), np.dtype(np.float16))
-            )
+            spec = as_spec(name, given)
             if spec.dtype.name not in _FAKE_DTYPES:
                 raise incompatible(
                     f"state {name!r}: Core ML has no states of {spec.dtype}; it has "

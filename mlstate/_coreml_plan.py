@@ -16,6 +16,7 @@ from ._coreml_specs import (
     too_small,
     warn_of_shapes,
 )
+from ._set_module import set_module
 from ._text import bytes_text
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # ---- planning ----
 
 
+@set_module("mlstate.coreml")
 class StateMove(NamedTuple):
     """What a transition does to one state.
 
@@ -50,6 +52,7 @@ class StateMove(NamedTuple):
     problem: str | None
 
 
+@set_module("mlstate.coreml")
 class TransitionPlan(NamedTuple):
     """What moving every state from one model to another would do; see `plan_transition`.
 
@@ -264,6 +267,7 @@ def _plan_state(
     return StateMove(name, direction, *shapes, copied, target.nbytes - copied, None)
 
 
+@set_module("mlstate.coreml")
 def plan_transition(
     source: Source,
     target: Source,

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from . import _core
+from ._coreml_compiled import metadata_path, read_compiled
+from ._path import local_path
+from ._set_module import set_module
+from ._text import names_hint, shorten
 from .errors import CapacityError, CompatibilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from ._types import NumpyDType
 
@@ -27,10 +33,12 @@ AXES = ("layers", "heads", "sequence", "head dimension")
 SEQUENCE = 2
 
 
+@set_module("mlstate.coreml")
 class StateShapeWarning(UserWarning):
     """A state has a dimension with which the Neural Engine is known to fail."""
 
 
+@set_module("mlstate.coreml")
 class StateSpec(NamedTuple):
     """What a model declares of one state.
 
@@ -62,6 +70,7 @@ class StateSpec(NamedTuple):
         return self.shape[SEQUENCE] if len(self.shape) == len(AXES) else None
 
 
+@set_module("mlstate.coreml")
 class StateSpecs(dict[str, StateSpec]):
     """The states of one function of a model: name -> `StateSpec`, in declared order.
 
@@ -91,6 +100,20 @@ class StateSpecs(dict[str, StateSpec]):
         self.functions = {name: dict(states) for name, states in functions.items()}
         self.function = function
         self.default_function = default_function
+
+
+def as_spec(name: str, given: Any) -> StateSpec:
+    """Return a state's spec; a shape stands for one of float16."""
+    if isinstance(given, StateSpec):
+        return given
+    try:
+        shape = tuple(map(index, given))
+    except TypeError:
+        raise TypeError(
+            f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 256, 32), got "
+            f"{type(given).__name__} {shorten(repr(given), 60)}"
+        ) from None
+    return StateSpec(name, shape, np.dtype(np.float16))
 
 
 # ---- reading ----
@@ -123,14 +146,18 @@ def _serialized(source: Any) -> bytes | None:
 
 def _read(source: Source) -> _Read:
     if isinstance(source, (str, os.PathLike)):
-        return _core.read_mlpackage(source)
+        path = local_path(source)
+        compiled = metadata_path(path)
+        if compiled is not None:
+            return 0, [("main", read_compiled(compiled))]
+        return _core.read_mlpackage(path)
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _core.parse_mlspec(source)
     serialized = _serialized(source)
     if serialized is None:
         raise TypeError(
-            "source must be a path to a .mlpackage or .mlmodel, a coremltools MLModel, or a "
-            f"model specification, got {type(source).__name__}"
+            "source must be a path to a .mlpackage, .mlmodel or .mlmodelc, a coremltools MLModel, "
+            f"a model specification, or a mapping of names to shapes, got {type(source).__name__}"
         )
     return _core.parse_mlspec(serialized)
 
@@ -163,6 +190,9 @@ def too_small(message: str, name: str | None, expected: object, got: object) -> 
 
 def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:
     """Every function's states, and the default function's name."""
+    if isinstance(source, Mapping):
+        states = {name: as_spec(name, given) for name, given in source.items()}
+        return {"main": states}, "main"
     default, read = _read(source)
     functions = {
         name: {state: StateSpec(state, shape, np.dtype(dtype)) for state, dtype, shape in found}
@@ -189,7 +219,7 @@ def choose(source: Source, function: str | None) -> StateSpecs:
         )
     if wanted not in functions:
         raise incompatible(
-            f"the model has no function {wanted!r}: it has {quoted(functions)}",
+            f"the model has no function {wanted!r}{names_hint(wanted, functions)}",
             wanted,
             quoted(functions),
             wanted,
@@ -227,15 +257,17 @@ def _next_multiple(length: int) -> int:
     return -(-length // _ENGINE_MULTIPLE) * _ENGINE_MULTIPLE
 
 
+@set_module("mlstate.coreml")
 def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     """Read the states that a Core ML model declares.
 
     Parameters
     ----------
-    source : str or path-like, MLModel, specification, or bytes
-        A ``.mlpackage`` folder or ``.mlmodel`` file, a coremltools ``MLModel``, its
-        ``get_spec()``, or the bytes of a serialized one. coremltools is needed only to
-        make the latter three.
+    source : str or path-like, MLModel, specification, bytes, or mapping
+        A ``.mlpackage`` folder, ``.mlmodel`` file or compiled ``.mlmodelc`` folder, a coremltools
+        ``MLModel``, its ``get_spec()``, or the bytes of a serialized one. coremltools is needed
+        only to make the latter three. Or a mapping of names to `StateSpec` or to shapes (then
+        float16).
     function : str, optional
         Of a multi-function model; default: the one that an `MLModel` was loaded for, else
         the model's default function.
@@ -265,8 +297,9 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     Notes
     -----
     Cost: a few small reads whatever the size of the model, since only its description is
-    fetched. Compiled models (``.mlmodelc``) hold no specification. Links inside a package
-    are followed, as download caches need it; the manifest cannot lead out of the package.
+    fetched. Of a compiled model (``.mlmodelc``) its ``metadata.json`` is read. Links
+    inside a package are followed, as download caches need it; the manifest cannot lead out of
+    the package.
 
     The rule of 32 is an open defect of Core ML (coremltools issue 2631): it was observed
     with the innermost dimension. The one before, which for a KV cache is the sequence, is

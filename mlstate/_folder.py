@@ -5,24 +5,30 @@ from __future__ import annotations
 import errno
 import os
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._manifest import IndexRecord, Manifest, parse
-from .errors import FormatError, StoreError
+from ._log import is_logged, log
+from ._manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
+from .errors import FormatError, MLStateError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from typing import TypeVar
+
+    _Result = TypeVar("_Result")
 
 MANIFEST = "manifest.json"
 _NONE: Mapping[str, Any] = {}
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 SECTIONS = ("params", "optim_state")
 FOLDERS = (*SECTIONS, "index", "roots")
-_ROOT = re.compile(r"(\d{8,19})\.([0-9a-f]{16})\.json\Z", re.ASCII)
+TRIES = 20  # to read a checkpoint that is replaced meanwhile
+_ROOT = re.compile(r"(\d{8}|[1-9]\d{8,18})\.([0-9a-f]{16})\.json\Z", re.ASCII)
 _SHARDS = re.compile(r".+\.[0-9a-f]{16}-\d+\.safetensors(\.tmp)?\Z", re.ASCII)
 _INDEX = re.compile(r"[0-9a-f]{16}\.\d+\.json(\.tmp)?\Z", re.ASCII)
-_PATTERNS = {**dict.fromkeys(SECTIONS, _SHARDS), "index": _INDEX, "roots": _ROOT}
+_PATTERNS = {**dict.fromkeys(SECTIONS, _SHARDS), "index": _INDEX}
 _TEMPORARY = re.compile(r"\.mlstate-[0-9a-f]{16}\.tmp\Z", re.ASCII)
 
 
@@ -46,21 +52,29 @@ def store_error(error: OSError, what: str, path: Any) -> StoreError:
     return made  # type: ignore[no-any-return]
 
 
+def _read_descriptor(descriptor: int, path: str) -> bytes:
+    """Read an open file whole; it must be a regular one and not too long."""
+    import stat
+
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        what = "too long" if stat.S_ISREG(found.st_mode) else "not a regular file"
+        error = FormatError(f"{path}: {what}")
+        error.path = path
+        raise error
+    data = os.read(descriptor, found.st_size + 1)
+    if len(data) == found.st_size:
+        return data
+    with open(descriptor, "rb", buffering=0, closefd=False) as file:  # it grows, or is very long
+        return data + file.read()
+
+
 def read_bytes(folder: str, name: str) -> bytes:
     """Read a small file of the folder, which must be a regular one."""
     path = os.path.join(folder, name)
-    import stat
-
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-                what = "too long" if stat.S_ISREG(found.st_mode) else "not a regular file"
-                error = FormatError(f"{path}: {what}")
-                error.path = path
-                raise error
-            return file.read()
+        with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+            return _read_descriptor(descriptor.fileno(), path)
     except OSError as error:
         if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
             wrong = FormatError(f"{path}: not a regular file")
@@ -70,14 +84,49 @@ def read_bytes(folder: str, name: str) -> bytes:
 
 
 def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
-    """Read a root."""
+    """Read a root; a FormatError if a file under ``roots/`` holds another root than it names."""
     try:
         data = read_bytes(folder, name)
     except StoreError as error:
         if name != MANIFEST or error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         raise _no_checkpoint(folder, error.errno) from None
-    return parse(data, os.path.join(folder, name))
+    manifest = parse(data, os.path.join(folder, name))
+    if name not in (MANIFEST, root_path(manifest)):
+        path = os.path.join(folder, name)
+        wrong = FormatError(
+            f"{path}: another root than the file's name says: it holds step {manifest.step}, "
+            f"and its own name is {root_path(manifest)}"
+        )
+        wrong.path = path
+        raise wrong
+    return manifest
+
+
+def is_replaced(folder: str, root: str, generation: str) -> bool:
+    """Whether a writer replaced a root since it was read, and may have deleted its files."""
+    return read_manifest(folder, root).generation != generation
+
+
+def read_root(folder: str, root: str, read: Callable[[Manifest], _Result]) -> _Result:
+    """Call `read` with a root, and return its result.
+
+    If `read` misses a file and a writer has replaced the root meanwhile, begin again: what a
+    root names is deleted only after the root.
+
+    Raises
+    ------
+    StoreNotFoundError
+        A file that the root names is missing.
+    """
+    for _ in range(TRIES - 1):
+        manifest = read_manifest(folder, root)
+        try:
+            return read(manifest)
+        except FileNotFoundError:
+            if not is_replaced(folder, root, manifest.generation):
+                raise
+    return read(read_manifest(folder, root))
 
 
 def _no_checkpoint(folder: str, number: int) -> StoreError:
@@ -95,20 +144,117 @@ def _no_checkpoint(folder: str, number: int) -> StoreError:
     return store_error(reason, "cannot read the checkpoint", folder)
 
 
-def list_names(folder: str, part: str) -> list[str]:
-    """Names in one of the folder's folders; none where there is none."""
+def _opened(folder: str, part: str) -> _core.Descriptor:
+    """Open one of the folder's folders, or with "" the folder; only that may be a link.
+
+    Raises
+    ------
+    StoreError
+        It is a symbolic link (ELOOP): the files behind it may be another checkpoint's.
+    """
+    path = os.path.join(folder, part)
     try:
-        return os.listdir(os.path.join(folder, part))
+        return _core.Descriptor(path, os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if part else 0))
+    except OSError:
+        if part:
+            _refuse_link(path)
+        raise
+
+
+def _refuse_link(path: str) -> None:
+    """Raise StoreError if a path is a symbolic link."""
+    if os.path.islink(path):
+        reason = OSError(
+            errno.ELOOP,
+            "it is a symbolic link, and the files behind it may be another checkpoint's: "
+            "replace it by the folder itself",
+        )
+        raise store_error(reason, "cannot use the folder", path)
+
+
+def list_names(folder: str, part: str) -> list[str]:
+    """Names in one of the folder's folders; none if it does not exist."""
+    try:
+        with _opened(folder, part) as descriptor:
+            return os.listdir(descriptor.fileno())
     except FileNotFoundError:
         return []
+    except StoreError:
+        raise
     except OSError as error:
         raise store_error(error, "cannot list the folder", os.path.join(folder, part)) from None
 
 
+def _root_of(name: str) -> Root | None:
+    """Return the root that a name under ``roots/`` stands for; None if no save writes it."""
+    match = _ROOT.match(name)
+    if match is None or not 1 <= int(match[1]) <= MOST_SEQUENCE:
+        return None
+    return Root(int(match[1]), match[2], f"roots/{name}")
+
+
 def list_roots(folder: str) -> list[Root]:
     """Return the roots under ``roots/``, the oldest first."""
-    matches = filter(None, map(_ROOT.match, list_names(folder, "roots")))
-    return sorted(Root(int(m[1]), m[2], f"roots/{m[0]}") for m in matches)
+    return sorted(filter(None, map(_root_of, list_names(folder, "roots"))))
+
+
+def next_sequence(folder: str, newest: Manifest | None) -> int:
+    """Return the number of the next save: one more than the newest root that can be read.
+
+    A file name alone proves nothing: a stray file would decide every later number.
+
+    Raises
+    ------
+    FormatError
+        The newest root has the largest number that a manifest can hold.
+    """
+    found = 0 if newest is None else newest.sequence
+    for root in reversed(list_roots(folder)):
+        if root.sequence <= found:
+            break
+        with suppress(MLStateError):
+            found = read_manifest(folder, root.path).sequence
+    if found >= MOST_SEQUENCE:
+        error = FormatError(f"{folder}: sequence {found} is the last that a manifest can hold")
+        error.path = folder
+        raise error
+    return found + 1
+
+
+def holds_steps(folder: str) -> bool:
+    """Whether a `CheckpointManager` saved steps there.
+
+    A file that only has the name of a root does not count: its content must be a root's.
+    """
+    roots = list_roots(folder)
+    for root in reversed(roots):
+        with suppress(FileNotFoundError, FormatError):
+            _core.seal_check(read_bytes(folder, root.path), root.path)
+            return True
+    with suppress(FileNotFoundError, FormatError):  # every root is damaged
+        generation = read_manifest(folder).generation if roots else ""
+        return any(root.generation == generation for root in roots)
+    return False
+
+
+def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
+    """Raise StoreError (EEXIST) if a path exists, is not an empty folder, and must stay."""
+    if overwrite or not os.path.lexists(path):
+        return
+    try:
+        is_empty = os.path.isdir(path) and not os.listdir(path)
+    except OSError as error:
+        raise store_error(error, "cannot list the folder", os.fspath(path)) from None
+    if not is_empty:
+        raise store_error(
+            FileExistsError(
+                errno.EEXIST,
+                "it exists already; overwrite=True (--force on the command line) replaces all of "
+                "it, the steps of a CheckpointManager included",
+            ),
+            "cannot write the target",
+            os.fspath(path),
+        )
 
 
 def root_path(manifest: Manifest) -> str:
@@ -126,10 +272,10 @@ def _is_folder(path: str) -> bool:
         return False
 
 
-def _make(path: str) -> None:
+def _make(path: str, mode: int = 0o777) -> None:
     """Make one folder; another process that begins to save may be quicker."""
     try:
-        os.mkdir(path)
+        os.mkdir(path, mode)
     except FileExistsError:
         if not _is_folder(path):
             raise
@@ -147,37 +293,106 @@ def make_path(folder: str) -> None:
         _core.folder_sync(os.path.dirname(path))
 
 
+def new_file_mode(folder: str) -> int:
+    """Return the mode of new files: others get what the folder and its manifest let them do."""
+    mode = 0o666
+    for path in (folder, os.path.join(folder, MANIFEST)):
+        try:
+            mode &= os.stat(path).st_mode | 0o600
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise store_error(error, "cannot read the permissions", path) from None
+    return mode
+
+
 def create(folder: str) -> None:
-    """Make the folder and what belongs in it, durably."""
+    """Make the folder and what belongs in it, durably; inner folders are as private as it."""
     try:
         make_path(folder)
         made = False
         for part in FOLDERS:
             path = os.path.join(folder, part)
+            _refuse_link(path)
             if not _is_folder(path):
-                _make(path)
+                _make(path, os.stat(folder).st_mode & 0o777)
                 made = True
         if made:
             _core.folder_sync(folder)
     except StoreError:
         raise
+    except FileExistsError:
+        text = "a file has this name, and is not replaced by a folder: delete it first"
+        error = FileExistsError(errno.EEXIST, text)
+        raise store_error(error, "cannot create the checkpoint's folder", folder) from None
     except OSError as error:
         raise store_error(error, "cannot create the checkpoint's folder", folder) from None
 
 
+def _belongs(part: str, name: str) -> bool:
+    """Whether a file in one of the folder's folders has a name that a save gives."""
+    if part == "":  # manifests, temporary files, units of tiers
+        return name not in {"", ".", "..", "lock"}
+    if part == "roots":
+        return _root_of(name) is not None or _TEMPORARY.match(name) is not None
+    return part in _PATTERNS and _PATTERNS[part].match(name) is not None
+
+
 def remove_files(folder: str, names: list[str]) -> list[str]:
-    """Delete files by their paths in the folder; those that are gone are gone."""
+    """Delete files by their paths in the folder, and return the paths of those that existed.
+
+    Raises
+    ------
+    StoreError
+        A path leaves the folder, is not that of a file that a save writes, or is behind a
+        symbolic link (nothing was deleted in that folder); or the system refuses.
+    """
     removed = []
-    for name in names:
-        try:
-            os.unlink(os.path.join(folder, name))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            path = os.path.join(folder, name)
-            raise store_error(error, "cannot delete the file", path) from None
-        removed.append(name)
+    by_part: dict[str, list[str]] = {}
+    for path in names:
+        part, name = os.path.split(path)
+        if not _belongs(part, name):
+            reason = OSError(errno.EINVAL, "it is not a file of this checkpoint")
+            raise store_error(reason, "cannot delete the file", os.path.join(folder, path))
+        by_part.setdefault(part, []).append(name)
+    for part, inside in by_part.items():
+        removed += _remove_from(folder, part, inside)
     return removed
+
+
+def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
+    """Delete files of one of the folder's folders; a folder that is gone has none."""
+    removed = []
+    path = os.path.join(folder, part)
+    try:
+        with _opened(folder, part) as descriptor:
+            for name in names:
+                path = os.path.join(folder, part, name)
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=descriptor.fileno())
+                    removed.append(os.path.join(part, name))
+                    log("DEBUG", "%s: deleted the file %s", folder, os.path.join(part, name))
+    except FileNotFoundError:
+        return []
+    except StoreError:
+        raise
+    except OSError as error:
+        raise store_error(error, "cannot delete the file", path) from None
+    return removed
+
+
+def overwrite_start(folder: str, path: str, data: bytes) -> None:
+    """Write the first bytes of a file of the folder again, durably; the rest stays."""
+    _refuse_link(os.path.join(folder, os.path.dirname(path)))
+    name = os.path.join(folder, path)
+    try:
+        with _core.Descriptor(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(descriptor.fileno(), data[done:], done)
+            os.fsync(descriptor.fileno())
+    except OSError as error:
+        raise store_error(error, "cannot write the file", name) from None
 
 
 def discard(folder: str, generation: str, rank: int | None = None) -> list[str]:
@@ -224,19 +439,21 @@ def known_files(folder: str) -> set[str]:
 
 
 def strange_files(folder: str) -> list[str]:
-    """Paths of files in the folder that no writer of ours made."""
+    """Paths of files in the folder that no writer of ours made; linked folders count as such."""
+    linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
     strange = [
         f"{part}/{name}"
-        for part, pattern in _PATTERNS.items()
+        for part in FOLDERS
+        if part not in linked
         for name in list_names(folder, part)
-        if not pattern.match(name)
+        if not _belongs(part, name) or (part == "roots" and _TEMPORARY.match(name))
     ]
     strange += [
         name
         for name in list_names(folder, "")
         if name not in {MANIFEST, "lock", *FOLDERS} and not _TEMPORARY.match(name)
     ]
-    return sorted(strange)
+    return sorted(strange + linked)
 
 
 class Told(NamedTuple):
@@ -317,6 +534,22 @@ def load_catalog(
     return catalog
 
 
+def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
+    """Whether files of the folder exist and have these sizes; nothing of them is read."""
+    import stat
+
+    for path, size in sizes.items():
+        try:
+            found = os.lstat(os.path.join(folder, path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise store_error(error, "cannot find the file", os.path.join(folder, path)) from None
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+            return False
+    return True
+
+
 def needed_files(
     folder: str, without: Collection[Root] = (), known: Mapping[str, Any] = _NONE
 ) -> set[str]:
@@ -332,17 +565,21 @@ def needed_files(
     needed: set[str] = set()
     names = [root.path for root in list_roots(folder) if root not in without]
     seen = set()
-    for name in (*names, MANIFEST):
-        try:
-            manifest = read_manifest(folder, name)
-        except FileNotFoundError:
-            continue
+
+    def add_files(manifest: Manifest) -> None:
         if manifest.generation not in seen:
-            seen.add(manifest.generation)
             catalog = known.get(manifest.generation)
             catalog = load_catalog(folder, manifest) if catalog is None else catalog
+            seen.add(manifest.generation)
             needed.update(catalog.files())
             needed.update(record.path for record in manifest.indexes)
+
+    for name in (*names, MANIFEST):
+        try:
+            read_root(folder, name, add_files)
+        except FileNotFoundError:
+            if os.path.lexists(os.path.join(folder, name)):
+                raise
     return needed
 
 
@@ -354,5 +591,17 @@ def prune(folder: str, *, dry_run: bool = False, known: Mapping[str, Any] = _NON
 
 def delete_roots(folder: str, roots: list[Root]) -> None:
     """Give up kept roots, durably; only then may a `prune` delete what they needed."""
+    steps = _steps_of_roots(folder, roots) if is_logged("INFO") else []
     if remove_files(folder, [root.path for root in roots]):
         _core.folder_sync(os.path.join(folder, "roots"))
+    for step, root in zip(steps, roots, strict=False):
+        log("INFO", "%s: deleted step %s (%s)", folder, step, root.path)
+
+
+def _steps_of_roots(folder: str, roots: list[Root]) -> list[str]:
+    """The steps of roots as texts, ``?`` for a damaged root."""
+    steps = ["?"] * len(roots)
+    for number, root in enumerate(roots):
+        with suppress(FormatError, StoreError):
+            steps[number] = str(read_manifest(folder, root.path).step)
+    return steps

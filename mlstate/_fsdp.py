@@ -10,9 +10,11 @@ from ._collective_args import check_group, check_timeout
 from ._fsdp_reduce import Terms
 from ._fsdp_runs import Runs
 from ._fsdp_unit import dtype_text
+from ._set_module import set_module
 from .collectives import ReduceOp
 
 
+@set_module("mlstate.fsdp")
 class FSDP:
     """The ranks that share the gradients of a model, and how they reduce them.
 

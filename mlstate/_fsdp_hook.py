@@ -10,35 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 from ._fsdp import FSDP
 from ._fsdp_operation import check_local, is_empty
-from ._fsdp_reduce import Entry
+from ._fsdp_register import (
+    check_gradients,
+    check_parameter,
+    check_units,
+    note_hooked,
+    put_back,
+    refuse_shared_hooks,
+    refuse_shared_parameters,
+)
 from ._fsdp_report import BackwardReport
 from ._fsdp_unit import FSDPShardingUnit
 from ._fsdp_verify import GradientReport, compare, compare_sums
 from ._gradients import add, clear, copied
+from ._set_module import set_module
 from ._turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from ._fsdp_reduce import Entry
+
 _MISSING = "the backward pass gave no gradient"
 _NOT_WORTH_A_THREAD = 1 << 20  # bytes of a last bucket that `finish` reduces itself
 
 
-def _check_units(units: Any) -> None:
-    if not hasattr(units, "items"):
-        raise TypeError(
-            f"sharding_units must be a dict of FSDPShardingUnit, got {type(units).__name__}"
-        )
-    for name, unit in units.items():
-        if not isinstance(unit, FSDPShardingUnit):
-            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
-        if unit.parameter_name != name:
-            raise ValueError(
-                f"sharding_units[{name!r}] is the unit of {unit.parameter_name!r}: gradients are "
-                "paired by name"
-            )
-
-
+@set_module("mlstate.fsdp")
 class FSDPBackwardHook:
     """Scatters the gradients of a model while its backward pass runs.
 
@@ -91,6 +88,11 @@ class FSDPBackwardHook:
         self._at_once = 0  # how many of the buckets are reduced as soon as they are full
         self._accumulate = False
         self._keep = False  # full gradients stay with torch's parameters
+        self._gradients = "shard"
+        self._model: Any = None  # with hooks of this object, if it is no module of torch
+        self._taken: set[str] = set()  # parameters whose gradients were taken off
+        self._has_warned = False  # that an optimizer found none
+        self._earlier: dict[str, Any] = {}  # reduced gradients that a pass adds to
         self._sync = True
         self._held: dict[str, Any] = {}
         self._unsent: set[str] = set()  # what torch's parameters hold of passes in no_sync
@@ -126,6 +128,7 @@ class FSDPBackwardHook:
         model: Any,
         sharding_units: Mapping[str, FSDPShardingUnit],
         *,
+        gradients: str = "shard",
         keep_full_gradient: bool = False,
         accumulate: bool = False,
     ) -> None:
@@ -139,9 +142,14 @@ class FSDPBackwardHook:
             ``backward`` returns.
         sharding_units : dict of str to FSDPShardingUnit
             By the parameter's name. None at all: nothing to do.
+        gradients : {"shard", "full"}, default "shard"
+            ``"full"`` leaves the reduced full gradient in ``parameter.grad``, so that an
+            optimizer of the module's parameters works as after DDP. ``"shard"`` leaves
+            this rank's part in ``unit.local_gradient``, and None in ``parameter.grad``; a
+            `RuntimeWarning` says so when an optimizer steps over such a parameter.
         keep_full_gradient : bool, default False
-            Leave the full gradients of a module in ``parameter.grad``, as it is without
-            hooks. Default: they are freed when ranks agree on the next buckets.
+            Leave this rank's own full gradients, not reduced, in ``parameter.grad``.
+            Default: they are freed when ranks agree on the next buckets.
         accumulate : bool, default False
             Add the parts to the local gradients that are there. Default: replace them.
 
@@ -150,11 +158,16 @@ class FSDPBackwardHook:
         ValueError
             `model` is None, a unit does not belong to this rank, or a parameter is unknown,
             frozen, on the meta device, a DTensor, or of another shape or dtype than its unit.
+            Another object has hooks on one of the parameters. ``gradients="full"`` was passed
+            for an object that is not a module, or with `accumulate` or `keep_full_gradient`.
 
         Notes
         -----
         ``backward`` raises what `finish` does. A pass that another error cuts short is
         dropped: its local gradients are None once the next one starts.
+
+        ``gradients="full"`` gathers the parts when the pass ends. Reduced gradients add up in
+        ``parameter.grad`` until ``zero_grad``; after an error it is None on every rank.
 
         Activation checkpointing goes with ``use_reentrant=False``. With ``use_reentrant=True``
         each checkpoint runs a backward pass of its own; where the first gradient comes from
@@ -175,20 +188,29 @@ class FSDPBackwardHook:
         ...     model(torch.tensor([[1.0, 2.0]])).sum().backward()
         >>> unit.local_gradient, model.weight.grad
         (tensor([1., 2.]), None)
+        >>> with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        ...     hook.register_hooks(model, {"weight": unit}, gradients="full")
+        ...     model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> model.weight.grad
+        tensor([[1., 2.]])
         """
         if model is None:
             raise ValueError("model must not be None")
+        named = getattr(model, "named_parameters", None)
+        check_gradients(gradients, named is not None, keep_full_gradient or accumulate)
         if sharding_units is None or not len(sharding_units):
             return
-        _check_units(sharding_units)
+        check_units(sharding_units)
         for unit in sharding_units.values():
             self._runs.bind(unit)
         if self._handles or self._units:
             raise ValueError("this object has hooks already; close it, or make another one")
-        named = getattr(model, "named_parameters", None)
         if named is not None:
-            self._register_torch(model, sharding_units, keep_full_gradient)
+            self._gradients = gradients
+            self._register_torch(model, sharding_units, keep_full_gradient or gradients == "full")
         elif hasattr(model, "register_backward_hook"):
+            refuse_shared_hooks(self, model, sharding_units)
+            self._model = model
             for name, unit in sharding_units.items():
                 handle = model.register_backward_hook(name, self._spec_hook(unit))
                 if hasattr(handle, "remove"):
@@ -201,6 +223,7 @@ class FSDPBackwardHook:
             )
         self._accumulate = accumulate
         self._divide()
+        note_hooked(self)
 
     def _divide(self) -> None:
         """Divide the units into buckets, once for all passes."""
@@ -219,17 +242,24 @@ class FSDPBackwardHook:
     def _register_torch(
         self, model: Any, units: Mapping[str, FSDPShardingUnit], keep: bool
     ) -> None:
-        from .integrations.torch._backward import parameters_of, watch
+        from .integrations.torch._backward import parameters_of, watch, watch_before
+        from .integrations.torch._step_warning import watch_steps
 
         parameters = parameters_of(model)
         for name, unit in units.items():
-            _check_parameter(unit, parameters.get(name), model, parameters)
+            check_parameter(unit, parameters.get(name), model, parameters)
+        refuse_shared_parameters(self, {name: parameters[name] for name in units})
+        if not keep:
+            watch_steps()
         for name, parameter in parameters.items():  # the order that all ranks have
             if name in units:
                 units[name].like = parameter.detach()
                 self._units[name] = units[name]
                 self._parameters[name] = parameter
                 self._handles.append(watch(parameter, self._torch_hook(name, parameter)))
+                if self._gradients == "full":
+                    before = partial(self._set_aside, name, parameter)
+                    self._handles.append(watch_before(parameter, before))
         self._keep = keep
 
     def _torch_hook(self, name: str, parameter: Any) -> Callable[[Any], None]:
@@ -244,14 +274,22 @@ class FSDPBackwardHook:
                 if self._keep:
                     self._add(name, gradient)
                 else:
-                    self._add(name, gradient, self._take(parameter, gradient))
+                    self._add(name, gradient, self._take(name, parameter, gradient))
 
         return ready
 
-    def _take(self, parameter: Any, gradient: Any) -> Callable[[], None]:
+    def _set_aside(self, name: str, parameter: Any) -> None:
+        """Keep a reduced gradient apart from the one that a pass is about to add to it."""
+        if parameter.grad is None:
+            self._earlier.pop(name, None)
+        elif name not in self._unsent:
+            self._earlier[name], parameter.grad = parameter.grad, None
+
+    def _take(self, name: str, parameter: Any, gradient: Any) -> Callable[[], None]:
         """Take a gradient off its parameter, and return what puts it back if that is to be."""
         parameter.grad = None
-        return partial(_put_back, parameter, gradient, self._pass)
+        self._taken.add(name)
+        return partial(put_back, parameter, gradient, self._pass)
 
     def _begin_torch(self) -> None:
         """Have torch call `finish` when the pass ends whose first gradient is there."""
@@ -315,7 +353,7 @@ class FSDPBackwardHook:
         >>> units["b"].local_gradient
         array([1., 1.])
         """
-        _check_units(sharding_units)
+        check_units(sharding_units)
         for unit in sharding_units.values():
             self._runs.bind(unit)
         if self._units:
@@ -474,6 +512,11 @@ class FSDPBackwardHook:
             ended = perf_counter()
             try:
                 self._finish()
+                if self._gradients == "full":
+                    self._gather_full()
+            except BaseException:
+                self._drop_full()
+                raise
             finally:
                 if self._runs.events is not None:
                     self._report = BackwardReport(self._times, ended, self._runs.events)
@@ -487,7 +530,9 @@ class FSDPBackwardHook:
                 held, lost = self._with_held(name, None), None
                 if held is None and name in self._unsent:
                     held = self._parameters[name].grad
-                    lost = None if self._keep else self._take(self._parameters[name], held)
+                    lost = None if self._keep else self._take(name, self._parameters[name], held)
+                elif self._gradients == "full":
+                    self._set_aside(name, self._parameters[name])
                 absent = held is None and not self._fsdp.allow_unused
                 why = _MISSING if absent else ""
                 self._arrived[name] = self._runs.entry(unit, held, why, lost)
@@ -497,6 +542,23 @@ class FSDPBackwardHook:
         if error is not None:  # the group is broken: there is nobody to end a run with
             raise error
         self._runs.finish("backward pass")
+
+    def _gather_full(self) -> None:
+        """Leave each parameter its reduced full gradient."""
+        from .integrations.torch._backward import gather_full
+
+        for bucket in self._buckets:
+            self._runs.run("all_gather", partial(gather_full, self._fsdp, bucket, self._parameters))
+        for name, earlier in self._earlier.items():
+            self._parameters[name].grad = earlier.add_(self._parameters[name].grad)
+        self._earlier = {}
+
+    def _drop_full(self) -> None:
+        """Leave no gradient that is not reduced in the place of one that is."""
+        if self._gradients == "full":
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            self._earlier = {}
 
     def _wait(self, *, to_the_end: bool) -> BaseException | None:
         """Wait for the buckets that were handed over; return what went wrong first.
@@ -606,6 +668,10 @@ class FSDPBackwardHook:
         CollectiveError
             On every rank: a gradient is missing, has no unit, does not fit its unit, differs
             between ranks, or is not finite. All others are stored.
+        GradientNamesError
+            The names of the two dicts differ on this rank; a `CollectiveError` and a
+            `ValueError`. A group of one rank stores nothing. With several ranks the other
+            gradients are stored, since those ranks wait for them.
 
         Examples
         --------
@@ -613,20 +679,10 @@ class FSDPBackwardHook:
         """
         if not sharding_units or is_empty("full_gradients", full_gradients):
             return
-        _check_units(sharding_units)
-        entries = []
-        for name, unit in sharding_units.items():
-            self._runs.bind(unit)
-            given = name in full_gradients
-            why = "" if given or self._fsdp.allow_unused else "no gradient was passed"
-            entries.append(self._runs.entry(unit, full_gradients.get(name), why))
-        for name in full_gradients:
-            if name not in sharding_units:
-                unknown = FSDPShardingUnit(name, (), "float32", self._fsdp.rank)
-                self._runs.bind(unknown)
-                entries.append(Entry(unknown, None, "there is no sharding unit for this gradient"))
+        check_units(sharding_units)
+        entries, unmatched = self._runs.match(sharding_units, full_gradients)
         self._drop_what_was_cut_short()
-        self._runs.reduce_now("scatter_multiple", entries)
+        self._runs.reduce_now("scatter_multiple", entries, unmatched=unmatched)
 
     async def scatter_multiple_async(
         self,
@@ -706,7 +762,7 @@ class FSDPBackwardHook:
         """
         if not sharding_units or is_empty("new_gradients", new_gradients):
             return
-        _check_units(sharding_units)
+        check_units(sharding_units)
         names = [name for name in sharding_units if new_gradients.get(name) is not None]
         for name in names:
             self._runs.bind(sharding_units[name])
@@ -738,7 +794,7 @@ class FSDPBackwardHook:
         """
         if not sharding_units:
             return
-        _check_units(sharding_units)
+        check_units(sharding_units)
         found = {n: u.local_gradient for n, u in sharding_units.items()}
         clear({name: array for name, array in found.items() if array is not None})
 
@@ -799,7 +855,7 @@ class FSDPBackwardHook:
         if unreduced is not None and full_gradients is not None:
             raise ValueError("pass full_gradients or unreduced, not both")
         if sharding_units:
-            _check_units(sharding_units)
+            check_units(sharding_units)
             for unit in sharding_units.values():
                 self._runs.bind(unit)
         if unreduced is None:
@@ -835,43 +891,6 @@ class FSDPBackwardHook:
         self._at_once = 0
         self._held.clear()
         self._unsent.clear()
-
-
-# ---- torch's parameters ----
-
-
-def _put_back(parameter: Any, gradient: Any, of: Any) -> None:
-    """Give a gradient that was not reduced back to its parameter, while its pass goes on."""
-    if of is not None and of() is not None:
-        parameter.grad = gradient
-
-
-def _check_parameter(
-    unit: FSDPShardingUnit, parameter: Any, model: Any, known: Mapping[str, Any]
-) -> None:
-    """Refuse a unit that does not go with the model."""
-    from difflib import get_close_matches
-
-    from ._collective_args import dtype_name
-    from .integrations.torch._backward import tied_to, why_not_reduced
-
-    name = unit.parameter_name
-    if parameter is None:
-        shared = tied_to(model, name)
-        if shared is not None:
-            raise ValueError(
-                f"{name!r} is the same parameter as {shared!r}, which is the name to use"
-            )
-        near = get_close_matches(name, list(known), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"the model has no parameter {name!r}{hint}")
-    reason = why_not_reduced(parameter)
-    if reason:
-        raise ValueError(f"{name}: the parameter is {reason}")
-    if not parameter.requires_grad:
-        raise ValueError(f"{name}: the parameter is frozen (requires_grad is False)")
-    if tuple(parameter.shape) != unit.shape or dtype_name(parameter) != unit.dtype:
-        raise ValueError(
-            f"{name}: the parameter is {dtype_name(parameter)} {tuple(parameter.shape)}, its unit "
-            f"{unit.dtype} {unit.shape}"
-        )
+        self._earlier.clear()
+        self._taken.clear()
+        self._gradients, self._model = "shard", None

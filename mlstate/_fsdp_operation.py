@@ -10,6 +10,7 @@ from ._arrays import is_torch
 from ._collective_args import dtype_name
 from ._fsdp import FSDP
 from ._fsdp_unit import FSDPShardingUnit
+from ._set_module import set_module
 from .collectives import ReduceOp
 from .errors import CompatibilityError
 
@@ -23,6 +24,7 @@ def is_empty(name: str, gradients: Any) -> bool:
     return not gradients
 
 
+@set_module("mlstate.fsdp")
 class ReduceScatterOperation:
     """The reduce-scatter of one gradient.
 
@@ -69,6 +71,28 @@ class ReduceScatterOperation:
         self._runs = FSDP(group, op=op)._runs
         self._unit = FSDPShardingUnit("gradient", shape, dtype, shard_index, layout=layout)
         self._runs.bind(self._unit)
+        self._is_closed = False
+
+    def __enter__(self) -> ReduceScatterOperation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the operation's buffers; the group stays open. Closing again does nothing.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import ReduceScatterOperation
+        >>> with ReduceScatterOperation(SingleGroup(), (2,), "float32", 0) as operation:
+        ...     operation.reduce_scatter(np.ones(2, "float32"))
+        array([1., 1.], dtype=float32)
+        """
+        self._is_closed = True
+        self._runs.drop_buffers()
 
     def reduce_scatter(self, full_gradient: Any) -> Any:
         """Reduce the gradients of all ranks, and return this rank's part.
@@ -87,6 +111,8 @@ class ReduceScatterOperation:
         ------
         CollectiveError
             On every rank, where one of them passes what does not fit, or what is not finite.
+        ValueError
+            The operation is closed.
 
         Examples
         --------
@@ -97,6 +123,8 @@ class ReduceScatterOperation:
         >>> operation.reduce_scatter(np.array([1, 2]))
         array([1, 2])
         """
+        if self._is_closed:
+            raise ValueError("this ReduceScatterOperation is closed; make another one")
         self._unit.local_gradient = None
         self._runs.reduce_now("reduce_scatter", [self._runs.entry(self._unit, full_gradient)])
         part, self._unit.local_gradient = self._unit.local_gradient, None

@@ -32,7 +32,7 @@ from ._guard import (
     settings_text,
     tell,
 )
-from .errors import CollectiveError
+from .errors import CollectiveError, GradientNamesError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -292,6 +292,11 @@ class Reducer:
         self._pending_terms = Terms()
         self.failures: dict[str, tuple[int | None, str]] = {}
         self.squares: dict[str, float] = {}
+
+    def drop_buffers(self) -> None:
+        """Free the memory of messages."""
+        self._send = self._receive = self._own = np.empty(0, np.uint8)
+        self._packed = None
 
     # ---- buckets ----
 
@@ -613,10 +618,11 @@ class Reducer:
 
     # ---- the end of a run ----
 
-    def finish(self, operation: str) -> dict[str, float]:
+    def finish(self, operation: str, unmatched: Sequence[str] = ()) -> dict[str, float]:
         """End a run when all ranks do, and raise what failed.
 
         Returns the sum of squares of the stored parts, by parameter, for what was reduced.
+        `unmatched` are names that this rank's dicts of units and gradients do not share.
         """
         try:
             while True:
@@ -633,7 +639,7 @@ class Reducer:
         failures, squares = self.failures, self.squares
         self.begin()
         if failures:
-            raise _failed(operation, self._group.rank, failures)
+            raise failed_gradients(operation, self._group.rank, failures, unmatched)
         return squares
 
 
@@ -656,17 +662,20 @@ def _nonfinite(entry: Entry) -> int:
     return tallies({entry.name: entry.flat})[entry.name][1]
 
 
-def _failed(
-    operation: str, rank: int, failures: dict[str, tuple[int | None, str]]
+def failed_gradients(
+    operation: str,
+    rank: int,
+    failures: Mapping[str, tuple[int | None, str]],
+    unmatched: Sequence[str] = (),
+    others: str = ", all others were",
 ) -> CollectiveError:
-    """Make the error that every rank raises."""
+    """Make the error that every rank raises: a ValueError too if its own names are `unmatched`."""
     lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
     more = f"\n  … {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     listed = "\n  ".join(lines[:_SHOWN]) if len(lines) > 1 else lines[0]
     gap = "\n  " if len(lines) > 1 else " "
     count = f"{len(lines)} gradients were" if len(lines) > 1 else "a gradient was"
-    error = CollectiveError(
-        f"{operation} on rank {rank}: {count} not reduced, all others were:{gap}{listed}{more}"
-    )
+    cls = GradientNamesError if any(name in failures for name in unmatched) else CollectiveError
+    error = cls(f"{operation} on rank {rank}: {count} not reduced{others}:{gap}{listed}{more}")
     error.name, (error.rank, _) = next(iter(failures.items()))
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ._set_module import set_module
 from ._text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ _ROWS = 40
 _HEADERS = ["bucket", "parameters", "bytes", "full", "agreed after", "reduced in", "GB/s"]
 
 
+@set_module("mlstate.fsdp")
 class Bucket(NamedTuple):
     """A bucket of a backward pass; times are seconds since its first gradient.
 
@@ -47,6 +49,7 @@ class Bucket(NamedTuple):
     waits: tuple[float, ...]
 
 
+@set_module("mlstate.fsdp")
 class BackwardReport:
     """When gradients came, and when they were reduced.
 

@@ -11,13 +11,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ._collective_args import failed
-from ._fsdp_reduce import Entry, Event, Full, Reducer, Terms
+from ._fsdp_reduce import Entry, Event, Full, Reducer, Terms, failed_gradients
 from ._fsdp_unit import FSDPShardingUnit
 from ._guard import digest_of
 from ._turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 # Full buckets of a backward pass that ranks agree on together, at most: their gradients are kept
 # until the next message says whether all sums are finite.
@@ -113,6 +113,36 @@ class Runs:
             gradient = unit.zeros()
         return Entry(unit, gradient, why, lost)
 
+    def match(
+        self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]
+    ) -> tuple[list[Entry], list[str]]:
+        """Return an entry for each name, and the names that only one of the dicts has.
+
+        Raises
+        ------
+        GradientNamesError
+            There are such names, and no other rank waits for the other gradients.
+        """
+        entries, unmatched = [], []
+        for name, unit in units.items():
+            self.bind(unit)
+            why = "" if name in gradients or self._allow_unused else "no gradient was passed"
+            entries.append(self.entry(unit, gradients.get(name), why))
+            if why:
+                unmatched.append(name)
+        for name in gradients:
+            if name not in units:
+                unknown = FSDPShardingUnit(name, (), "float32", self._rank)
+                self.bind(unknown)
+                entries.append(Entry(unknown, None, "there is no sharding unit for this gradient"))
+                unmatched.append(name)
+        if unmatched and self._world_size == 1:
+            reasons = {e.name: (0, f"rank 0: {e.why}") for e in entries if e.name in unmatched}
+            raise failed_gradients(
+                "scatter_multiple", 0, reasons, unmatched, ", nothing was stored"
+            )
+        return entries, unmatched
+
     def begin(self) -> None:
         """Start a run of buckets; another one must not be under way."""
         if not self._run.acquire(blocking=False):
@@ -147,12 +177,19 @@ class Runs:
             yield Full(entries[start : start + len(units)], terms)
             start += len(units)
 
-    def reduce_now(self, operation: str, entries: list[Entry], *, accumulate: bool = False) -> None:
+    def reduce_now(
+        self,
+        operation: str,
+        entries: list[Entry],
+        *,
+        accumulate: bool = False,
+        unmatched: Sequence[str] = (),
+    ) -> None:
         """Reduce gradients in the order of their names, and raise what fails: a whole run."""
         self.begin()
         try:
             self.reduce(sorted(entries, key=lambda entry: entry.name), accumulate=accumulate)
-            self.finish(operation)
+            self.finish(operation, unmatched)
         finally:
             self.end()
 
@@ -181,12 +218,20 @@ class Runs:
         if agreed:
             self.reduce(agreed, accumulate=buckets[0].terms.accumulate)
 
-    def finish(self, operation: str) -> dict[str, float]:
+    def finish(self, operation: str, unmatched: Sequence[str] = ()) -> dict[str, float]:
         """End the run, and raise what failed in it."""
         squares: dict[str, float] = self._turns.run(
-            operation, lambda: self._reducer.finish(operation)
+            operation, lambda: self._reducer.finish(operation, unmatched)
         )
         return squares
+
+    def drop_buffers(self) -> None:
+        """Free the memory that reductions use again; the next one takes new memory."""
+        self._turns.run("drop_buffers", self._reducer.drop_buffers)
+
+    def run(self, operation: str, task: Callable[[], Any]) -> Any:
+        """Run an operation of the group after the reductions that came before it."""
+        return self._turns.run(operation, task)
 
     @property
     def events(self) -> list[Event] | None:

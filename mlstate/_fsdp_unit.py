@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._dtypes import name_of, stored_dtype
 from ._layout import Layout, Shard
+from ._set_module import set_module
 from .errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ def dtype_text(dtype: Any) -> str:
     text = str(dtype)
     if text.startswith("torch.") or text == "bfloat16" or text.startswith("float8"):
         return text.removeprefix("torch.")
-    return str(np.dtype(dtype).name)
+    return name_of(np.dtype(dtype))
 
 
 def _item_bytes(dtype: str) -> int:
@@ -38,11 +40,10 @@ def _numpy_dtype(dtype: str) -> Any:
     try:
         return np.dtype(dtype)
     except TypeError:  # what NumPy itself lacks
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, dtype))
+        return stored_dtype(dtype)
 
 
+@set_module("mlstate.fsdp")
 class FSDPShardingUnit:
     """A parameter, and the part of its gradient that this rank keeps.
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from . import _core
 from ._arrays import is_torch
+from ._dtypes import as_numbers
 from ._gradients import packed
+from ._set_module import set_module
 from ._text import table_html, table_text
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ _SHOWN = 20
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
+@set_module("mlstate.fsdp")
 class Mismatch(NamedTuple):
     """A gradient that is not what it should be.
 
@@ -48,6 +51,7 @@ class Mismatch(NamedTuple):
     actual: complex | str
 
 
+@set_module("mlstate.fsdp")
 class GradientReport:
     """What a verification found: true where all is well.
 
@@ -108,7 +112,7 @@ def _blocks(array: Any) -> Iterator[Any]:
         if is_torch(block):
             near = block.cpu()
             yield (near.double() if near.dtype.is_floating_point else near).numpy()
-        elif block.dtype.kind in "biuc":
+        elif (block := as_numbers(block)).dtype.kind in "biuc":
             yield block
         else:
             yield block.astype(np.float64)

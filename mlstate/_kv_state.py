@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _core
+from ._dtypes import label_of
+from ._set_module import set_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from ._types import DType, NDArray, NumpyDType
 
 
+@set_module("mlstate.kv")
 class KVState:
     """A KV cache that grows and shrinks inside memory reserved for it, without copying.
 
@@ -102,7 +105,7 @@ class KVState:
         if not isinstance(array, np.ndarray):
             raise TypeError(f"array must be a NumPy array, got {type(array).__name__}")
         state = cls(array.shape, capacity, array.dtype)
-        state.array[...] = array
+        state._buffer.fill(array)
         return state
 
     @property
@@ -224,4 +227,5 @@ class KVState:
         return np.array(self.array, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
-        return f"KVState(shape={self.shape}, capacity={self.capacity}, dtype={self.dtype})"
+        dtype = label_of(self.dtype) or self.dtype
+        return f"KVState(shape={self.shape}, capacity={self.capacity}, dtype={dtype})"

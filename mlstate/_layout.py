@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _core
 from ._arrays import is_torch
+from ._set_module import set_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,6 +18,7 @@ Steps: TypeAlias = "tuple[tuple[int, int], ...]"
 _FLAT = -1  # in place of an axis
 
 
+@set_module("mlstate.checkpoint")
 class Tier(StrEnum):
     """Where a part of a state is kept; each member is the str of its value.
 
@@ -44,6 +46,7 @@ def _step(step: Any) -> tuple[int, int]:
     return axis, parts
 
 
+@set_module("mlstate.checkpoint")
 class Layout:
     """How a tensor is cut into parts, one for each rank or more.
 
@@ -268,6 +271,7 @@ class Layout:
         return Shard(self.take(array, index), self, index, shape=shape, **keywords)
 
 
+@set_module("mlstate.checkpoint")
 class Shard:
     """The part of a tensor that this rank has, and which part that is.
 

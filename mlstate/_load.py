@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _core, _folder
@@ -15,10 +16,12 @@ from ._indexes import Indexes
 from ._layout import Layout, Steps, steps_of
 from ._names import Names, listed_names
 from ._optimizer_state import OptimizerStateDict
+from ._path import local_folder
+from ._set_module import set_module
 from ._state_kind import restore_kind
+from ._text import names_hint
 from .errors import (
     CompatibilityError,
-    FormatError,
     MLStateError,
     StoreError,
     TensorNotFoundError,
@@ -35,9 +38,9 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer that was saved by itself
 MISSING = ("skip", "zeros", "error")
-_TRIES = 20  # to load a checkpoint that is replaced meanwhile
 
 
+@set_module("mlstate.checkpoint")
 class LoadedState:
     """What a checkpoint gave.
 
@@ -104,7 +107,8 @@ def chosen_keys(
         used |= meant
     unused = [name for name in listed or () if name not in used]
     if unused:
-        error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint")
+        hint = names_hint(unused[0], chain.from_iterable(sections))
+        error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint{hint}")
         error.name, error.path = unused[0], folder
         raise error
     return names, chosen
@@ -158,7 +162,7 @@ class _Filling:
         for name in self.zeros:
             self.arrays[name][...] = 0
         if self.tensors:
-            from .integrations.torch import note_written
+            from .integrations.torch._memory import note_written
 
             note_written(self.tensors)
 
@@ -463,18 +467,11 @@ def _has_torch(into: Any) -> bool:
     )
 
 
-def _moved(loader: Loader, root: str, error: BaseException) -> bool:
-    """Whether a writer replaced the checkpoint meanwhile, and deleted the old one."""
-    if not isinstance(error, FileNotFoundError):
-        return False
-    now = _folder.read_manifest(loader.folder, root)
-    return now.generation != loader.manifest.generation
-
-
 def _load_together(
     group: ProcessGroup,
-    make: Callable[[], Loader],
+    make: Callable[[Manifest], Loader],
     open_first: Callable[[Loader], None],
+    folder: str,
     root: str,
     listed: list[str] | None,
     into: Any,
@@ -487,20 +484,21 @@ def _load_together(
     def tell(loader: Loader | None, error: BaseException | None, attempt: int) -> bool:
         generation = "" if loader is None else loader.manifest.generation
         again = False
-        if error is not None and loader is not None and attempt < _TRIES - 1:
+        can_retry = loader is not None and attempt < _folder.TRIES - 1
+        if can_retry and isinstance(error, FileNotFoundError):
             try:
-                again = _moved(loader, root, error)
+                again = _folder.is_replaced(folder, root, generation)
             except MLStateError as other:
                 error = other
         return agree(group, generation, error, again=again)
 
-    for attempt in range(_TRIES):
+    for attempt in range(_folder.TRIES):
         loader = None
         error: BaseException | None = None
         targets: list[Any] = []
         ready: list[_Ready] = []
         try:
-            loader = make()
+            loader = make(_folder.read_manifest(folder, root))
             open_first(loader)
             targets = _targets(loader.manifest, into, loader.folder)
             ready = _fillings(loader, listed, targets)
@@ -517,7 +515,7 @@ def _load_together(
         if tell(loader, error, attempt):
             manifest = loader.manifest
             return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
-    raise StoreError(f"the checkpoint was replaced at each of {_TRIES} attempts to load it")
+    raise StoreError(f"the checkpoint was replaced at each of {_folder.TRIES} attempts to load it")
 
 
 def ranks_of(
@@ -576,7 +574,7 @@ def load_checkpoint(
     progress: Callable[[int], object] | None = None,
 ) -> LoadedState:
     """Load one root; see `mlstate.load`."""
-    folder = os.path.abspath(os.fspath(path))
+    folder = local_folder(path)
     steps, index, world = ranks_of(rank, world_size, layout, group)
     listed = listed_names(names)
     if verify not in (True, False, "first"):
@@ -589,8 +587,7 @@ def load_checkpoint(
             raise ValueError("mmap=True makes views of the files: it cannot fill into=")
     own = layout is None and rank is None and world_size is None
 
-    def make() -> Loader:
-        manifest = _folder.read_manifest(folder, root)
+    def make(manifest: Manifest) -> Loader:
         return Loader(
             folder,
             manifest,
@@ -611,13 +608,11 @@ def load_checkpoint(
             loader.verify = False
 
     if group is not None and group.world_size > 1 and _has_torch(into):
-        return _load_together(group, make, open_first, root, listed, into)
-    for attempt in range(_TRIES):
-        loader = make()
-        try:
-            open_first(loader)
-            return _one_load(loader, listed, into)
-        except (StoreError, FormatError) as error:
-            if attempt == _TRIES - 1 or not _moved(loader, root, error):
-                raise
-    raise AssertionError("unreachable")
+        return _load_together(group, make, open_first, folder, root, listed, into)
+
+    def read(manifest: Manifest) -> LoadedState:
+        loader = make(manifest)
+        open_first(loader)
+        return _one_load(loader, listed, into)
+
+    return _folder.read_root(folder, root, read)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar, overload
 
 from . import _core
 from ._arrays import is_torch
 from ._compatibility import LONGEST, SHOWN, as_dict, differences_of, join, rename_hint
+from ._set_module import set_module
 from ._state_dict import StateDict
 from ._text import shorten
 from .errors import CompatibilityError
@@ -69,6 +71,15 @@ def _refusal(
     return error
 
 
+@cache
+def _note_written() -> Callable[[Iterable[Any]], None]:
+    """Import once what counts versions of torch tensors: an import in a call takes 5 µs."""
+    from .integrations.torch._memory import note_written
+
+    return note_written
+
+
+@set_module("mlstate.state")
 def load_into(
     target: Mapping[str, Any],
     source: Mapping[str, Any],
@@ -128,21 +139,35 @@ def load_into(
     """
     target, source = as_dict(target), as_dict(source)
     report = _core.state_load(target, source, strict, cast)
-    if report is not None:
+    if isinstance(report, tuple):
         raise _refusal(target, source, strict, cast, *report)
-    items = dict.copy(target).items()
-    written = [array for name, array in items if is_torch(array) and name in source]
+    written = [array for array in report if is_torch(array)]
     if written:
-        from .integrations.torch import note_written
+        _note_written()(written)
 
-        note_written(written)
+
+def _unused_rules(state: Mapping[str, Any], rules: list[str]) -> ValueError:
+    """Say which rules match no name, and which names they may be meant for."""
+    old = rules[0].removeprefix("*")
+    near = next((name for name in state if old and old in name), None) or next(iter(state), None)
+    hint = "there are no names" if near is None else f"one name is {shorten(near, LONGEST)!r}"
+    return ValueError(
+        f"rename: no name matches {join([repr(rule) for rule in rules])}; {hint}. A prefix starts "
+        "where the name does (with a star, where a part of it does) and ends at a dot or at the "
+        "end of the name; unused='ignore' allows rules without a match"
+    )
 
 
 @overload
-def rename(state: State, rules: Mapping[str, str]) -> State: ...
+def rename(state: State, rules: Mapping[str, str], *, unused: str = ...) -> State: ...
 @overload
-def rename(state: Mapping[str, Any], rules: Mapping[str, str]) -> StateDict: ...
-def rename(state: Mapping[str, Any], rules: Mapping[str, str]) -> StateDict:
+def rename(
+    state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = ...
+) -> StateDict: ...
+@set_module("mlstate.state")
+def rename(
+    state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = "error"
+) -> StateDict:
     """Give tensors other names.
 
     Parameters
@@ -151,9 +176,12 @@ def rename(state: Mapping[str, Any], rules: Mapping[str, str]) -> StateDict:
         The state; it stays as it is.
     rules : mapping of str to str
         What a name begins with, and what to put there instead: ``{"module.": ""}`` takes a
-        prefix away, ``{"": "model."}`` puts one in front. A star in front means wherever a
-        part of the name starts: ``{"*_orig_mod.": ""}``. Each rule is applied once to each
-        name, in the order given.
+        prefix away, ``{"": "model."}`` puts one in front. A prefix ends at a dot or at the
+        end of the name: ``"layers.1"`` matches ``layers.1.w``, not ``layers.10.w``. A star
+        in front means wherever a part of the name starts: ``{"*_orig_mod.": ""}``. Each rule
+        is applied once to each name, in the order given.
+    unused : {"error", "ignore"}, default "error"
+        Whether a rule that matches no name raises.
 
     Returns
     -------
@@ -166,7 +194,7 @@ def rename(state: Mapping[str, Any], rules: Mapping[str, str]) -> StateDict:
     CompatibilityError
         Two names become the same one.
     ValueError
-        A rule leaves nothing of a name, or is a star alone.
+        A rule matches no name, leaves nothing of one, or is a star alone.
     TypeError
         Not a mapping of str to array, or a rule is no str.
 
@@ -179,7 +207,11 @@ def rename(state: Mapping[str, Any], rules: Mapping[str, str]) -> StateDict:
     """
     if not isinstance(rules, Mapping):
         raise TypeError(f"rules must be a mapping of str to str, got {type(rules).__name__}")
-    renamed = _core.state_rename(as_dict(state), tuple(rules.items()))
+    if unused not in ("error", "ignore"):
+        raise ValueError(f"unused must be 'error' or 'ignore', got {unused!r}")
+    renamed, numbers = _core.state_rename(as_dict(state), tuple(rules.items()))
+    if numbers and unused == "error":
+        raise _unused_rules(as_dict(state), [list(rules)[number] for number in numbers])
     if not isinstance(state, StateDict):
         return StateDict(renamed)
     result = state.copy()

@@ -14,6 +14,7 @@ from . import _core
 from ._arrays import is_torch
 from ._collective_args import check_plain, check_timeout, dtype_name, failed
 from ._engine import Call, Engine, shares
+from ._set_module import set_module
 from .errors import CollectiveError, CompatibilityError
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def _operator(kind: str, world_size: int) -> tuple[str, float]:
     return ("sum", float(world_size)) if kind == "mean" else (kind, 1.0)
 
 
+@set_module("mlstate.collectives")
 class LocalGroup(Engine):
     """A group of processes of one host, or of threads, over shared memory.
 

@@ -125,30 +125,47 @@ def _receive(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]
     """
     import socket
 
-    data, descriptor = b"", -1
-    while not data.endswith(b"\n"):
-        peer.settimeout(max(deadline - time.monotonic(), 1e-3))
-        try:
-            more, found, _, _ = socket.recv_fds(peer, LINE_BYTES, 1)
-        except TimeoutError:
-            raise
-        except OSError:
-            more, found = b"", []
-        for one in found:
-            descriptor = one
-        if not more or len(data) > LINE_BYTES:
-            if descriptor >= 0:
-                os.close(descriptor)
-            raise _GoneError
-        data += more
-    return _parse(data), descriptor
+    data, descriptors = b"", [-1]
+    try:
+        while not data.endswith(b"\n"):
+            peer.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                more, found, _, _ = socket.recv_fds(peer, LINE_BYTES, 1)
+            except TimeoutError:
+                raise
+            except OSError:
+                more, found = b"", []
+            descriptors += found
+            if not more or len(data) > LINE_BYTES:
+                raise _GoneError
+            data += more
+        return _parse(data), descriptors.pop()
+    finally:
+        for unused in descriptors[1:]:
+            os.close(unused)
+
+
+def _hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
+    """Return the first line of a process; it needs no descriptor."""
+    message, descriptor = _receive(peer, deadline)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return message
+
+
+def _no_rank(rank: Any, world_size: int) -> str:
+    """Return the error of a process that says it is this rank."""
+    return (
+        f"rank {json.dumps(rank)[:40]} is not a rank of a group with world_size={world_size}; "
+        f"pass an int from 0 to {world_size - 1}"
+    )
 
 
 def _parse(data: bytes) -> dict[str, Any]:
     """Return what a line says; one that says nothing is a stranger's."""
     try:
         message = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _GoneError from None
     if not isinstance(message, dict):
         raise _GoneError
@@ -253,7 +270,7 @@ class _Host:
             elif peer in self._silent:
                 self._silent.remove(peer)
                 try:
-                    self._introduce(peer, _receive(peer, min(deadline, time.monotonic() + 1))[0])
+                    self._introduce(peer, _hello(peer, min(deadline, time.monotonic() + 1)))
                 except (_GoneError, TimeoutError):
                     peer.close()
             else:  # nobody has more to say: this one is gone, and may come again
@@ -271,20 +288,27 @@ class _Host:
             self._silent.append(peer)
 
     def _introduce(self, peer: socket.socket, hello: dict[str, Any]) -> None:
-        """Take a rank in, or end the meeting: what it says must fit."""
+        """Take a rank in, or end the meeting: what it says must fit.
+
+        A process whose numbers are not those of any rank gets an error, and the meeting goes on.
+        """
+        rank, world_size, version = map(hello.get, ("rank", "world_size", "version"))
+        if type(version) is not int or type(world_size) is not int:
+            raise _GoneError
+        if type(rank) is not int or not 0 <= rank < world_size:
+            _send(peer, {"error": _no_rank(rank, world_size)})
+            raise _GoneError
         self._silent.append(peer)  # to be told of what is wrong
-        rank = hello.get("rank")
-        if hello.get("version") != VERSION:
+        if version != VERSION:
             raise self.refuse(
                 f"rank {rank} has another version of mlstate; install the same everywhere"
             )
-        world_size = hello.get("world_size")
         if world_size != self._world_size:
             raise self.refuse(
                 f"rank {rank} says that there are {world_size} ranks, rank 0 that there are "
                 f"{self._world_size}; pass the same world_size to all"
             )
-        if not isinstance(rank, int) or rank == 0 or rank in self.ranks:
+        if rank == 0 or rank in self.ranks:
             raise self.refuse(
                 f"two processes of job {self._name!r} say that they are rank {rank}; give each "
                 "a rank of its own, and each job a name of its own"

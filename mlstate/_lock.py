@@ -14,15 +14,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _core
-from ._folder import store_error
+from ._folder import new_file_mode, store_error
 from .errors import StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _NAME = "lock"
 _TRIES = 64
@@ -92,102 +88,111 @@ def _alive(owner: dict[str, Any]) -> bool:
     return not owner.get("start") or owner["start"] == _start_time(pid)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock an open file, or a folder, for this process; False: somebody else has it."""
-    import fcntl
-
+def _try_lock(descriptor: _core.Descriptor) -> bool:
+    """Try to lock an open file or directory; return False if another process holds the lock."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return descriptor.lock()
     except OSError as error:
         if error.errno not in _UNLOCKABLE:
             raise
     return True
 
 
-@contextmanager
-def _alone(folder: str) -> Iterator[bool]:
-    """Be the only one that looks at the folder's lock; gives False where another one does."""
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+def _lock_folder(folder: str) -> tuple[_core.Descriptor, bool]:
+    """Open the folder and try to lock it: only one writer at a time looks at the lock's file."""
+    descriptor = _core.Descriptor(folder, os.O_RDONLY)
     try:
-        try:
-            mine = _lock(descriptor)
-        except OSError as error:
-            if error.errno != errno.EBADF:  # NFS locks only what is open for writing
-                raise
-            mine = True
-        try:
-            yield mine
-        finally:
-            with suppress(OSError):  # a child that was forked meanwhile has the descriptor too
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
+        return descriptor, _try_lock(descriptor)
+    except OSError as error:
+        if error.errno != errno.EBADF:  # NFS locks only what is open for writing
+            raise
+    return descriptor, True
+
+
+def check_timeout(seconds: float) -> float:
+    """Return the seconds to wait for the lock, if they are a number from 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"lock_timeout must be a number of seconds, got {type(seconds).__name__}")
+    if not seconds >= 0:
+        raise ValueError(f"lock_timeout must be 0 or more seconds, got {seconds}")
+    return float(seconds)
 
 
 class WriterLock:
     """Held by the process that writes; `unfinished` names a generation that a dead one left."""
 
-    def __init__(self, folder: str, what: str = "checkpoint") -> None:
+    def __init__(self, folder: str, what: str = "checkpoint", timeout: float = 0.0) -> None:
+        self._timeout = timeout
         self._what = what
         self._path = os.path.join(folder, _NAME)
-        self._descriptor = -1
-        self._pid = os.getpid()
+        self._descriptor: _core.Descriptor | None = None  # closed, and unlocked, if it is dropped
         self._is_new = False
         self.unfinished: str | None = None
 
-    def acquire(self) -> None:
-        """Take the lock, or raise StoreError (EBUSY) naming who has it."""
+    def acquire(self) -> _core.Descriptor:
+        """Take the lock, or raise StoreError (EBUSY) naming the owner after the timeout.
+
+        The descriptor unlocks at the end of a `with` statement, whatever interrupts it.
+        """
         import time
 
-        folder = os.path.dirname(self._path)
+        end = time.monotonic() + self._timeout
+        while True:
+            try:
+                return self._acquire_once()
+            except StoreError as error:
+                left = end - time.monotonic()
+                if error.errno != errno.EBUSY or left <= 0:
+                    raise
+            time.sleep(min(_PAUSE, left))
+
+    def _acquire_once(self) -> _core.Descriptor:
+        import time
+
         try:
             for _ in range(_TRIES):
-                with _alone(folder) as mine:
-                    if mine and self._try():
-                        return
-                    replaced = mine
-                if not replaced:
+                taken = self._try_alone()
+                if taken:
+                    assert self._descriptor is not None
+                    return self._descriptor
+                if taken is None:
                     time.sleep(_PAUSE)
-        except StoreError:
-            raise
         except OSError as error:
             self.release()  # it may be ours, with a text that could not be written
+            if isinstance(error, StoreError):
+                raise
             raise store_error(error, f"cannot lock the {self._what}", self._path) from None
+        except BaseException:
+            self.release()
+            raise
         raise store_error(
             OSError(errno.EBUSY, "other writers keep replacing it"),
             f"cannot lock the {self._what}",
             self._path,
         )
 
-    def _try(self) -> bool:
-        import fcntl
-
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(self._path, flags, 0o666)
+    def _try_alone(self) -> bool | None:
+        """Try once, with the folder locked; None: another writer has locked the folder."""
+        folder, alone = _lock_folder(os.path.dirname(self._path))
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._refuse_or_replace(descriptor)
-                os.close(descriptor)
-                return False
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                    raise
-            if not self._is_current(descriptor):
-                os.close(descriptor)  # somebody replaced the file in between
-                return False
-        except BaseException:
-            if self._descriptor != descriptor:
-                os.close(descriptor)
-            raise
-        self._descriptor = descriptor
-        self._pid = os.getpid()
-        self._is_new = os.fstat(descriptor).st_size == 0
+            return self._try() if alone else None
+        finally:
+            folder.close()
+
+    def _try(self) -> bool:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._descriptor = descriptor = _core.Descriptor(self._path, flags)
+        if not _try_lock(descriptor):
+            self._refuse_or_replace(descriptor)
+            self.release()
+            return False
+        if not self._is_current(descriptor):
+            self.release()  # another writer replaced the file in between
+            return False
+        found = os.fstat(descriptor.fileno())
+        self._is_new = found.st_size == 0
+        if self._is_new:
+            self._limit_mode(descriptor.fileno(), found.st_mode)
         generation = self._text(descriptor).get("generation")
         # files are deleted by it: what no writer of ours wrote is not believed
         known = isinstance(generation, str) and _GENERATION.match(generation)
@@ -195,23 +200,31 @@ class WriterLock:
         self._write(self.unfinished)
         return True
 
-    def _is_current(self, descriptor: int) -> bool:
+    def _limit_mode(self, number: int, mode: int) -> None:
+        """Let others do no more with a new file than with the rest of the folder."""
+        limited = mode & new_file_mode(os.path.dirname(self._path))
+        if limited != mode & 0o777:
+            os.fchmod(number, limited)
+
+    def _is_current(self, descriptor: _core.Descriptor) -> bool:
         try:
             there = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return os.path.samestat(there, os.fstat(descriptor))
+        return os.path.samestat(there, os.fstat(descriptor.fileno()))
 
-    def _text(self, descriptor: int) -> dict[str, Any]:
+    def _text(self, descriptor: _core.Descriptor) -> dict[str, Any]:
         import json
 
+        # a writer that was stopped before it cut the file leaves the end of a longer text
+        line = os.pread(descriptor.fileno(), 4096, 0).partition(b"\n")[0]
         try:
-            found = json.loads(os.pread(descriptor, 4096, 0))
+            found = json.loads(line)
         except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _refuse_or_replace(self, descriptor: int) -> None:
+    def _refuse_or_replace(self, descriptor: _core.Descriptor) -> None:
         """Somebody has it: an owner that lives, or the children of one that does not."""
         owner = self._text(descriptor)
         if not owner or _alive(owner):
@@ -227,22 +240,25 @@ class WriterLock:
             # its text goes on to the new file, for the sake of what is unfinished
             fresh = f"{self._path}.{os.getpid()}"
             with open(fresh, "wb") as file:
-                file.write(os.pread(descriptor, 4096, 0))
+                self._limit_mode(file.fileno(), os.fstat(file.fileno()).st_mode)
+                file.write(os.pread(descriptor.fileno(), 4096, 0))
             os.replace(fresh, self._path)
 
     def _write(self, generation: str | None) -> None:
         import json
 
         text = json.dumps({**_me(), "generation": generation}).encode()
-        os.pwrite(self._descriptor, text + b"\n", 0)
-        os.ftruncate(self._descriptor, len(text) + 1)
+        number = -1 if self._descriptor is None else self._descriptor.fileno()
+        os.pwrite(number, text + b"\n", 0)
+        os.ftruncate(number, len(text) + 1)
 
     def note(self, generation: str | None) -> None:
         """Write down what is being written, before anything of it is; None: nothing is."""
         try:
             self._write(generation)
             if generation is not None:
-                os.fsync(self._descriptor)
+                assert self._descriptor is not None
+                os.fsync(self._descriptor.fileno())
                 if self._is_new:  # else its name is lost with the power, and its text with it
                     _core.folder_sync(os.path.dirname(self._path))
                     self._is_new = False
@@ -250,17 +266,9 @@ class WriterLock:
             raise store_error(error, "cannot write the lock", self._path) from None
 
     def release(self) -> None:
-        """Let go; a forked child leaves its parent's lock alone."""
-        import fcntl
-
-        if self._descriptor < 0:
-            return
-        descriptor, self._descriptor = self._descriptor, -1
-        with suppress(OSError):  # closing does it
-            if self._pid == os.getpid():
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        with suppress(OSError):  # closed all the same, and what it says is only a hint
-            os.close(descriptor)
+        """Unlock and close the file; a forked child leaves its parent's lock alone."""
+        if self._descriptor is not None:
+            self._descriptor.close()
 
     def __enter__(self) -> WriterLock:
         self.acquire()

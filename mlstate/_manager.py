@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypedDict
 
 from . import _core
+from ._set_module import set_module
 from ._transition import transition_kv_state
 from .errors import CapacityError, CompatibilityError
 
@@ -25,6 +26,7 @@ class ModelConfig(TypedDict):
 _DIMENSIONS = (("num_layers", 0), ("num_kv_heads", 1), ("head_dim", 3))
 
 
+@set_module("mlstate.kv")
 class StateTransitionManager:
     """Keep the context sizes of a family of models, and move caches between them.
 

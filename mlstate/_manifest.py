@@ -21,6 +21,7 @@ _START = b'{"checksum":"00000000"'
 _MOST_BYTES = 256 << 20
 _MOST_RANKS = 1 << 24
 _INT64 = (1 << 63) - 1
+MOST_SEQUENCE = _INT64  # of a save
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 _CRC = re.compile(r"[0-9a-f]{8}\Z", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z", re.ASCII)

@@ -9,6 +9,8 @@ import numpy as np
 
 from . import _core
 from ._arrays import write_into
+from ._set_module import set_module
+from .errors import CapacityError
 
 if TYPE_CHECKING:
     from ._types import Array, DType, NDArray
@@ -33,6 +35,7 @@ def _mask(
     return run(None) if out is None else write_into(out, run)
 
 
+@set_module("mlstate.kv")
 def create_attention_size_mask(
     seq_length: int,
     attention_size: int,
@@ -99,6 +102,7 @@ def create_attention_size_mask(
     return _mask(seq_length, attention_size, current_position, dtype, fill, out, False)
 
 
+@set_module("mlstate.kv")
 def create_decode_mask(
     seq_length: int,
     attention_size: int,
@@ -115,8 +119,7 @@ def create_decode_mask(
     seq_length, attention_size, dtype, fill
         As for `create_attention_size_mask`.
     current_position : int
-        The token's position: the row of that index. At ``seq_length`` the row is cut at the
-        last column.
+        The token's position, in ``0..seq_length - 1``: the row of that index.
     out : ndarray or torch.Tensor, optional
         Result to write into, of shape (1, 1, 1, seq_length).
 
@@ -127,7 +130,9 @@ def create_decode_mask(
 
     Raises
     ------
-    CapacityError, CompatibilityError, ValueError
+    CapacityError
+        If a length or size is negative, or the position outside ``0..seq_length - 1``.
+    CompatibilityError, ValueError
         As for `create_attention_size_mask`.
 
     Examples
@@ -136,9 +141,17 @@ def create_decode_mask(
     >>> create_decode_mask(6, 2, 4, dtype="float32").tolist()
     [[[[-inf, -inf, 0.0, 0.0, 0.0, -inf]]]]
     """
+    if current_position == seq_length:
+        error = CapacityError(
+            f"current_position {current_position} has no row: a mask of seq_length {seq_length} "
+            f"has the rows of the positions below {seq_length}"
+        )
+        error.expected, error.got = f"below {seq_length}", str(current_position)
+        raise error
     return _mask(seq_length, attention_size, current_position, dtype, fill, out, True)
 
 
+@set_module("mlstate.kv")
 def create_causal_mask(
     seq_length: int,
     attention_size: int | None = None,

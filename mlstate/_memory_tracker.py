@@ -9,11 +9,13 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
+from ._set_module import set_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@set_module("mlstate.activation")
 class MemoryStats(NamedTuple):
     """Memory at one moment, in bytes.
 
@@ -56,6 +58,7 @@ class MemoryStats(NamedTuple):
         return self.current_memory_used / self.total_memory
 
 
+@set_module("mlstate.activation")
 class MemoryTracker:
     """Tell how much memory is in use, and how much there is.
 

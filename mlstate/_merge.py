@@ -8,6 +8,7 @@ from . import _core
 from ._compatibility import LONGEST, SHOWN
 from ._layout import Layout, Shard
 from ._pieces import Part, copy_part, digest, dtype_of, new_like, place_key, plain_of
+from ._set_module import set_module
 from ._state_dict import StateDict
 from ._state_diff import TensorChange
 from ._text import shorten
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ._layout import Steps
 
 
+@set_module("mlstate.distributed")
 class RankDifference(NamedTuple):
     """One thing that keeps the states of several ranks from being one.
 

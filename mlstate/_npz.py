@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from ._atomic import replacing
+from ._dtypes import label_of, name_of, stored_dtype
 from .errors import FormatError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _member_names(names: list[str]) -> dict[str, str]:
 
 
 def _is_ml_dtype(dtype: NumpyDType) -> bool:
-    return dtype.type.__module__.startswith("ml_dtypes")
+    return bool(label_of(dtype)) or dtype.type.__module__.startswith("ml_dtypes")
 
 
 def write_npz(
@@ -72,7 +73,7 @@ def write_npz(
         Values for JSON; without the keys ``names`` and ``dtypes``.
     """
     members = _member_names(list(arrays))
-    dtypes = {name: a.dtype.name for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
+    dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
     names = {member: name for name, member in members.items() if member != name}
     text = json.dumps({**record, "names": names, "dtypes": dtypes}, sort_keys=True)
     with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -188,15 +189,6 @@ def _renamed(path: Any, arrays: dict[str, NDArray], record: dict[str, Any]) -> d
 
 def _retyped(path: Any, name: str, array: NDArray, dtype: Any) -> NDArray:
     try:
-        import ml_dtypes
-    except ImportError:
-        raise ImportError(
-            f"{path}: array {name!r} is {dtype}, which NumPy lacks: "
-            "pip install 'mlstate[dtypes]' for ml_dtypes",
-            name="ml_dtypes",
-        ) from None
-    known = getattr(ml_dtypes, dtype, None) if isinstance(dtype, str) else None
-    try:
-        return array.view(np.dtype(known if isinstance(known, type) else "O"))
-    except (TypeError, ValueError):
+        return array.view(stored_dtype(dtype))
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise _damaged(path, name, f"{array.dtype} does not hold {dtype!r}") from None

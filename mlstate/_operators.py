@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _core
+from ._budget import parse_budget
+from ._set_module import set_module
 from ._text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ._budget import MemorySize
     from ._types import NDArray
 
 _ROWS = 40
@@ -34,6 +36,7 @@ def _numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
     return frozen
 
 
+@set_module("mlstate.activation")
 class OperatorSelection:
     """Operators whose outputs are kept, and those that are run again in backward.
 
@@ -192,10 +195,11 @@ class OperatorSelection:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
+@set_module("mlstate.activation")
 def select_operators(
     seconds: Sequence[float] | NDArray,
     bytes: Sequence[int] | NDArray,
-    budget_bytes: int,
+    budget_bytes: MemorySize,
     names: Sequence[str] | None = None,
 ) -> OperatorSelection:
     """Choose operators whose outputs to keep, so that running the others again is quickest.
@@ -210,8 +214,9 @@ def select_operators(
         What it takes to run each operator again.
     bytes : sequence of int, (operators,)
         What it takes to keep its output. What has none is always kept.
-    budget_bytes : int
-        For all that is kept.
+    budget_bytes : int, float or str
+        For all that is kept: bytes, a size such as ``"6GiB"``, or a float up to 1: that part
+        of all `bytes`.
     names : sequence of str, (operators,), optional
         For reports and for torch, see `OperatorSelection.contexts`.
 
@@ -257,4 +262,5 @@ def select_operators(
             raise ValueError(f"{len(names)} names for {len(times)} operators")
         if not all(isinstance(name, str) for name in names):
             raise TypeError("names of operators are str")
-    return OperatorSelection(times, sizes, index(budget_bytes), names)
+    budget = parse_budget("budget_bytes", budget_bytes, int(sizes.sum()), "all outputs")
+    return OperatorSelection(times, sizes, budget.nbytes, names)

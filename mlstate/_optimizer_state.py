@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core
+from ._set_module import set_module
 from ._state_dict import StateDict, as_count
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 Self = TypeVar("Self", bound="OptimizerStateDict")
 
 
+@set_module("mlstate.state")
 class OptimizerType(StrEnum):
     """Which optimizer a state is of; each member is the str of its value.
 
@@ -44,6 +46,7 @@ class OptimizerType(StrEnum):
     OTHER = "other"
 
 
+@set_module("mlstate.state")
 class OptimizerStateDict(StateDict):
     """The state of an optimizer: ``"<parameter>.<state name>"`` to array.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import is_torch
+from ._dtypes import text_of
 from ._layout import Shard
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def dtype_of(array: Any) -> str:
     """Return a dtype's name, the same for NumPy and torch and either byte order."""
     if is_torch(array):
         return str(array.dtype).removeprefix("torch.")
-    return str(array.dtype.newbyteorder("="))
+    return text_of(array.dtype)
 
 
 def item_bytes(array: Any) -> int:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 from ._arrays import refuse_given_away
 from ._layout import Shard
+from ._path import local_path
+from ._set_module import set_module
 from ._state_kind import KEY, describe, restore
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def _entries(state: Any) -> dict[str, Any]:
     return dict(state)
 
 
+@set_module("mlstate.checkpoint")
 def save_file(
     state: Mapping[str, Any],
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
@@ -120,9 +123,10 @@ def save_file(
     kind = describe(state)
     if kind is not None:
         texts[KEY] = kind
-    _core.file_save(os.fspath(path), tensors, tuple(texts.items()))
+    _core.file_save(local_path(path), tensors, tuple(texts.items()))
 
 
+@set_module("mlstate.checkpoint")
 def load_file(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     *,
@@ -149,9 +153,10 @@ def load_file(
     -------
     StateDict
         New NumPy arrays, or views of the mapping, in the file's order. bfloat16 and the
-        8-bit floats are dtypes of ml_dtypes. A `ModelStateDict` or `OptimizerStateDict` where
-        one was saved. Many new arrays below 4 MiB are views of blocks that they share, of 4 to
-        20 MiB; a block lives as long as any of its arrays.
+        8-bit floats are dtypes of ml_dtypes; without it they are uint16 and uint8, and
+        ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype. A `ModelStateDict`
+        or `OptimizerStateDict` where one was saved. Many new arrays below 4 MiB are views of
+        blocks that they share, of 4 to 20 MiB; a block lives as long as any of its arrays.
 
     Raises
     ------
@@ -164,12 +169,15 @@ def load_file(
     StoreError
         The operating system refused: an `OSError` with its ``errno``; a missing file is a
         `FileNotFoundError` too.
-    ImportError
-        The file holds bfloat16 or 8-bit floats, and ml_dtypes is not installed
-        (``pip install 'mlstate[dtypes]'``).
 
     Notes
     -----
+    Without ml_dtypes, `save_file` and every other function here take the integers that stand
+    for bfloat16 and 8-bit floats by their true dtype. Slices, copies and pickles keep it;
+    ``astype``, ``view``, ``numpy.concatenate`` and single elements do not. NumPy computes with
+    the integers, not with what they mean: install ml_dtypes for arithmetic
+    (``pip install 'mlstate[dtypes]'``).
+
     Bytes are read straight into the arrays and checksummed while they are in the cache.
     The GIL is released. With ``mmap=True``, a process that cuts the file short while the
     arrays are in use ends this one with SIGBUS, as with every mapping; `save_file` never
@@ -185,11 +193,12 @@ def load_file(
     >>> mapped, mapped.flags.writeable
     (array([0, 1, 2, 3], dtype=int32), False)
     """
-    plain = os.fspath(path)
+    plain = local_path(path)
     arrays, texts = _core.file_load(plain, mmap, verify)
     return restore(arrays, texts.get(KEY), plain)
 
 
+@set_module("mlstate.checkpoint")
 def load_metadata(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes], *, verify: bool = True
 ) -> dict[str, str]:
@@ -223,6 +232,6 @@ def load_metadata(
     >>> load_metadata(path)
     {'epoch': '3'}
     """
-    texts = _core.file_metadata(os.fspath(path), verify)
+    texts = _core.file_metadata(local_path(path), verify)
     texts.pop(KEY, None)
     return texts

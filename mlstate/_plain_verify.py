@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._folder import store_error
+from ._path import local_folder
 from ._verify import Problem, VerifyReport
 from .errors import FormatError
 
@@ -162,7 +163,7 @@ def verify_file(
     >>> bool(report), has_checksums
     (True, True)
     """
-    place = os.path.abspath(os.fspath(path))
+    place = local_folder(path)
     report = VerifyReport(place)
     name = os.path.basename(place)
     try:

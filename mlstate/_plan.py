@@ -11,12 +11,14 @@ import numpy as np
 
 from . import _core
 from ._chain import Chain
+from ._set_module import set_module
 from ._strategy_operators import name_of
 from ._text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ._budget import MemorySize
     from ._strategy_operators import CheckpointStrategy
     from ._types import NDArray
 
@@ -27,6 +29,7 @@ _FORWARD, _SAVE, _BACKWARD, _DROP, _OFFLOAD, _LOAD = range(len(KINDS))
 _HEADERS = ["step", "", "before", "peak", "after", "time"]
 
 
+@set_module("mlstate.activation")
 class Step(NamedTuple):
     """One step of a schedule.
 
@@ -51,6 +54,7 @@ class Step(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index
 
 
+@set_module("mlstate.activation")
 class Simulation(NamedTuple):
     """What each step of a plan does; `Plan.simulate` makes these.
 
@@ -98,6 +102,7 @@ def _steps_array(steps: Any) -> NDArray:
     return array
 
 
+@set_module("mlstate.activation")
 class Plan:
     """A schedule of a chain: valid, and with its time and its peak of memory.
 
@@ -109,8 +114,8 @@ class Plan:
         What is run.
     steps : iterable of Step, or ndarray of int32, (steps, 2)
         The schedule: pairs of a kind and an index, or their numbers.
-    budget_bytes : int, optional
-        What the peak must not exceed. Default: no limit.
+    budget_bytes : int, float or str, optional
+        What the peak must not exceed, as for `plan`. Default: no limit.
     schedules : str, optional
         The class of schedules in which this one was looked for.
     method : str, optional
@@ -124,6 +129,8 @@ class Plan:
         Time of all steps.
     predicted_peak_bytes : int
         The largest peak of all steps.
+    budget_bytes : int or None
+        The budget in bytes.
 
     Raises
     ------
@@ -146,13 +153,14 @@ class Plan:
         chain: Chain,
         steps: Iterable[tuple[str, int]] | NDArray,
         *,
-        budget_bytes: int | None = None,
+        budget_bytes: MemorySize | None = None,
         schedules: str = "any",
         method: str = "given",
         exact: bool = False,
     ) -> None:
         self.chain = chain
-        self.budget_bytes = budget_bytes
+        budget = None if budget_bytes is None else chain._budget(budget_bytes)
+        self.budget_bytes = None if budget is None else budget.nbytes
         self.schedules = schedules
         self.method = method
         self.exact = exact
@@ -160,10 +168,10 @@ class Plan:
         self.predicted_seconds, self.predicted_peak_bytes = _core.chain_simulate(
             chain._arrays, self._steps, False
         )[:2]
-        if budget_bytes is not None and self.predicted_peak_bytes > budget_bytes:
+        if budget is not None and self.predicted_peak_bytes > budget.nbytes:
             raise _core.CapacityError(
-                f"the schedule's peak of {self.predicted_peak_bytes} bytes exceeds the budget "
-                f"of {budget_bytes}"
+                f"the schedule's peak of {budget.text(self.predicted_peak_bytes)} exceeds the "
+                f"budget of {budget.text(budget.nbytes)}"
             )
 
     def steps(self) -> list[Step]:
@@ -346,7 +354,7 @@ class Plan:
         chain: Chain,
         blocks: Iterable[int],
         *,
-        budget_bytes: int | None = None,
+        budget_bytes: MemorySize | None = None,
         method: str = "given blocks",
     ) -> Plan:
         """Make the schedule that computes some blocks again, each from its own input.
@@ -360,8 +368,8 @@ class Plan:
             What is run.
         blocks : iterable of int
             Numbers of the blocks, in any order.
-        budget_bytes : int, optional
-            What the peak must not exceed. Default: no limit.
+        budget_bytes : int, float or str, optional
+            What the peak must not exceed, as for `plan`. Default: no limit.
         method : str, optional
             Who chose the blocks, for reports.
 
@@ -415,7 +423,7 @@ class Plan:
         chain: Chain,
         strategy: CheckpointStrategy,
         *,
-        budget_bytes: int | None = None,
+        budget_bytes: MemorySize | None = None,
         passes: int = 2,
     ) -> Plan:
         """Make the schedule that a strategy's decisions amount to.
@@ -427,8 +435,8 @@ class Plan:
             many bytes, and its number, in the order of the blocks.
         strategy : CheckpointStrategy
             Decides; what it counts, it counts here too.
-        budget_bytes : int, optional
-            What the peak must not exceed. Default: no limit.
+        budget_bytes : int, float or str, optional
+            What the peak must not exceed, as for `plan`. Default: no limit.
         passes : int, default 2
             Forward passes in which it is asked. The decisions of the last one count:
             `SmartStrategy` does little but collect in the first.

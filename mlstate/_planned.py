@@ -12,15 +12,20 @@ from ._layout import Layout, Shard, steps_of
 from ._load import chosen_keys, ranks_of
 from ._manifest import IndexRecord, described
 from ._names import listed_names
+from ._path import local_folder
 from ._save import PACK_BELOW, states_of
+from ._set_module import set_module
 from ._share_out import by_section, whole_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ._manifest import Manifest
+
 _GENERATION = "0" * 16
 
 
+@set_module("mlstate.checkpoint")
 class SavePlan(NamedTuple):
     """What one rank of a save would write.
 
@@ -67,6 +72,7 @@ class SavePlan(NamedTuple):
         )
 
 
+@set_module("mlstate.checkpoint")
 class FileRead(NamedTuple):
     """What a load would read of one shard.
 
@@ -92,6 +98,7 @@ class FileRead(NamedTuple):
     nbytes: int
 
 
+@set_module("mlstate.checkpoint")
 class LoadPlan(NamedTuple):
     """What a load would read.
 
@@ -161,6 +168,7 @@ def _shapes_only(state: Any) -> dict[str, Any] | None:
     return None if state is None else {name: _shape_only(v) for name, v in dict(state).items()}
 
 
+@set_module("mlstate.checkpoint")
 def plan_save(
     model: Any = None,
     optimizer: Any = None,
@@ -237,6 +245,7 @@ def plan_save(
     )
 
 
+@set_module("mlstate.checkpoint")
 def plan_load(
     path: str | os.PathLike[str],
     *,
@@ -291,23 +300,26 @@ def plan_load(
     >>> plan.reads[0].begin, plan.reads[0].end, len(plan.indexes)
     (4128, 4160, 1)
     """
-    folder = os.path.abspath(os.fspath(path))
+    folder = local_folder(path)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
-    manifest = _folder.read_manifest(folder, root)
-    indexes = Indexes(folder, manifest, listed, rank)
-    chosen = list(enumerate(chosen_keys(indexes.catalog, listed, folder)[1]))
-    read = set(indexes.ranks)
-    indexes.need((section, keys, cutting) for section, keys in chosen)
-    read.update(indexes.ranks)
-    reads = [
-        FileRead(*one)
-        for section, keys in chosen
-        for one in indexes.catalog.reads(folder, section, keys, cutting, verify)
-    ]
-    records = [manifest.indexes[number] for number in sorted(read)]
-    return LoadPlan(
-        os.stat(os.path.join(folder, root)).st_size,
-        {record.path: record.bytes for record in records},
-        reads,
-    )
+
+    def plan(manifest: Manifest) -> LoadPlan:
+        indexes = Indexes(folder, manifest, listed, rank)
+        chosen = list(enumerate(chosen_keys(indexes.catalog, listed, folder)[1]))
+        read = set(indexes.ranks)
+        indexes.need((section, keys, cutting) for section, keys in chosen)
+        read.update(indexes.ranks)
+        reads = [
+            FileRead(*one)
+            for section, keys in chosen
+            for one in indexes.catalog.reads(folder, section, keys, cutting, verify)
+        ]
+        records = [manifest.indexes[number] for number in sorted(read)]
+        return LoadPlan(
+            os.stat(os.path.join(folder, root)).st_size,
+            {record.path: record.bytes for record in records},
+            reads,
+        )
+
+    return _folder.read_root(folder, root, plan)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 from . import _core
 from ._plan import Plan
+from ._set_module import set_module
 from ._text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ._budget import MemorySize
     from ._chain import Chain
     from ._types import NDArray
 
@@ -40,9 +42,10 @@ def _check(chain: Chain, slots: int | None, offload: bool) -> int:
     return index(slots)
 
 
+@set_module("mlstate.activation")
 def plan(
     chain: Chain,
-    budget_bytes: int,
+    budget_bytes: MemorySize,
     *,
     schedules: Literal["persistent", "any"] = "persistent",
     slots: int | None = None,
@@ -54,13 +57,15 @@ def plan(
     ----------
     chain : Chain
         What is to be run.
-    budget_bytes : int
+    budget_bytes : int, float or str
         Peak of memory at any moment, everything included that the chain knows of: its
-        input, activations, gradients, temporaries.
+        input, activations, gradients, temporaries. Bytes, a size such as ``"6GiB"`` or
+        ``"6 GB"``, or a float up to 1: that part of `Chain.plain_peak_bytes`.
     schedules : {"persistent", "any"}
         ``"persistent"``: once a block's memory is saved or its input is kept as a restart
-        point, it stays until its backward run. ``"any"``: every valid schedule; proven to
-        be the fastest for short chains, else never slower than the persistent one.
+        point, it stays until its backward run. ``"any"``: every valid schedule, searched
+        exhaustively if the chain has at most 19 blocks and the search at most 1,048,576
+        states. Longer chains get the fastest persistent schedule, and `Plan.exact` is False.
     slots : int, optional
         Round every size up to this many parts of the budget: quicker, and a little slower a
         plan. Default: plan to the byte, or by 500 slots where that would take too much
@@ -76,8 +81,9 @@ def plan(
     Raises
     ------
     CapacityError
-        If no schedule fits; `expected` is the least budget that is enough, in bytes. Also if
-        the table for so many blocks and slots would be larger than 2 GiB.
+        If no schedule fits; `expected` is the least budget that is enough, in bytes; the
+        message names it in the unit of `budget_bytes`, too. Also if the table for so many
+        blocks and slots would be larger than 2 GiB.
     ValueError
         If the budget is negative, there are more than 8,192 blocks or 1,048,576 slots, or
         `offload` is wanted of a chain without rates.
@@ -110,10 +116,12 @@ def plan(
     number = _check(chain, slots, offload)
     if schedules not in _CLASSES:
         raise ValueError(f"schedules is {schedules!r}: choose one of {', '.join(_CLASSES)}")
-    budget = index(budget_bytes)
-    if schedules == "any":
-        return _plan_any(chain, budget, number, offload)
-    steps, method, used = _core.plan_make(chain._arrays, budget, number, offload)
+    given = chain._budget(budget_bytes)
+    budget = given.nbytes
+    with given.errors():
+        if schedules == "any":
+            return _plan_any(chain, budget, number, offload)
+        steps, method, used = _core.plan_make(chain._arrays, budget, number, offload)
     return Plan(
         chain,
         steps,
@@ -125,21 +133,23 @@ def plan(
 
 
 def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
-    """Look further than persistent schedules, from the best of them."""
-    start = None
+    """Search all schedules for one that is faster than the best persistent one."""
+    start, how, used = None, "bytes", 0
     with suppress(_core.CapacityError):  # other schedules may need less memory
-        start = _core.plan_make(chain._arrays, budget, slots, offload)[0]
+        start, how, used = _core.plan_make(chain._arrays, budget, slots, offload)
     steps, optimal, states = _core.search_schedules(chain._arrays, budget, offload, start, 0)
+    persistent = f"the fastest persistent schedule, {_METHODS[how].format(used or slots)}"
     return Plan(
         chain,
         steps,
         budget_bytes=budget,
         schedules="any",
-        method=f"a search of {states:,} states",
+        method=f"a search of {states:,} states" if optimal else persistent,
         exact=bool(optimal),
     )
 
 
+@set_module("mlstate.activation")
 class Pareto:
     """What each amount of memory buys: the curve of budgets and times.
 
@@ -254,6 +264,7 @@ class Pareto:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
+@set_module("mlstate.activation")
 def pareto(chain: Chain, *, slots: int | None = None, offload: bool = False) -> Pareto:
     """Compute what each budget costs in time, for all budgets in one go.
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from . import _folder
 from ._checkpoint_manager import CheckpointManager
-from ._lock import WriterLock
+from ._lock import WriterLock, check_timeout
+from ._path import local_folder
+from ._set_module import set_module
 from ._text import bytes_text
 from .errors import MLStateError
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+@set_module("mlstate.checkpoint")
 class PruneReport(NamedTuple):
     """What `prune` deleted, or would delete.
 
@@ -88,8 +91,13 @@ def _sort_out(
     return old, [steps[root] for root in old], kept
 
 
+@set_module("mlstate.checkpoint")
 def prune(
-    path: str | os.PathLike[str], *, keep: int | None = None, dry_run: bool = False
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    dry_run: bool = False,
+    lock_timeout: float = 0,
 ) -> PruneReport:
     """
     Delete what a checkpoint's folder holds that no checkpoint needs.
@@ -103,9 +111,12 @@ def prune(
         Folder of the checkpoint, or of a `CheckpointManager`.
     keep : int, optional
         How many of the newest steps are kept; older ones are given up, and so are those that
-        are damaged so that their step cannot be told. Default: all are kept.
+        are damaged so that their step cannot be told. Steps with files that are missing or have
+        another length do not count. Default: all are kept.
     dry_run : bool, default False
         Delete nothing, and say what would be deleted.
+    lock_timeout : float, default 0
+        Seconds to wait while another process writes.
 
     Returns
     -------
@@ -138,10 +149,11 @@ def prune(
     >>> report.steps, report.kept, manager.steps()
     ([1, 2], [3], [3])
     """
-    folder = os.path.abspath(os.fspath(path))
+    folder = local_folder(path)
+    timeout = check_timeout(lock_timeout)
     _folder.read_manifest(folder)  # there is one: else nothing would be needed
-    lock = None if dry_run else WriterLock(folder)
-    with lock or nullcontext():
+    lock = None if dry_run else WriterLock(folder, timeout=timeout)
+    with nullcontext() if lock is None else lock.acquire():
         old, steps, kept = _sort_out(folder, keep)
         temporary = _folder.temporary_files(folder)
         dead = _folder.known_files(folder) - _folder.needed_files(folder, old)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._set_module import set_module
 from ._text import table_html
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ _ROWS = 40
 _HEADERS = ["block", "where", "what", "in detail"]
 
 
+@set_module("mlstate.activation")
 class Finding(NamedTuple):
     """Why recomputing a block would not give what its first run gave.
 
@@ -43,6 +45,7 @@ class Finding(NamedTuple):
     text: str
 
 
+@set_module("mlstate.activation")
 class RecomputeReport:
     """What `check` found; true if that is nothing.
 
@@ -104,6 +107,7 @@ class RecomputeReport:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
+@set_module("mlstate.activation")
 def check(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
     """Find what keeps a model's blocks from being recomputed, before a long run.
 

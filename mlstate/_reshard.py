@@ -9,14 +9,16 @@ from . import _core, _folder
 from ._checkpoint import TensorRecord
 from ._checkpoint_manager import find_root
 from ._layout import Layout, Shard, steps_of
-from ._load import load_checkpoint
+from ._path import local_folder
 from ._save import PACK_BELOW, write_ranks
+from ._set_module import set_module
 from ._verify import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ._checkpoint import Checkpoint
+    from ._manifest import Manifest
 
 
 class _Cut:
@@ -30,10 +32,8 @@ class _Cut:
         self._steps = steps
         self._stored: set[tuple[str, str, int]] = set()
 
-    def shards(self, section: str, arrays: dict[str, Any] | None, rank: int) -> Any:
+    def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
         """The arrays of one rank as shards."""
-        if arrays is None:
-            return None
         made = {}
         for key, array in arrays.items():
             shape, axes, _, tier = self._facts[section, key]
@@ -46,6 +46,7 @@ class _Cut:
         return made
 
 
+@set_module("mlstate.checkpoint")
 def reshard(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -54,7 +55,9 @@ def reshard(
     world_size: int | None = None,
     step: int | None = None,
     pack_below_bytes: int = PACK_BELOW,
+    overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
+    lock_timeout: float = 0,
 ) -> Checkpoint:
     """
     Write a checkpoint anew, cut in another way.
@@ -67,7 +70,8 @@ def reshard(
     source : str or os.PathLike
         Folder of the checkpoint.
     target : str or os.PathLike
-        Folder of the new one; it must not be `source`.
+        Folder of the new one. It must not be `source`, and must not exist or must be empty,
+        unless `overwrite` is true.
     layout : Layout, "rows", "flat" or "whole"
         How tensors are cut. Tensors that lack an axis of it are not cut along that.
     world_size : int, optional
@@ -76,8 +80,13 @@ def reshard(
         Which step of a `CheckpointManager`'s folder. Default: the newest.
     pack_below_bytes : int, default 262144
         As for `save`.
+    overwrite : bool, default False
+        Replace a checkpoint in `target`, all steps of a `CheckpointManager` included. Files of
+        other programs stay.
     progress : callable, optional
         Called with the number of bytes written since the last call.
+    lock_timeout : float, default 0
+        Seconds to wait while another process writes.
 
     Returns
     -------
@@ -91,13 +100,17 @@ def reshard(
     ValueError
         `layout` does not go with `world_size`, or `target` is `source`.
     StoreError
-        The system refused, or there is no such step.
+        The system refused, there is no such step, or `target` exists (EEXIST).
 
     Notes
     -----
     Tensors are read through mappings of their files; those parts that lie in several places
     are put together in memory, for one rank at a time. Where anything in the source is sparse,
     zeros are left out of the target, too; what compresses the source compresses the target.
+
+    With `overwrite`, the new checkpoint replaces the newest one of `target` in one step, and then
+    the older steps are deleted. If the process is killed between the two, the older steps stay
+    until the same call is repeated.
 
     Examples
     --------
@@ -117,29 +130,35 @@ def reshard(
     if steps and isinstance(layout, Layout) and layout.parts != world_size:
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     assert steps is not None
-    source, target = os.path.abspath(os.fspath(source)), os.path.abspath(os.fspath(target))
+    source, target = local_folder(source), local_folder(target)
     if os.path.exists(target) and os.path.samefile(source, target):
         raise ValueError("the target must be another folder than the source")
+    _folder.refuse_existing(target, overwrite)
     root = _folder.MANIFEST if step is None else find_root(source, step)
-    manifest = _folder.read_manifest(source, root)
-    catalog = _folder.load_catalog(source, manifest)
-    _, problems = catalog.verify(source, None)
-    if problems:
-        raise Problem(*problems[0]).as_error(source)
-    cut = _Cut(catalog, steps)
 
-    def states(rank: int) -> tuple[Any, Any]:
-        part: dict[str, Any] = {}
-        if steps:
-            part = {"rank": rank, "layout": Layout._of(steps), "world_size": world_size}
-        loaded = load_checkpoint(source, root=root, mmap=True, verify=False, **part)
-        return (
-            cut.shards("params", loaded.model, rank),
-            cut.shards("optim_state", loaded.optimizer, rank),
-        )
+    def write(manifest: Manifest) -> Checkpoint:
+        catalog = _folder.load_catalog(source, manifest)
+        _, problems = catalog.verify(source, None)
+        if problems:
+            raise Problem(*problems[0]).as_error(source)
+        cut = _Cut(catalog, steps)
 
-    records = [TensorRecord(*record) for record in catalog.tensors()]
-    sparse = any(record.sparse_shards for record in records)
-    compress = next((record.codec for record in records if record.codec), None)
-    how = (pack_below_bytes, sparse, compress)
-    return write_ranks(target, world_size, states, manifest, *how, progress)
+        def states(rank: int) -> tuple[Any, Any]:
+            cutting = (steps, rank, world_size) if steps else (None, 0, 0)
+
+            def shards(section: int, kind: Any) -> Any:
+                if kind is None:
+                    return None
+                keys = catalog.keys(section)  # of this root, even if the folder has a newer one
+                arrays = catalog.load(source, section, keys, cutting, False, True, None)
+                return cut.shards(_folder.SECTIONS[section], arrays, rank)
+
+            return shards(0, manifest.model), shards(1, manifest.optimizer)
+
+        records = [TensorRecord(*record) for record in catalog.tensors()]
+        sparse = any(record.sparse_shards for record in records)
+        compress = next((record.codec for record in records if record.codec), None)
+        how = (pack_below_bytes, sparse, compress, overwrite)
+        return write_ranks(target, world_size, states, manifest, *how, progress, lock_timeout)
+
+    return _folder.read_root(source, root, write)

@@ -6,6 +6,7 @@ and becomes the checkpoint in one step, when ``manifest.json`` is replaced.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import suppress
@@ -16,9 +17,11 @@ from ._arrays import refuse_given_away
 from ._collective_args import check_group
 from ._drop import Generation, drop_mine, rooted, sort_out
 from ._layout import Layout, Shard, steps_of
-from ._lock import WriterLock
-from ._manifest import IndexRecord, Manifest, build, kind_of
+from ._lock import WriterLock, check_timeout
+from ._log import log
+from ._manifest import IndexRecord, Manifest, build, kind_of, parse
 from ._optimizer_state import OptimizerStateDict
+from ._path import local_folder
 from ._patterns import pattern_of, with_patterns
 from ._sayable import check_sayable
 from ._share_out import check_copies, share_out
@@ -187,14 +190,16 @@ class Save:
         incremental: bool = False,
         compress: str | None = None,
         keep_root: bool = False,
+        replace_steps: bool = False,
         retain: Callable[[str, Manifest], None] | None = None,
+        lock_timeout: float = 0.0,
     ) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(
                 "the path of a checkpoint must be a str or os.PathLike, got "
                 f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
             )
-        folder = os.path.abspath(os.fspath(path))
+        folder = local_folder(path)
         if not isinstance(folder, str):
             raise TypeError("the path of a checkpoint must be a str")
         for name, value in (("sparse", sparse), ("incremental", incremental)):
@@ -208,7 +213,9 @@ class Save:
         self.layout = layout
         self.how = (pack_below, sparse, incremental, compress)
         self.keep_root = keep_root
-        self.retain = retain
+        self.replace_steps = replace_steps
+        self.retain = _delete_all_roots if replace_steps else retain
+        self.lock_timeout = check_timeout(lock_timeout)
         self.dicts: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
         self.like: dict[str, Any] = {}  # what the manifest says of the state
         self.gathered: Any = None  # the shards that are this rank's
@@ -217,6 +224,7 @@ class Save:
         self.lock: WriterLock | None = None
         self.before: Manifest | None = None
         self.sequence = 1
+        self.known: dict[str, Any] = {}  # the catalog that was committed, by its generation
         self.error: BaseException | None = None
         self.unsure = False  # whether something of ours is left, or even committed
         self.pattern: dict[str, Any] = {}  # of this rank's index
@@ -232,10 +240,18 @@ class Save:
         self.error = error
 
     def prepare(
-        self, model: Any, optimizer: Any, metadata: Mapping[str, Any] | None, step: int | None
+        self,
+        model: Any,
+        optimizer: Any,
+        metadata: Mapping[str, Any] | None,
+        step: int | None,
+        *,
+        in_thread: bool = False,
     ) -> None:
         """Look at what is to be saved, without copying any of it."""
         try:
+            if in_thread and self.group.rank == 0:
+                self._refuse_steps_early()
             states = states_of(model, optimizer, self.group.world_size)
             self.dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
             self.like = {
@@ -292,18 +308,37 @@ class Save:
                 state[name] = _on_host(name, value, copy)
         return state
 
+    def _refuse_steps(self) -> None:
+        """Leave a manager's folder alone: one checkpoint there must be the newest for all."""
+        if not (self.keep_root or self.replace_steps) and _folder.holds_steps(self.path):
+            raise _folder.store_error(
+                FileExistsError(
+                    errno.EEXIST,
+                    "the folder holds the steps of a CheckpointManager: save with "
+                    "CheckpointManager(path).save(step, ...), or into another folder",
+                ),
+                "cannot save the checkpoint",
+                self.path,
+            )
+
+    def _refuse_steps_early(self) -> None:
+        """The same before a thread begins; other refusals of the system come with `begin`."""
+        try:
+            self._refuse_steps()
+        except StoreError as error:
+            if error.errno == errno.EEXIST:
+                raise
+
     # -- the beginning: rank 0 locks and chooses the generation
 
     def _open(self) -> None:
         _folder.create(self.path)
-        lock = WriterLock(self.path)
+        self.lock = lock = WriterLock(self.path, timeout=self.lock_timeout)  # `run` releases it
         lock.acquire()
-        self.lock = lock
+        self._refuse_steps()
         self.before = self._committed()
-        # a root may be there that did not become the manifest
-        newest = [root.sequence for root in _folder.list_roots(self.path)]
-        newest += [] if self.before is None else [self.before.sequence]
-        self.sequence = max(newest, default=0) + 1
+        # a root may exist that did not become the manifest
+        self.sequence = _folder.next_sequence(self.path, self.before)
         if lock.unfinished is not None:
             self._sweep(lock.unfinished)
         self.generation = os.urandom(8).hex()
@@ -325,6 +360,7 @@ class Save:
             except FormatError:
                 import warnings
 
+                log("WARNING", "%s: the checkpoint is damaged and replaced: %s", self.path, error)
                 warnings.warn(f"what is there is damaged, and replaced: {error}", stacklevel=7)
                 return None
             raise
@@ -385,7 +421,14 @@ class Save:
         """Write this rank's shards, durably; `freed` is called when arrays may change."""
         gathered, self.gathered = self.gathered, None
         written = _core.shards_write(
-            self.path, self.generation, gathered, self._catalog(), self.how, progress, freed
+            self.path,
+            self.generation,
+            gathered,
+            self._catalog(),
+            self.how,
+            progress,
+            freed,
+            _folder.new_file_mode(self.path),
         )
         if self.group.world_size > 1:
             self.pattern = pattern_of(_folder.load_index(self.path, _record(written)))
@@ -394,10 +437,24 @@ class Save:
     # -- the end: rank 0 commits if all are well
 
     def commit(self, manifest: Manifest) -> None:
+        """Replace the manifest, after its text, and the index of a single rank, were read back.
+
+        Many ranks have read their indexes before.
+
+        Raises
+        ------
+        FormatError, ChecksumError
+            A reader would refuse them. The checkpoint is as it was.
+        """
         data = build(manifest)
+        path = os.path.join(self.path, _folder.MANIFEST)
+        parsed = parse(data, path)
+        if manifest.world_size == 1:
+            self.known = {manifest.generation: _folder.load_catalog(self.path, parsed)}
+        mode = _folder.new_file_mode(self.path)
         if self.keep_root:
-            _core.file_replace(os.path.join(self.path, _folder.root_path(manifest)), data)
-        _core.file_replace(os.path.join(self.path, _folder.MANIFEST), data)
+            _core.file_replace(os.path.join(self.path, _folder.root_path(manifest)), data, mode)
+        _core.file_replace(path, data, mode)
 
     def _manifest(self, written: list[Any]) -> Manifest:
         return Manifest(
@@ -482,8 +539,8 @@ class Save:
         try:
             if self.retain is not None:
                 self.retain(self.path, _folder.read_manifest(self.path))
-            if self.before is not None:
-                _folder.prune(self.path)
+            if self.before is not None or self.replace_steps:
+                _folder.prune(self.path, known=self.known)
         except (MLStateError, MemoryError) as error:
             return f"old files of the checkpoint were not deleted: {error}"
         return None
@@ -578,6 +635,11 @@ def write_checkpoint(
     return save.run(progress)
 
 
+def _delete_all_roots(folder: str, newest: Manifest) -> None:
+    """Delete every step of a manager's folder, which `newest` has replaced."""
+    _folder.delete_roots(folder, _folder.list_roots(folder))
+
+
 def _record(written: dict[str, Any]) -> IndexRecord:
     return IndexRecord(*(written[name] for name in IndexRecord._fields[:5]))
 
@@ -597,13 +659,22 @@ def write_ranks(
     pack_below: int,
     sparse: bool,
     compress: str | None,
+    replace_steps: bool,
     progress: Callable[[int], object] | None,
+    lock_timeout: float,
 ) -> Checkpoint:
     """Save what all ranks of a world would, one after the other; `states` gives their dicts."""
     from ._checkpoint import Checkpoint
 
     save = Save(
-        folder, group=None, layout=None, pack_below=pack_below, sparse=sparse, compress=compress
+        folder,
+        group=None,
+        layout=None,
+        pack_below=pack_below,
+        sparse=sparse,
+        compress=compress,
+        replace_steps=replace_steps,
+        lock_timeout=lock_timeout,
     )
     clean = False
     try:
@@ -613,7 +684,14 @@ def write_ranks(
             ranks = (rank, world_size)
             gathered, _ = _core.shards_gather(ranks, states(rank), Shard, None, ())
             written = _core.shards_write(
-                folder, save.generation, gathered, None, save.how, progress, None
+                folder,
+                save.generation,
+                gathered,
+                None,
+                save.how,
+                progress,
+                None,
+                _folder.new_file_mode(folder),
             )
             told.append({**written, **pattern_of(_folder.load_index(folder, _record(written)))})
         manifest = like._replace(
@@ -634,6 +712,7 @@ def write_ranks(
             clean = True
         raise
     finally:
+        save.error = None  # its traceback leads back here, and keeps the folder's lock
         save.close(clean=clean)
     _warn(left, 4)
     return Checkpoint(folder)

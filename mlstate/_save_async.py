@@ -17,22 +17,28 @@ import errno
 import os
 import sys
 import time
+from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
+from ._budget import parse_budget
 from ._layout import Shard
 from ._save import Save, is_on_device
 from ._save_times import SaveTimes, add_wait
+from ._set_module import set_module
 from ._staging import OwnStaging, Staging
 from .errors import CollectiveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ._budget import Budget, MemorySize
     from ._checkpoint import Checkpoint
     from .collectives import ProcessGroup
+    from .errors import StoreError
 
-_groups: set[int] = set()  # ids of the groups that saves under way use
+_groups: dict[int, _Job] = {}  # the saves under way of several ranks, by the id of their group
 
 
 class _Job:
@@ -42,7 +48,7 @@ class _Job:
         self,
         save: Save,
         staging: Staging,
-        most: int | None,
+        budget: Budget | None,
         progress: Callable[[int], object] | None,
         began: float,
     ) -> None:
@@ -55,15 +61,17 @@ class _Job:
         self.save = save
         self.path = save.path
         self.staging = staging
-        self.most = most
+        self.budget = budget
         self.callback = progress
         self.pid = os.getpid()
         self.thread: Any = None
         self.watch: Any = None  # calls `abandon` when nobody has the handle any more
         self.ready: list[Any] = []  # events of devices: then their tensors are what was meant
-        # round all below, and told of every change; may be taken again by the same thread,
-        # since a handle can be collected at any moment
-        self.changed = threading.Condition()
+        # Guards the fields below. The same thread may take it again, since a handle can be
+        # collected at any moment. It is a lock of C: an interrupt cannot split `with`, as it
+        # can the methods of a Condition, which leaves that locked.
+        self.guard = threading.RLock()
+        self.bells: deque[Any] = deque()  # locks of threads that wait; released on a change
         self.begun = self.staged = self.ended = False
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
@@ -71,22 +79,54 @@ class _Job:
         self.result: Checkpoint | None = None
         self.error: BaseException | None = None
 
-    # -- in the thread
+    # -- the beginning
 
     def start(self) -> None:
-        """Begin in a thread; where the system gives none, here and now."""
+        """Begin in a thread; if the system has no thread, run the save in this one.
+
+        An interrupt of `Thread.start` can leave its Condition locked, and the new thread waits
+        for that for ever. Interrupts are raised in the main thread only: another one calls it.
+        """
+        import _thread
         import threading
 
         name = f"mlstate save {os.path.basename(self.path)}"
         self.thread = threading.Thread(target=self.run, name=name, daemon=False)
+        bell = threading.Lock()
+        bell.acquire()
+        try:
+            _thread.start_new_thread(self.start_thread, (bell,))
+            bell.acquire()
+        except (RuntimeError, MemoryError):
+            pass
+        if self.thread.ident is None:
+            self.run()
+
+    def start_thread(self, bell: Any) -> None:
+        """Start the thread, if the system has one, and release the bell."""
         try:
             self.thread.start()
         except (RuntimeError, MemoryError):
-            self.run()
+            pass
+        finally:
+            bell.release()
+
+    def give_up(self) -> None:
+        """Stop a save whose handle the caller will never have."""
+        self.cancelled = self.asked = True
+        with self.guard:
+            begun, self.begun = self.begun, True
+        if not begun:
+            self.end(None, self.cancellation())
+        elif self.save.group.world_size == 1:  # else it waits for other ranks
+            self.reached("ended")
+            self.join()
+
+    # -- in the thread
 
     def run(self) -> None:
         """All of it, once."""
-        with self.changed:
+        with self.guard:
             if self.begun:
                 return
             self.begun = True
@@ -102,17 +142,18 @@ class _Job:
 
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
         """Let go of everything, and tell whoever waits."""
-        _groups.discard(id(self.save.group))
+        if _groups.get(id(self.save.group)) is self:
+            del _groups[id(self.save.group)]
         self.save.gathered = None  # it has the staging memory
-        self.staging._end()
-        with self.changed:
+        self.staging._end(self)
+        with self.guard:
             self.result, self.error = result, error
             self.bytes_done = self.bytes_total if error is None else self.bytes_done
             self.ended_at = time.perf_counter()
             self.staged_at = self.staged_at or self.ended_at
             self.staged = self.ended = True
             report = error is not None and self.abandoned and not self.asked
-            self.changed.notify_all()
+        self.ring()
         if report:
             self.report()
 
@@ -139,9 +180,10 @@ class _Job:
 
     def memory(self, wanted: int, besides: int = 0) -> Any:
         """Memory of so many bytes, or of what the budget allows, and what is needed `besides`."""
-        if self.most is not None:
+        if self.budget is not None:
+            most = self.budget.nbytes
             # a budget that is too small for the writer is not spent on it alone
-            wanted = min(wanted, max(self.most - besides, self.most // 4))
+            wanted = min(wanted, max(most - besides, most // 4))
         return self.staging._take(wanted)
 
     def stage(self, copies: _Copies) -> bool:
@@ -155,17 +197,24 @@ class _Job:
 
     def set_staged(self) -> None:
         """The state may be changed."""
-        with self.changed:
-            self.staged_at = time.perf_counter()
-            self.staged = True
-            self.changed.notify_all()
+        self.staged_at = time.perf_counter()
+        self.staged = True
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake the threads that wait."""
+        while self.bells:
+            self.bells.pop().release()
+
+    def cancellation(self) -> StoreError:
+        """The error of a save that was cancelled."""
+        reason = OSError(errno.ECANCELED, "the save was cancelled")
+        return _folder.store_error(reason, "not saved", self.path)
 
     def check(self) -> None:
         """Raise if the save was cancelled."""
         if self.cancelled:
-            raise _folder.store_error(
-                OSError(errno.ECANCELED, "the save was cancelled"), "not saved", self.path
-            )
+            raise self.cancellation()
 
     def advance(self, count: int) -> None:
         """Called by the core now and then."""
@@ -185,22 +234,49 @@ class _Job:
                 "is a fork of it"
             )
 
+    def refuse_own_thread(self) -> None:
+        """Raise RuntimeError in the thread of this save, which would wait for itself."""
+        import threading
+
+        if threading.current_thread() is self.thread and not self.ended:
+            raise RuntimeError(f"the save of {self.path} cannot wait for itself, in its progress=")
+
     def reached(self, what: str, timeout: float | None = None) -> bool:
-        """Wait, with `changed` held, and note how long; whether it is so now."""
+        """Wait until the job is "staged" or "ended", and note how long; return whether it is."""
         if getattr(self, what):
             return True
+        self.refuse_own_thread()
         start = time.perf_counter()
         try:
-            return bool(self.changed.wait_for(lambda: getattr(self, what), timeout))
+            return self.wait_until(what, timeout)
         finally:
-            add_wait(self.waits, start, time.perf_counter())
+            now = time.perf_counter()
+            with self.guard:
+                add_wait(self.waits, start, now)
+
+    def wait_until(self, what: str, timeout: float | None) -> bool:
+        """Wait with a lock of this thread's own: an interrupt leaves no other thread waiting."""
+        import threading
+
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            bell = threading.Lock()
+            bell.acquire()
+            self.bells.append(bell)  # before the look: every change from now on releases it
+            if getattr(self, what):
+                return True
+            left = -1.0 if end is None else max(0.0, end - time.monotonic())
+            if not bell.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+                with suppress(ValueError, IndexError):  # it has been released, or is about to be
+                    self.bells.remove(bell)
+                return bool(getattr(self, what))
 
     def wait_for(self, what: str, timeout: float | None) -> None:
         """Wait until the job is "staged" or "ended", and raise what went wrong."""
         self.belongs_here()
-        with self.changed:
-            if not self.reached(what, timeout):
-                raise TimeoutError(f"the save of {self.path} is not {what} after {timeout} seconds")
+        if not self.reached(what, timeout):
+            raise TimeoutError(f"the save of {self.path} is not {what} after {timeout} seconds")
+        with self.guard:
             if self.error is not None:
                 self.tell_nobody()
                 raise self.error.with_traceback(None)
@@ -226,7 +302,7 @@ class _Job:
         """Nobody can ask any more: the handle is gone, or the interpreter ends."""
         if self.pid != os.getpid():
             return
-        with self.changed:
+        with self.guard:
             self.abandoned = True
             report = self.ended and self.error is not None and not self.asked
         if report:
@@ -263,9 +339,11 @@ class _Copies:
             self.memory = self._job.memory(sum(sizes))
         end = self.used + tensor.nbytes
         if end > self.memory.nbytes:
+            budget, allowed = self._job.budget, self.memory.nbytes
+            text = budget.text(allowed) if budget else f"{allowed} bytes"
             raise ValueError(
                 "tensors on a device are staged, all of them: they need more than the "
-                f"{self.memory.nbytes} bytes that max_staging_bytes= or staging= allow"
+                f"{text} that max_staging_bytes= or staging= allow"
             )
         place = self.memory[self.used : end]
         self.used = end
@@ -280,6 +358,7 @@ def _bytes_of(value: Any) -> int:
     return found if isinstance(found, int) else 0
 
 
+@set_module("mlstate.checkpoint")
 class SaveHandle:
     """A save under way; `save_async` returns it.
 
@@ -440,9 +519,9 @@ class SaveHandle:
         job = self._job
         job.belongs_here()
         job.cancelled = True
-        with job.changed:
-            if not job.reached("ended", timeout):
-                raise TimeoutError(f"the save of {job.path} has not ended after {timeout} seconds")
+        if not job.reached("ended", timeout):
+            raise TimeoutError(f"the save of {job.path} has not ended after {timeout} seconds")
+        with job.guard:
             if getattr(job.error, "errno", None) == errno.ECANCELED:
                 job.tell_nobody()
         job.join()
@@ -453,10 +532,8 @@ class SaveHandle:
         job = self._job
         if job.pid != os.getpid():
             return
-        with job.changed:
-            job.reached("ended")
-            told = job.asked
-        if not told:
+        job.reached("ended")
+        if not job.asked:
             job.wait_for("ended", None)
 
     def times(self) -> SaveTimes:
@@ -477,7 +554,7 @@ class SaveHandle:
         True
         """
         self._job.belongs_here()
-        with self._job.changed:
+        with self._job.guard:
             return self._times()
 
     def _times(self) -> SaveTimes:
@@ -510,12 +587,17 @@ class SaveHandle:
 # ---- the beginning ----
 
 
-def _check_group(group: ProcessGroup | None) -> None:
-    """A group that something else uses meanwhile mixes up what ranks tell each other."""
-    if group is None or group.world_size == 1:
-        return
-    if id(group) in _groups:
+def _reserve_group(job: _Job) -> None:
+    """Reserve the group for a save: messages of another one would mix with its own."""
+    group = job.save.group
+    if group.world_size > 1 and _groups.setdefault(id(group), job) is not job:
         raise ValueError("another save uses this group: wait for that one, or give this its own")
+
+
+def _check_group(group: ProcessGroup) -> None:
+    """Refuse a group that something else uses meanwhile."""
+    if group.world_size == 1:
+        return
     if getattr(group, "is_default", False):
         raise ValueError(
             "this is torch's default group, which training uses while the save is under way: "
@@ -524,11 +606,13 @@ def _check_group(group: ProcessGroup | None) -> None:
         )
 
 
-def _check_budget(most: int | None) -> None:
-    if most is not None and not hasattr(most, "__index__"):
-        raise TypeError(f"max_staging_bytes must be an int or None, got {type(most).__name__}")
-    if most is not None and most < 0:
+def _staging_budget(most: MemorySize | None) -> Budget | None:
+    if most is None:
+        return None
+    budget = parse_budget("max_staging_bytes", most)
+    if budget.nbytes < 0:
         raise ValueError(f"max_staging_bytes must be 0 or more, got {most}")
+    return budget
 
 
 def _devices(save: Save) -> list[Any]:
@@ -553,32 +637,42 @@ def begin_save(
     *,
     metadata: Mapping[str, Any] | None,
     step: int | None,
-    max_staging_bytes: int | None,
+    max_staging_bytes: MemorySize | None,
     staging: Staging | None,
     progress: Callable[[int], object] | None,
+    keep: Callable[[SaveHandle], object] | None = None,
     **options: Any,
 ) -> SaveHandle:
-    """Begin to save; see `mlstate.checkpoint.save_async`. `options` are those of `Save`."""
+    """Begin to save; see `mlstate.checkpoint.save_async`. `options` are those of `Save`.
+
+    `keep` is called with the handle before the save begins.
+    """
     began = time.perf_counter()
     if staging is not None and not isinstance(staging, Staging):
         raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable, got {type(progress).__name__}")
-    _check_budget(max_staging_bytes)
+    budget = _staging_budget(max_staging_bytes)
     memory = OwnStaging(kept=False) if staging is None else staging
     save = Save(path, **options)
     _check_group(save.group)
-    save.prepare(model, optimizer, metadata, step)
+    save.prepare(model, optimizer, metadata, step, in_thread=True)
     devices = _devices(save)
     if save.group.world_size == 1 and not devices:
         save.gather()  # what is wrong with an array is told at once
-    memory._begin()
-    if save.group.world_size > 1:
-        _groups.add(id(save.group))
-    job = _Job(save, memory, max_staging_bytes, progress, began)
-    job.ready = [event for event in map(_event, devices) if event is not None]
-    handle = SaveHandle(job)
-    job.start()
-    with job.changed:
-        add_wait(job.waits, began, time.perf_counter())
-    return handle
+    job = _Job(save, memory, budget, progress, began)
+    try:
+        _reserve_group(job)
+        memory._begin(job)
+        job.ready = [event for event in map(_event, devices) if event is not None]
+        handle = SaveHandle(job)
+        if keep is not None:
+            keep(handle)
+        job.start()
+        now = time.perf_counter()
+        with job.guard:
+            add_wait(job.waits, began, now)
+        return handle
+    except BaseException:
+        job.give_up()
+        raise

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ._set_module import set_module
+
 _APART = 1e-3  # seconds: waits that are nearer to each other are one
 
 
+@set_module("mlstate.checkpoint")
 class SaveTimes(NamedTuple):
     """When an asynchronous save did what; see `SaveHandle.times`.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ._dtypes import label_of, name_of
 from ._layout import Layout, Shard, Steps
 from .errors import CollectiveError
 
@@ -79,14 +80,12 @@ def _facts_of(value: Any, known: dict[Any, str]) -> str:
     `known` has those that were told before: many arrays of a model are alike.
     """
     try:
-        facts = value.dtype, tuple(value.shape)
+        facts = value.dtype, label_of(value.dtype), tuple(value.shape)
     except AttributeError:
         return ""
     text = known.get(facts)
     if text is None:
-        dtype, shape = facts
-        name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
-        text = known[facts] = f"{name} {shape}"
+        text = known[facts] = f"{name_of(value.dtype)} {facts[-1]}"
     return text
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from . import _core
+from ._set_module import set_module
 
 _NOTHING = np.empty(0, np.uint8)  # made now: giving memory back must not need any
 
 
+@set_module("mlstate.checkpoint")
 class Staging:
     """Memory that `save_async` copies arrays to, kept for the next save.
 
@@ -34,7 +36,8 @@ class Staging:
 
     Notes
     -----
-    One save at a time uses it. It is given back when nothing refers to it any more.
+    One save at a time uses it: `save_async` raises `ValueError` if another save does. Only a
+    `CheckpointManager` waits. The memory is given back when nothing refers to it any more.
 
     Examples
     --------
@@ -53,7 +56,7 @@ class Staging:
             raise TypeError(f"nbytes must be an int, got {type(nbytes).__name__}")
         if nbytes < 0:
             raise ValueError(f"nbytes must be 0 or more, got {nbytes}")
-        self._in_use = False
+        self._users: dict[str, object] = {}  # the save that uses the memory
         self._memory = np.empty(nbytes, np.uint8)
         _core.memory_touch(self._memory)
 
@@ -65,14 +68,19 @@ class Staging:
     def __repr__(self) -> str:
         return f"Staging({self.nbytes})"
 
-    def _begin(self) -> None:
-        """A save begins, whose memory this is up to `_end`."""
-        if self._in_use:
+    def _begin(self, user: object) -> None:
+        """Reserve the memory for a save, until `_end`."""
+        if self._users.setdefault("save", user) is not user:  # atomic: one thread gets it
             raise ValueError("this Staging is in use by another save: wait for that one first")
-        self._in_use = True
 
-    def _end(self) -> None:
-        self._in_use = False
+    def _end(self, user: object) -> None:
+        """End the use by a save; do nothing if another one has the memory."""
+        if self._users.get("save") is user:
+            self._free()
+            self._users.clear()
+
+    def _free(self) -> None:
+        """Give memory back that is not kept."""
 
     def _take(self, wanted: int) -> Any:
         """Memory of `wanted` bytes, or of as many as there are."""
@@ -86,10 +94,9 @@ class OwnStaging(Staging):
         super().__init__(0)
         self._kept = kept
 
-    def _end(self) -> None:
+    def _free(self) -> None:
         if not self._kept:
             self._memory = _NOTHING
-        super()._end()
 
     def _take(self, wanted: int) -> Any:
         if self.nbytes != wanted:  # what is kept is within the budget, too

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+
 from . import _core
+from ._set_module import set_module
 from ._text import shorten
 
 if TYPE_CHECKING:
@@ -29,6 +33,21 @@ def as_count(name: str, value: Any) -> int:
     return count
 
 
+def _set_state(target: Any, state: Any) -> None:
+    """Restore attributes as `copy` and `pickle` do."""
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    if state:
+        target.__dict__.update(state)
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
+
+
+@set_module("mlstate.state")
 class StateDict(_core.StateDict):
     """A dict of named arrays: the state of a model, an optimizer, or a part of one.
 
@@ -55,6 +74,10 @@ class StateDict(_core.StateDict):
     Every method is safe to call from several threads; what holds for `dict` while another
     thread changes it holds here. `dict.__setitem__` called by that name goes round the check:
     every function here that reads a state dict checks again.
+
+    Without ml_dtypes, arrays of bfloat16 are uint16 and those of 8-bit floats uint8;
+    ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype, by which they are compared,
+    converted and saved. See `load_file`.
 
     ``torch.save`` stores the arrays as tensors, ties kept, and ``torch.load`` with
     ``weights_only`` gives back the same class with arrays: where torch was imported after
@@ -174,6 +197,105 @@ class StateDict(_core.StateDict):
         """
         self.pop(key, None)
 
+    def get_layer_state(self, name: str) -> StateDict:
+        """Return the tensors of one layer, under their names within it.
+
+        Parameters
+        ----------
+        name : str
+            The layer, without a dot at its end: ``"layers.3"`` gives what begins with
+            ``"layers.3."``.
+
+        Returns
+        -------
+        StateDict
+            A new one with the same arrays; empty where there is no such layer.
+
+        Raises
+        ------
+        TypeError
+            `name` is no str.
+        ValueError
+            `name` is empty or ends with a dot.
+
+        Notes
+        -----
+        The layers are indexed when one is first asked for, and again after names were
+        added or removed; after that a layer costs what it holds, not what the model holds.
+
+        References
+        ----------
+        ``GetLayerState`` of the state dict specification.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> model = StateDict({"a.w": np.zeros(2), "ab.w": np.ones(2)})
+        >>> layer = model.get_layer_state("a")
+        >>> list(layer), layer["w"] is model["a.w"]
+        (['w'], True)
+        """
+        layer: StateDict = _core.state_layer(self, name, StateDict)
+        return layer
+
+    def set_layer_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Put the tensors of a layer in place; all other tensors stay as they are.
+
+        Parameters
+        ----------
+        name : str
+            The layer, without a dot at its end.
+        state : mapping of str to array
+            Arrays under their names within the layer. Tensors of the layer that it does not
+            name stay.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `get_layer_state`, or a value is no array. Nothing is changed then.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> model = StateDict({"a.w": np.zeros(2), "b.w": np.ones(2)})
+        >>> model.set_layer_state("a", {"w": np.full(2, 5.0)})
+        >>> model["a.w"], model["b.w"]
+        (array([5., 5.]), array([1., 1.]))
+        """
+        self.update(_core.state_prefixed(name, state if isinstance(state, dict) else dict(state)))
+
+    def layer_names(self, depth: int | None = None) -> list[str]:
+        """List the layers.
+
+        Parameters
+        ----------
+        depth : int, optional
+            Give the layers whose names have that many parts. Default: those that hold
+            tensors themselves, so that each tensor with a dot in its name is in exactly one,
+            unless what is in front of its last dot is empty or ends with a dot.
+
+        Returns
+        -------
+        list of str
+            In the order in which the state has them.
+
+        Raises
+        ------
+        ValueError
+            `depth` is less than 1.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> model = StateDict.fromkeys(["h.0.attn.w", "h.0.attn.b", "h.1.mlp.w"], np.ones(1))
+        >>> model.layer_names(), model.layer_names(2)
+        (['h.0.attn', 'h.1.mlp'], ['h.0', 'h.1'])
+        """
+        return _core.state_layer_names(self, depth)
+
     def digest(self) -> str:
         """Return a SHA-256 over names, dtypes, shapes and elements.
 
@@ -213,20 +335,21 @@ class StateDict(_core.StateDict):
         return hashed.hexdigest()
 
     @classmethod
-    def from_torch(cls: type[Self], state: Mapping[str, torch.Tensor]) -> Self:
+    def from_torch(cls: type[Self], state: torch.nn.Module | Mapping[str, torch.Tensor]) -> Self:
         """Make a state dict of NumPy arrays that share the memory of torch tensors.
 
         Parameters
         ----------
-        state : mapping of str to torch.Tensor
-            Such as ``module.state_dict()``.
+        state : torch.nn.Module or mapping of str to torch.Tensor
+            A module stands for its ``state_dict()``.
 
         Returns
         -------
         StateDict
             Arrays over the tensors' own memory: what is written to one is seen in the
-            other. bfloat16 and the 8-bit floats are dtypes of ml_dtypes. Tensors of a graph
-            are detached; tensors on a device stay torch tensors.
+            other. bfloat16 and the 8-bit floats are dtypes of ml_dtypes, without it uint16 and
+            uint8 that keep their true dtype, as `load_file` returns them. Tensors of a graph are
+            detached; tensors on a device stay torch tensors.
 
         Raises
         ------
@@ -235,15 +358,13 @@ class StateDict(_core.StateDict):
             sparse, quantized, a subclass with layout of its own.
         CompatibilityError
             NumPy has no such dtype, such as complex32.
-        ImportError
-            bfloat16 or 8-bit floats without ml_dtypes.
 
         Examples
         --------
         >>> import torch
         >>> from mlstate import StateDict
         >>> layer = torch.nn.Linear(3, 2)
-        >>> state = StateDict.from_torch(layer.state_dict())
+        >>> state = StateDict.from_torch(layer)
         >>> state["bias"][:] = 7
         >>> layer.bias.tolist()
         [7.0, 7.0]
@@ -298,10 +419,34 @@ class StateDict(_core.StateDict):
         # Protocols 0 and 1 would restore the entries unchecked.  Protocol 2 is torch.save's:
         # it stores tensors well, and torch.load reads them back with weights_only.
         if protocol == 2 and sys.modules.get("torch") is not None:
-            from .integrations.torch import reduce_state
+            from .integrations.torch._pickle import reduce_state
 
             return reduce_state(self)
         return super().__reduce_ex__(max(index(protocol), 2))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # As copy.deepcopy does it by __reduce_ex__, with less work for each array.
+        reduced = self.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return self
+        make, args, state, more, entries = (*reduced, None, None, None)[:5]
+        result = make(*[a if isinstance(a, type) else deepcopy(a, memo) for a in args])
+        memo[id(self)] = result
+        if state is not None:
+            _set_state(result, deepcopy(state, memo))
+        for value in more or ():
+            result.append(deepcopy(value, memo))
+        held = memo.setdefault(id(memo), [])  # keeps what the ids in `memo` belong to alive
+        for name, value in entries or ():
+            if type(value) is not np.ndarray:
+                result[name] = deepcopy(value, memo)
+                continue
+            copied = memo.get(id(value))
+            if copied is None:
+                copied = memo[id(value)] = value.__deepcopy__(memo)
+                held.append(value)
+            result[name] = copied
+        return result
 
     def __repr__(self) -> str:
         from ._state_html import state_repr
@@ -321,6 +466,7 @@ class StateDict(_core.StateDict):
         return list(self)
 
 
+@set_module("mlstate.state")
 class ModelStateDict(StateDict):
     """The state of a model, with its layers.
 
@@ -387,106 +533,8 @@ class ModelStateDict(StateDict):
         layers = f"{count:,} layer{'' if count == 1 else 's'}" if count else ""
         return [text for text in (shorten(model_type, 60), layers) if text]
 
-    def get_layer_state(self, name: str) -> StateDict:
-        """Return the tensors of one layer, under their names within it.
 
-        Parameters
-        ----------
-        name : str
-            The layer, without a dot at its end: ``"layers.3"`` gives what begins with
-            ``"layers.3."``.
-
-        Returns
-        -------
-        StateDict
-            A new one with the same arrays; empty where there is no such layer.
-
-        Raises
-        ------
-        TypeError
-            `name` is no str.
-        ValueError
-            `name` is empty or ends with a dot.
-
-        Notes
-        -----
-        The layers are indexed when one is first asked for, and again after names were
-        added or removed; after that a layer costs what it holds, not what the model holds.
-
-        References
-        ----------
-        ``GetLayerState`` of the state dict specification.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate import ModelStateDict
-        >>> model = ModelStateDict({"a.w": np.zeros(2), "ab.w": np.ones(2)})
-        >>> layer = model.get_layer_state("a")
-        >>> list(layer), layer["w"] is model["a.w"]
-        (['w'], True)
-        """
-        layer: StateDict = _core.state_layer(self, name, StateDict)
-        return layer
-
-    def set_layer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Put the tensors of a layer in place; all other tensors stay as they are.
-
-        Parameters
-        ----------
-        name : str
-            The layer, without a dot at its end.
-        state : mapping of str to array
-            Arrays under their names within the layer. Tensors of the layer that it does not
-            name stay.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `get_layer_state`, or a value is no array. Nothing is changed then.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate import ModelStateDict
-        >>> model = ModelStateDict({"a.w": np.zeros(2), "b.w": np.ones(2)})
-        >>> model.set_layer_state("a", {"w": np.full(2, 5.0)})
-        >>> model["a.w"], model["b.w"]
-        (array([5., 5.]), array([1., 1.]))
-        """
-        self.update(_core.state_prefixed(name, state if isinstance(state, dict) else dict(state)))
-
-    def layer_names(self, depth: int | None = None) -> list[str]:
-        """List the layers.
-
-        Parameters
-        ----------
-        depth : int, optional
-            Give the layers whose names have that many parts. Default: those that hold
-            tensors themselves, so that each tensor with a dot in its name is in exactly one,
-            unless what is in front of its last dot is empty or ends with a dot.
-
-        Returns
-        -------
-        list of str
-            In the order in which the state has them.
-
-        Raises
-        ------
-        ValueError
-            `depth` is less than 1.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from mlstate import ModelStateDict
-        >>> model = ModelStateDict.fromkeys(["h.0.attn.w", "h.0.attn.b", "h.1.mlp.w"], np.ones(1))
-        >>> model.layer_names(), model.layer_names(2)
-        (['h.0.attn', 'h.1.mlp'], ['h.0', 'h.1'])
-        """
-        return _core.state_layer_names(self, depth)
-
-
+@set_module("mlstate.state")
 @runtime_checkable
 class Stateful(Protocol):
     """Whatever can give its state and take it back.

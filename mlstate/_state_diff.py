@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._compatibility import as_dict
+from ._set_module import set_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 SHOWN = 20  # rows that a table shows
 
 
+@set_module("mlstate.state")
 class TensorChange(NamedTuple):
     """How much the elements of one tensor differ.
 
@@ -46,6 +48,7 @@ class TensorChange(NamedTuple):
     max_rel: float
 
 
+@set_module("mlstate.state")
 class StateDiff(NamedTuple):
     """In what two states differ.
 
@@ -127,6 +130,7 @@ class StateDiff(NamedTuple):
 _HEADERS = ("tensor", "changed", "max abs", "max rel", "")
 
 
+@set_module("mlstate.state")
 def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
     """Compare two states down to their elements.
 

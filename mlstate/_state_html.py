@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _core
+from ._dtypes import label_of
 from ._text import bytes_text, shorten
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _title(state: StateDict) -> str:
 
 def _facts(array: Any) -> tuple[str, str]:
     """Dtype and shape as an array says them."""
-    dtype = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
+    said = getattr(array, "dtype", type(array).__name__)
+    dtype = label_of(said) or str(said).removeprefix("torch.")
     try:
         return dtype, str(tuple(array.shape))
     except UNREADABLE:

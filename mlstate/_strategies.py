@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import _core
 from ._memory_tracker import MemoryTracker
+from ._set_module import set_module
 from ._strategy_operators import Operators
 from ._text import shorten
 
@@ -49,7 +50,7 @@ def format_bytes(count: int) -> str:
 
 
 class _Strategy(Operators):
-    """What the five have in common; `_fields` are the settings, which are properties too."""
+    """What the five have in common; `_fields` are the settings, which are attributes too."""
 
     __slots__ = ()
     _fields: ClassVar[tuple[str, ...]]
@@ -88,6 +89,7 @@ class _Strategy(Operators):
             setattr(self, name, value)
 
 
+@set_module("mlstate.activation")
 class IntervalStrategy(_Strategy, _core.IntervalStrategy):
     """Checkpoint every `interval`-th layer, beginning with index 0.
 
@@ -131,6 +133,8 @@ class IntervalStrategy(_Strategy, _core.IntervalStrategy):
 
     __slots__ = ()
     _fields = ("interval",)
+    interval = _core.Strategy._number
+    checkpointed_count = _core.Strategy._checkpointed
 
     def __new__(cls, interval: int = 2) -> Self:
         """See the class."""
@@ -142,6 +146,7 @@ class IntervalStrategy(_Strategy, _core.IntervalStrategy):
         return f"Interval({self.interval})"
 
 
+@set_module("mlstate.activation")
 class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
     """Checkpoint the layers that are named, and no others.
 
@@ -185,6 +190,9 @@ class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
 
     __slots__ = ()
     _fields = ("checkpoint_layers", "exclude_layers")
+    checkpoint_layers = _core.Strategy._chosen
+    exclude_layers = _core.Strategy._excluded
+    opinion = _core.Strategy._opinion
 
     def __new__(
         cls,
@@ -195,7 +203,7 @@ class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
         chosen = layer_names("checkpoint_layers", checkpoint_layers)
         excluded = layer_names("exclude_layers", exclude_layers)
         check_overlap(chosen, excluded)
-        return super().__new__(cls, chosen, excluded)
+        return super().__new__(cls, None, chosen, excluded)
 
     @property
     def name(self) -> str:
@@ -203,6 +211,7 @@ class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
         return "Selective"
 
 
+@set_module("mlstate.activation")
 class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
     """Checkpoint layers whose activations have at least `min_size_bytes`.
 
@@ -248,12 +257,16 @@ class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
 
     __slots__ = ()
     _fields = ("min_size_bytes", "exclude_layers")
+    min_size_bytes = _core.Strategy._number
+    exclude_layers = _core.Strategy._excluded
+    checkpointed_count = _core.Strategy._checkpointed
 
     def __new__(
         cls, min_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
     ) -> Self:
         """See the class."""
-        return super().__new__(cls, min_size_bytes, layer_names("exclude_layers", exclude_layers))
+        excluded = layer_names("exclude_layers", exclude_layers)
+        return super().__new__(cls, min_size_bytes, (), excluded)
 
     @property
     def name(self) -> str:
@@ -261,6 +274,7 @@ class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
         return f"SizeBased({format_bytes(self.min_size_bytes)})"
 
 
+@set_module("mlstate.activation")
 class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
     """Checkpoint every n-th layer, where n follows the memory in use.
 
@@ -319,8 +333,12 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
     (True, 1)
     """
 
-    __slots__ = ()
+    __slots__ = ("_tracker",)
+    _tracker: Any
     _fields = ("max_memory_percentage", "tracker", "total_memory", "clock")
+    max_memory_percentage = _core.Strategy._share
+    current_interval = _core.Strategy._interval
+    clock = _core.Strategy._clock
 
     def __new__(
         cls,
@@ -337,7 +355,29 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
             raise TypeError(f"tracker needs a method get_stats, got {type(tracker).__name__}")
         if clock is not None and not callable(clock):
             raise TypeError(f"clock must be callable, got {type(clock).__name__}")
-        return super().__new__(cls, max_memory_percentage, tracker, total_memory, clock)
+        share = max_memory_percentage
+        self = super().__new__(cls, total_memory, (), (), share, clock)
+        self._tracker = tracker
+        return self
+
+    @property
+    def tracker(self) -> Any:
+        """As given."""
+        return self._tracker
+
+    @property
+    def total_memory(self) -> int | None:
+        """As given."""
+        return self._number or None
+
+    def _measure(self) -> tuple[int, int]:
+        """Bytes in use, and bytes that there are; called when an adjustment is due."""
+        stats = self._tracker.get_stats()
+        used = stats.current_memory_used
+        try:
+            return used, self._number or stats.total_memory
+        except AttributeError:  # a tracker that does not know
+            return used, _core.memory_footprint()[2]
 
     @property
     def name(self) -> str:
@@ -345,6 +385,7 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
         return f"MemoryAware({int(self._threshold * 100 + 0.5)}%)"
 
 
+@set_module("mlstate.activation")
 class SmartStrategy(_Strategy, _core.SmartStrategy):
     """Checkpoint by heuristics over the sizes and counts that it collects itself.
 
@@ -399,10 +440,14 @@ class SmartStrategy(_Strategy, _core.SmartStrategy):
 
     __slots__ = ()
     _fields = ("exclude_layers",)
+    exclude_layers = _core.Strategy._excluded
+    is_collecting = _core.Strategy._collecting
+    layer_count = _core.Strategy._layer_count
 
     def __new__(cls, exclude_layers: Iterable[str] | None = None) -> Self:
         """See the class."""
-        return super().__new__(cls, layer_names("exclude_layers", exclude_layers))
+        excluded = layer_names("exclude_layers", exclude_layers)
+        return super().__new__(cls, None, (), excluded)
 
     @property
     def name(self) -> str:

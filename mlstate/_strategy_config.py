@@ -9,6 +9,7 @@ from math import isnan
 from operator import index
 from typing import Any, Self, TypeAlias
 
+from ._set_module import set_module
 from ._strategies import (
     MEBIBYTE,
     IntervalStrategy,
@@ -24,6 +25,7 @@ from ._strategy_operators import CheckpointStrategy, check_strategy
 ENTRY_POINTS = "mlstate.strategies"
 
 
+@set_module("mlstate.activation")
 class StrategyKind(StrEnum):
     """The strategies that mlstate has; each is equal to its name as a str.
 
@@ -41,6 +43,7 @@ class StrategyKind(StrEnum):
     SMART = "smart"
 
 
+@set_module("mlstate.activation")
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Which strategy to use, and its settings; `create_strategy` makes it.
@@ -212,6 +215,7 @@ _BUILT_IN: dict[str, Factory] = {
 _REGISTERED: dict[str, Factory] = {}
 
 
+@set_module("mlstate.activation")
 def register_strategy(name: str, factory: Factory) -> None:
     """Give a strategy of your own a name for configurations.
 
@@ -250,6 +254,7 @@ def register_strategy(name: str, factory: Factory) -> None:
     _REGISTERED[name] = factory
 
 
+@set_module("mlstate.activation")
 def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
     """Make the strategy that a configuration describes.
 
@@ -302,6 +307,7 @@ def _from_packages(name: str) -> Factory:
     return _REGISTERED[name]
 
 
+@set_module("mlstate.activation")
 def create_interval(interval: int = 2) -> IntervalStrategy:
     """Make an `IntervalStrategy`.
 
@@ -324,6 +330,7 @@ def create_interval(interval: int = 2) -> IntervalStrategy:
     return IntervalStrategy(interval)
 
 
+@set_module("mlstate.activation")
 def create_selective(
     checkpoint_layers: Iterable[str] | None = None, exclude_layers: Iterable[str] | None = None
 ) -> SelectiveStrategy:
@@ -348,6 +355,7 @@ def create_selective(
     return SelectiveStrategy(checkpoint_layers, exclude_layers)
 
 
+@set_module("mlstate.activation")
 def create_size_based(
     min_activation_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
 ) -> SizeBasedStrategy:
@@ -374,6 +382,7 @@ def create_size_based(
     return SizeBasedStrategy(min_activation_size_bytes, exclude_layers)
 
 
+@set_module("mlstate.activation")
 def create_memory_aware(
     max_memory_percentage: float = 0.8, memory_tracker: Any = None
 ) -> MemoryAwareStrategy:
@@ -400,6 +409,7 @@ def create_memory_aware(
     return MemoryAwareStrategy(max_memory_percentage, memory_tracker)
 
 
+@set_module("mlstate.activation")
 def create_smart(exclude_layers: Iterable[str] | None = None) -> SmartStrategy:
     """Make a `SmartStrategy`.
 

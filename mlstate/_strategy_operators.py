@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ._set_module import set_module
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+@set_module("mlstate.activation")
 @runtime_checkable
 class CheckpointStrategy(Protocol):
     """What mlstate needs of a strategy; a class of your own need not derive from it.
@@ -143,6 +146,7 @@ class Composite(Operators):
         return {k: v for k, v in vars(self).items() if k not in ("_asks", "_opinions")}
 
 
+@set_module("mlstate.activation")
 class AllOf(Composite):
     """Checkpoint what all members checkpoint: ``a & b``.
 
@@ -193,6 +197,7 @@ class AllOf(Composite):
         return None if None in said else True
 
 
+@set_module("mlstate.activation")
 class AnyOf(Composite):
     """Checkpoint what any member checkpoints: ``a | b``.
 
@@ -239,6 +244,7 @@ class AnyOf(Composite):
         return None if None in said else False
 
 
+@set_module("mlstate.activation")
 class Not(Composite):
     """Checkpoint what the member does not: ``~a``.
 
@@ -278,6 +284,7 @@ class Not(Composite):
         return None if said is None else not said
 
 
+@set_module("mlstate.activation")
 class FirstMatch(Composite):
     """Decide as the first member does that has an opinion of the layer.
 

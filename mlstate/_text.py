@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _HTML_ROWS = 50
+_COMPARED = 10_000  # about 100 ms
+_LISTED = 8
 
 
 def bytes_text(count: int) -> str:
@@ -27,6 +29,37 @@ def shorten(name: str, limit: int) -> str:
     if len(name) > limit:
         name = f"{name[: limit // 2]}…{name[len(name) - limit // 2 + 1 :]}"
     return name if name.isprintable() else repr(name)[1:-1]
+
+
+def names_hint(name: str, known: Iterable[str], *, listed: bool = True) -> str:
+    """Name the known name that is most similar to an unknown one, else the first known ones.
+
+    Of more than 10,000 known names, the first ones are compared. `listed`: whether to list names
+    if none is similar; False for a message that lists them already.
+    """
+    from difflib import get_close_matches
+
+    names = list(dict.fromkeys(known))
+    near = get_close_matches(name, names[:_COMPARED], 1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    if not listed:
+        return ""
+    shown = ", ".join(repr(shorten(one, 100)) for one in names[:_LISTED]) or "none"
+    hidden = len(names) - _LISTED
+    return f"; there are {shown}" + (f" and {hidden:,} more" if hidden > 0 else "")
+
+
+def sort_steps(steps: Iterable[int | None]) -> list[int | None]:
+    """Sort steps by number; unknown ones (None) come last."""
+    return sorted(steps, key=lambda step: (step is None, step or 0))
+
+
+def steps_text(steps: Sequence[int | None], limit: int | None = None) -> str:
+    """List steps by number, ``?`` for an unknown one; those beyond `limit` are counted."""
+    texts = ["?" if step is None else str(step) for step in sort_steps(steps)[:limit]]
+    hidden = len(steps) - len(texts)
+    return ", ".join(texts + ([f"{hidden:,} more"] if hidden else [])) or "none"
 
 
 def table_text(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import _folder
 from ._layout import Tier
 from ._optimizer_state import OptimizerStateDict
+from ._set_module import set_module
 from ._state_dict import StateDict
 from ._tiers_moves import FARTHER, NEARER, TierMoves, given_states
 from ._tiers_report import TierRecord, TierReport, tiers_html
@@ -21,7 +22,10 @@ from ._tiers_use import TieredUnit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ._budget import MemorySize
 
+
+@set_module("mlstate.checkpoint")
 class StateDicts(NamedTuple):
     """The two states of a `TieredState`, for `mlstate.save`.
 
@@ -45,6 +49,7 @@ class StateDicts(NamedTuple):
     optimizer: OptimizerStateDict
 
 
+@set_module("mlstate.checkpoint")
 class TieredState(TierMoves):
     """The state of a model and its optimizer, of which each unit is hot, warm or cold.
 
@@ -68,8 +73,9 @@ class TieredState(TierMoves):
         units at the end of `use`.
     directory : str or os.PathLike
         Folder of the cold units; made where there is none. One `TieredState` at a time has it.
-    hot_budget_bytes, warm_budget_bytes : int, optional
-        Most bytes in a tier; a unit that moves counts in both. Default: no limit.
+    hot_budget_bytes, warm_budget_bytes : int, float or str, optional
+        Most bytes in a tier, or a size such as ``"6GiB"``; a unit that moves counts in both.
+        Default: no limit.
     device : str or torch.device, optional
         Where hot units are, as torch tensors. Default: for tensors, the device of one of them
         that is on a device, else CUDA where there is some; for NumPy arrays, main memory.
@@ -136,8 +142,8 @@ class TieredState(TierMoves):
         optimizer: Any,
         directory: str | os.PathLike[str],
         *,
-        hot_budget_bytes: int | None = None,
-        warm_budget_bytes: int | None = None,
+        hot_budget_bytes: MemorySize | None = None,
+        warm_budget_bytes: MemorySize | None = None,
         device: Any = None,
         discard: bool = False,
     ) -> None:
@@ -159,8 +165,8 @@ class TieredState(TierMoves):
         cls,
         directory: str | os.PathLike[str],
         *,
-        hot_budget_bytes: int | None = None,
-        warm_budget_bytes: int | None = None,
+        hot_budget_bytes: MemorySize | None = None,
+        warm_budget_bytes: MemorySize | None = None,
         device: Any = None,
     ) -> TieredState:
         """Take over the units that an earlier process left in a folder, all of them cold.

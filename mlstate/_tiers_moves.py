@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
 from ._arrays import refuse_given_away
+from ._budget import parse_budget
 from ._layout import Shard, Tier
 from ._lock import WriterLock
 from ._merge import like
 from ._optimizer_state import OptimizerStateDict
+from ._path import local_folder
 from ._pieces import place_key
 from ._state_dict import ModelStateDict, StateDict
+from ._text import names_hint
 from ._tiers_report import Traffic
 from ._tiers_unit import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
 from ._tiers_use import take_back
@@ -31,6 +34,7 @@ from .errors import CapacityError, FormatError, StoreError, TensorNotFoundError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ._budget import MemorySize
     from ._tiers_unit import Unit
     from ._tiers_use import TieredUnit
 
@@ -47,7 +51,7 @@ def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
     if torch is not None and isinstance(model, torch.nn.Module):
         module, model = model, model.state_dict(keep_vars=True)
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        from .integrations.torch import tensors_of_optimizer
+        from .integrations.torch._tiers import tensors_of_optimizer
 
         if module is None:
             raise TypeError("a torch optimizer needs its module as model: names come from there")
@@ -61,20 +65,19 @@ def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, None
 
 
-def _named(error: CapacityError, name: str) -> CapacityError:
-    """Return an error of the core with the unit's name in front."""
-    made = CapacityError(f"unit {name!r}: {error}")
-    made.name = name
-    return made
-
-
 class TierMoves:
     """The units of a `TieredState`, without what users see."""
 
-    def _start(self, directory: Any, hot: int | None, warm: int | None) -> None:
+    def _start(self, directory: Any, hot: MemorySize | None, warm: MemorySize | None) -> None:
         """Set what every instance has; nothing is touched."""
-        self._table = _core.Tiers(hot, warm)
-        self._directory: str = os.path.abspath(os.fspath(directory))
+        self._budgets = {
+            tier: parse_budget(f"{tier}_budget_bytes", given)
+            for tier, given in ((Tier.HOT, hot), (Tier.WARM, warm))
+            if given is not None
+        }
+        most = {tier: budget.nbytes for tier, budget in self._budgets.items()}
+        self._table = _core.Tiers(most.get(Tier.HOT), most.get(Tier.WARM))
+        self._directory: str = local_folder(directory)
         self._changed = threading.Condition()  # guards what follows; told when a move ends
         self._making_room = threading.Lock()
         self._units: dict[str, Unit] = {}
@@ -105,7 +108,7 @@ class TierMoves:
 
     def _choose_device(self, values: list[Any], device: Any = None) -> None:
         if self._device is None and (device is not None or "torch" in sys.modules):
-            from .integrations.torch import accelerator
+            from .integrations.torch._tiers import accelerator
 
             arrays = [v.array if isinstance(v, Shard) else v for v in values]
             self._device = accelerator(arrays, device)
@@ -138,12 +141,12 @@ class TierMoves:
 
     def _check_alone(self, unit: Unit) -> None:
         """Refuse a unit that could be nowhere but in a file."""
-        budgets = [budget for _, budget in self._table.totals()[:2]]
-        if all(budget is not None and unit.nbytes > budget for budget in budgets):
+        budgets = self._budgets
+        if len(budgets) == 2 and all(unit.nbytes > one.nbytes for one in budgets.values()):
+            hot, warm = (one.text(one.nbytes) for one in budgets.values())
             error = CapacityError(
                 f"unit {unit.name!r} has {unit.nbytes} bytes, more than the whole hot budget of "
-                f"{budgets[0]} bytes and the whole warm budget of {budgets[1]} bytes: it could "
-                "never be used"
+                f"{hot} and the whole warm budget of {warm}: it could never be used"
             )
             error.name = unit.name
             raise error
@@ -161,8 +164,8 @@ class TierMoves:
 
     def _lock_directory(self) -> None:
         lock = WriterLock(self._directory, "folder of tiers")
+        self._close = weakref.finalize(self, lock.release)  # first: an interrupt finds it
         lock.acquire()
-        self._close = weakref.finalize(self, lock.release)
 
     def _files(self) -> list[str]:
         names = _folder.list_names(self._directory, "")
@@ -265,10 +268,7 @@ class TierMoves:
             return self._units[name]
         except KeyError:
             pass
-        import difflib
-
-        names = difflib.get_close_matches(str(name), self._units, 1)
-        hint = f"; did you mean {names[0]!r}?" if names else ""
+        hint = names_hint(str(name), self._units)
         error = TensorNotFoundError(f"there is no unit {name!r}{hint}")
         error.name = name
         raise error
@@ -285,11 +285,17 @@ class TierMoves:
         if self._table.unit(unit.number)[4]:
             raise BufferError(f"unit {unit.name!r} is in use: it moves once that has ended")
 
+    def _refusal(self, error: CapacityError, unit: Unit, to: Tier) -> CapacityError:
+        """Return an error of the core that names the unit, and the budget as the user gave it."""
+        made = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
+        made.name = unit.name
+        return made
+
     def _fits(self, unit: Unit, to: Tier) -> None:
         try:
             self._table.fits(unit.number, to)
         except CapacityError as error:
-            raise _named(error, unit.name) from None
+            raise self._refusal(error, unit, to) from None
 
     def _move(self, unit: Unit, to: Tier, *, checks: bool = False) -> bool:
         """Move a unit; False: it is there already. `checks`: only where there is room."""
@@ -318,7 +324,11 @@ class TierMoves:
                 if moved:
                     unit.tier = to
                     before = self._traffic.get((source, to), Traffic(source, to, 0, 0, 0.0))
-                    self._traffic[source, to] = before.plus(unit.nbytes, seconds)
+                    self._traffic[source, to] = before._replace(
+                        moves=before.moves + 1,
+                        nbytes=before.nbytes + unit.nbytes,
+                        seconds=before.seconds + seconds,
+                    )
                 self._changed.notify_all()
         return True
 
@@ -330,7 +340,7 @@ class TierMoves:
                     try:
                         moves = self._table.make_room(unit.number, to)
                     except CapacityError as error:
-                        raise _named(error, unit.name) from None
+                        raise self._refusal(error, unit, to) from None
                     others = [(self._by_number[number], Tier(tier)) for number, tier in moves]
                 if not others:
                     return

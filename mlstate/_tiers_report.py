@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from ._layout import Tier
+from ._set_module import set_module
 from ._text import bytes_text, shorten, table_text
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _STYLE = (
 )
 
 
+@set_module("mlstate.checkpoint")
 class TierRecord(NamedTuple):
     """One unit of a `TierReport`.
 
@@ -65,8 +67,21 @@ class TierRecord(NamedTuple):
     lately: float
 
 
+@set_module("mlstate.checkpoint")
 class Traffic(NamedTuple):
-    """What went from one tier to another."""
+    """All that was moved from one tier to another.
+
+    Attributes
+    ----------
+    source, target : Tier
+        From which tier, to which.
+    moves : int
+        How many units were moved.
+    nbytes : int
+        Bytes of all moves together.
+    seconds : float
+        Time that they took.
+    """
 
     source: Tier
     target: Tier
@@ -74,12 +89,8 @@ class Traffic(NamedTuple):
     nbytes: int
     seconds: float
 
-    def plus(self, nbytes: int, seconds: float) -> Traffic:
-        """Count one more move."""
-        more = self.moves + 1, self.nbytes + nbytes, self.seconds + seconds
-        return Traffic(self.source, self.target, *more)
 
-
+@set_module("mlstate.checkpoint")
 class TierReport:
     """What is where, what was used, and what was moved; see `TieredState.report`.
 
@@ -89,7 +100,7 @@ class TierReport:
         In the order in which they were given.
     totals : dict of Tier to (int, int or None)
         Bytes and budget of each tier.
-    traffic : list of (source, target, moves, nbytes, seconds)
+    traffic : list of Traffic
         What was moved so far.
 
     Examples

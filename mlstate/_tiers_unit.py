@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import is_torch
+from ._dtypes import label_of, text_of
 from ._folder import SECTIONS
 from ._layout import Layout, Shard, Tier
 from ._pieces import dtype_of, plain_of
@@ -86,7 +87,7 @@ class Part:
         """The dtype's name, the same for NumPy and torch and either byte order."""
         if self.is_tensor:
             return str(self.dtype).removeprefix("torch.")
-        return str(self.dtype.newbyteorder("="))
+        return text_of(self.dtype)
 
     @property
     def stays(self) -> bool:
@@ -106,7 +107,7 @@ class Part:
     def put(self, array: Any) -> None:
         """Take an array's memory in place of what was there; None: nothing but the file."""
         if self.is_tensor:
-            from .integrations.torch import give_memory
+            from .integrations.torch._tiers import give_memory
 
             give_memory(self.array, array)
         else:
@@ -335,7 +336,7 @@ def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
     else:
         arrays = [part.elements for part in unit.parts]
     if device is not None and to == Tier.HOT:
-        from .integrations.torch import on_device
+        from .integrations.torch._tiers import on_device
 
         pairs = zip(unit.parts, arrays, strict=True)
         return [array if part.stays else on_device(array, device) for part, array in pairs]
@@ -351,6 +352,8 @@ def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
 def _of_kind(part: Part, array: Any) -> Any:
     """Make of an array that was read what the part is: a tensor, or of the other byte order."""
     if not part.is_tensor:
+        if label_of(part.dtype):  # of a process without ml_dtypes, which this one may have
+            array = array.view(part.dtype.newbyteorder("="))
         return array.astype(part.dtype, copy=False)
     from .integrations.torch import tensors_of
 
@@ -359,7 +362,8 @@ def _of_kind(part: Part, array: Any) -> Any:
 
 def _from_device(part: Part, tensor: Any) -> Any:
     """Copy a tensor to main memory, as what the part is there."""
-    from .integrations.torch import arrays_of, in_memory
+    from .integrations.torch import arrays_of
+    from .integrations.torch._tiers import in_memory
 
     copied = in_memory(tensor)
     if part.is_tensor:

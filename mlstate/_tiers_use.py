@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._arrays import is_torch
+from ._dtypes import name_of
 from ._pieces import plain_of
+from ._set_module import set_module
 from ._tiers_unit import Part
 from .errors import CompatibilityError
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from ._tiers_unit import Unit
 
 
+@set_module("mlstate.checkpoint")
 class TieredUnit:
     """A parameter and its optimizer states, as `TieredState.use` gives them.
 
@@ -59,7 +62,7 @@ class TieredUnit:
     def __repr__(self) -> str:
         arrays = {"parameter": self.parameter, **self.states}
         shown = [
-            f"{name} {tuple(array.shape)} {str(array.dtype).removeprefix('torch.')}"
+            f"{name} {tuple(array.shape)} {name_of(array.dtype)}"
             for name, array in arrays.items()
             if array is not None
         ]
@@ -69,7 +72,8 @@ class TieredUnit:
 def _check(unit: Unit, part: Part, array: Any) -> Part:
     """Refuse an array that is not like the one whose place it takes."""
     made = Part(part.section, part.key, array)
-    if (made.shape, made.dtype, made.is_tensor) != (part.shape, part.dtype, part.is_tensor):
+    facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (made, part)]
+    if facts[0] != facts[1]:
         kind = "tensor" if part.is_tensor else "array"
         error = CompatibilityError(
             f"{part.key!r} is a {kind} of {part.dtype_name} {part.shape}, and was replaced by one "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,10 @@ import numpy as np
 
 from . import _core
 from ._arrays import is_torch, write_into
+from ._integers import in_range
+from ._set_module import set_module
+from ._text import names_hint
+from .errors import CapacityError, CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +33,10 @@ def _move(
 ) -> Any:
     """Hand a transition to the core, or to torch where the core must not touch the data."""
     low_memory = bool(low_memory)  # the core takes nothing but True and False
+    if isinstance(source, np.ndarray) and (dtype is not None or out is not None):
+        source, position = in_range(source, target_seq_length, position, dtype, out, compact)
     if is_torch(source):
-        from .integrations.torch import move
+        from .integrations.torch._kv import move
 
         return move(source, target_seq_length, position, pad_value, dtype, out, low_memory, compact)
     if not isinstance(source, np.ndarray):
@@ -45,6 +52,7 @@ def _move(
     return run(None) if out is None else write_into(out, run)
 
 
+@set_module("mlstate.kv")
 def transition_kv_state(
     source_state: ArrayT,
     target_seq_length: int,
@@ -71,7 +79,8 @@ def transition_kv_state(
     dtype : dtype, optional
         Of the result; default that of `source_state`. float16, bfloat16, float32 and
         float64 convert into one another, fused with the copy, rounded to nearest even
-        (float16 as NumPy does, bfloat16 as torch does).
+        (float16 as NumPy does, bfloat16 as torch does). Integers convert into floats and
+        other integers; floats convert into integers, truncated toward zero.
     out : ndarray or torch.Tensor, optional
         Preallocated result of shape (layers, heads, target_seq_length, head_dim), of either
         kind and any convertible dtype. Must not share memory with `source_state`.
@@ -96,7 +105,8 @@ def transition_kv_state(
         unsupported. A ValueError.
     ValueError
         If `out` is read-only, shares memory with `source_state` or is part of an autograd
-        graph, or `pad_value` does not fit the dtype.
+        graph, or `pad_value` does not fit the dtype. If a token is NaN or out of range in a
+        conversion from or to integers; nothing is written then.
     TypeError
         If `source_state` is neither a NumPy array nor a torch tensor, or a length is no
         integer.
@@ -106,6 +116,7 @@ def transition_kv_state(
     Notes
     -----
     One pass over the result, which is also the peak of extra memory (nothing with `out`).
+    Conversions from and to integers check the tokens first, and need their memory twice more.
     The GIL is released for results of 64 KiB and more. A fresh zero-padded result of
     32 MiB and more is made of pages that the system zeroes on first use: with huge pages
     (the default, as NumPy asks for them) a page mostly holds some tokens, so nearly all of
@@ -140,6 +151,7 @@ def transition_kv_state(
     return result
 
 
+@set_module("mlstate.kv")
 def compact_kv_state(
     source_state: ArrayT,
     target_seq_length: int,
@@ -193,15 +205,18 @@ target_seq_length of at least 300
     return result
 
 
+@set_module("mlstate.kv")
 def validate_state_shapes(
-    source_state_shape: Sequence[int], target_state_shape: Sequence[int]
+    source_state_shape: Sequence[int] | Mapping[str, Sequence[int]],
+    target_state_shape: Sequence[int] | Mapping[str, Sequence[int]],
 ) -> bool:
     """Check that a cache of one shape can expand into another.
 
     Parameters
     ----------
-    source_state_shape, target_state_shape : sequence of int
-        (layers, heads, sequence, head_dim).
+    source_state_shape, target_state_shape : sequence of int, or mapping
+        (layers, heads, sequence, head_dim). Or both by name: each of the source's states is
+        compared with the target's of the same name.
 
     Returns
     -------
@@ -211,7 +226,10 @@ def validate_state_shapes(
     Raises
     ------
     CompatibilityError
-        If either has not four dimensions, or layers, heads or head_dim differ. A ValueError.
+        If either has not four dimensions, or layers, heads or head_dim differ, or the target
+        has no state of a name. A ValueError.
+    TypeError
+        If only one of the two is a mapping.
     CapacityError
         If the target's sequence is shorter. A ValueError.
 
@@ -221,10 +239,37 @@ def validate_state_shapes(
     >>> validate_state_shapes((36, 1, 256, 256), (36, 1, 512, 256))
     True
     """
-    _core.kv_check_shapes(source_state_shape, target_state_shape, False)
+    if not isinstance(source_state_shape, Mapping) and not isinstance(target_state_shape, Mapping):
+        _core.kv_check_shapes(source_state_shape, target_state_shape, False)
+        return True
+    if not isinstance(source_state_shape, Mapping) or not isinstance(target_state_shape, Mapping):
+        raise TypeError(
+            "give two shapes, or two mappings of names to shapes, not one of each: got "
+            f"{type(source_state_shape).__name__} and {type(target_state_shape).__name__}"
+        )
+    for name, shape in source_state_shape.items():
+        _check_named(name, shape, target_state_shape)
     return True
 
 
+def _check_named(name: str, source: Any, targets: Mapping[str, Any]) -> None:
+    if name not in targets:
+        hint = names_hint(name, targets)
+        error = CompatibilityError(f"{name}: the target has no such state{hint}")
+        error.name = name
+        raise error
+    target = targets[name]
+    try:
+        _core.kv_check_shapes(
+            getattr(source, "shape", source), getattr(target, "shape", target), False
+        )
+    except (CompatibilityError, CapacityError) as error:
+        error.args = (f"{name}: {error}",)
+        error.name = name
+        raise
+
+
+@set_module("mlstate.kv")
 def get_transition_info(
     source_seq_length: int, target_seq_length: int, current_position: int
 ) -> dict[str, int | float]:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core, _folder
 from ._lock import WriterLock
+from ._log import log
+from ._path import local_folder
+from ._set_module import set_module
 from ._text import bytes_text, table_text
 from .errors import ChecksumError, FormatError, MLStateError, StoreError
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 _ROWS = 20
 
 
+@set_module("mlstate.checkpoint")
 class Problem(NamedTuple):
     """One thing that is wrong.
 
@@ -52,17 +56,25 @@ class Problem(NamedTuple):
     length: int
     text: str
 
-    def as_error(self, folder: str) -> FormatError:
-        """Return the exception that says the same."""
-        cls: Any = ChecksumError if self.kind in ("altered", "header") else FormatError
+    def as_error(self, folder: str) -> FormatError | StoreError:
+        """Return the exception that says the same; a `FileNotFoundError` for a missing file."""
         where = f"bytes {self.offset} to {self.offset + self.length}"
         of = f" of {self.name!r}" if self.name is not None else ""
-        error: FormatError = cls(f"{self.path}: {self.kind}: {where}{of}: {self.text}")
-        error.path = os.path.join(folder, self.path)
-        error.name, error.offset = self.name, self.offset
+        text = f"{self.path}: {self.kind}: {where}{of}: {self.text}"
+        path = os.path.join(folder, self.path)
+        error: FormatError | StoreError
+        if self.kind == "missing":
+            reason = FileNotFoundError(errno.ENOENT, f"{where}{of}")
+            error = _folder.store_error(reason, f"{self.path}: missing", path)
+        elif self.kind in ("altered", "header"):
+            error = ChecksumError(text)
+        else:
+            error = FormatError(text)
+        error.path, error.name, error.offset = path, self.name, self.offset
         return error
 
 
+@set_module("mlstate.checkpoint")
 class VerifyReport:
     """What `verify` found; its truth is whether the checkpoint is good.
 
@@ -79,8 +91,8 @@ class VerifyReport:
     step : int or None
         Of what was verified.
     repaired : str or None
-        With ``repair=True``: generation of the older checkpoint that was put in the place of
-        the damaged one.
+        With ``repair=True``: generation of the checkpoint that is in place and good now. It is
+        the same one if only headers were damaged, else an older one.
 
     Examples
     --------
@@ -178,57 +190,163 @@ def _with_tensors(problems: list[Problem], catalog: Any) -> list[Problem]:
     return named
 
 
-def verify_root(
+def _verify_once(
     folder: str,
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
-    known: dict[str, Any] | None = None,
-) -> None:
-    """Add to the report what is wrong with one root, and to `known` its catalog."""
+    known: dict[str, Any],
+) -> str | None:
+    """Verify a root as it is now; return its generation, or None if it cannot be read."""
     try:
         manifest = _folder.read_manifest(folder, name)
     except MLStateError as error:
         report.problems.append(_root_problem("manifest", name, 0, error))
-        return
+        return None
     report.step = manifest.step
     try:
         catalog = _folder.load_catalog(folder, manifest)
     except MLStateError as error:
         found = _index_problems(folder, manifest)
         report.problems += found or [_root_problem("index", name, 0, error)]
-        return
-    if known is not None:
-        known[manifest.generation] = catalog
+        return manifest.generation
+    known[manifest.generation] = catalog
     count, problems = catalog.verify(folder, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
     report.problems += _with_tensors([Problem(*problem) for problem in problems], catalog)
+    return manifest.generation
+
+
+def _is_replaced(folder: str, name: str, generation: str) -> bool:
+    """Whether a root is another one now, or was deleted: then its files may be gone, too."""
+    try:
+        return _folder.is_replaced(folder, name, generation)
+    except MLStateError:
+        return True
+
+
+def verify_root(
+    folder: str,
+    name: str,
+    report: VerifyReport,
+    progress: Callable[[int], object] | None,
+    known: dict[str, Any],
+) -> None:
+    """Add to the report what is wrong with one root, and to `known` its catalog.
+
+    If files are missing and a writer has replaced the root meanwhile, begin again.
+
+    Raises
+    ------
+    StoreError
+        That happened at every attempt.
+    """
+    for _ in range(_folder.TRIES):
+        found, read = VerifyReport(folder), dict[str, Any]()
+        generation = _verify_once(folder, name, found, progress, read)
+        is_missing = any(problem.kind == "missing" for problem in found.problems)
+        if generation is None or not is_missing or not _is_replaced(folder, name, generation):
+            break
+    else:
+        text = f"it was replaced at each of {_folder.TRIES} attempts to verify it"
+        reason = OSError(errno.EBUSY, text)
+        raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
+    known.update(read)
+    report.step = found.step
+    report.bytes += found.bytes
+    report.problems += found.problems
+    for problem in found.problems:
+        where = f"{folder}/{name}"
+        log("WARNING", "%s: step %s: %s", where, found.step, problem.as_error(folder))
+
+
+# ---- repairing ----
+
+
+class _Trial(NamedTuple):
+    """What a root is good for, after its headers were written again as far as possible."""
+
+    report: VerifyReport
+    generation: str
+    loads: bool  # every tensor is as it was saved
+    is_mended: bool  # headers were written
+
+
+def _is_of_header(problem: Problem, sizes: dict[str, int]) -> bool:
+    """Whether it concerns a file's header only, which loading does not read."""
+    return problem.kind in ("header", "foreign") and problem.length < sizes[problem.path]
+
+
+def _mend_headers(folder: str, paths: set[str]) -> bool:
+    """Write headers of shard files again; return whether any index had all that a file holds.
+
+    Of several steps that share a file, at least the one that wrote it has.
+    """
+    left = set(paths)
+    roots = [root.path for root in _folder.list_roots(folder)]
+    for name in (_folder.MANIFEST, *reversed(roots)):
+        if not left:
+            break
+        try:
+            catalog = _folder.load_catalog(folder, _folder.read_manifest(folder, name))
+        except MLStateError:
+            continue
+        for path in sorted(left):
+            header = catalog.header(path)
+            if header is not None:
+                _folder.overwrite_start(folder, path, header)
+                log("WARNING", "%s: repaired: the header of %s", folder, path)
+                left.remove(path)
+    return left != paths
+
+
+def _try_root(folder: str, name: str) -> _Trial:
+    """Verify a root; write damaged headers again of files whose tensors are good."""
+    is_mended = False
+    while True:
+        report = VerifyReport(folder)
+        known: dict[str, Any] = {}
+        verify_root(folder, name, report, None, known)
+        if not known:
+            return _Trial(report, "", False, is_mended)
+        [(generation, catalog)] = known.items()
+        sizes = catalog.files()
+        headers = {p.path for p in report.problems if _is_of_header(p, sizes)}
+        others = {p.path for p in report.problems if not _is_of_header(p, sizes)}
+        if is_mended or not _mend_headers(folder, headers - others):
+            return _Trial(report, generation, not others, is_mended)
+        is_mended = True
 
 
 def _repair(folder: str, report: VerifyReport) -> None:
-    """Put the newest root that verifies in the place of those that do not.
+    """Write damaged headers again; then put the newest root that loads in place.
 
-    The damaged steps are given up: their files go with the next save or `prune`.  What the
-    system does not let us read now may be good, and stays.
+    Steps that do not load and are newer are given up: their files go with the next save or
+    `prune`.  What the system does not let us read now may be good, and stays.
     """
-    damaged: list[_folder.Root] = []
-    with WriterLock(folder):
-        now = VerifyReport(folder)  # a writer may have replaced what was looked at
-        verify_root(folder, _folder.MANIFEST, now, None)
-        if now:
-            report.problems, report.step = [], now.step
+    with WriterLock(folder).acquire():
+        now = _try_root(folder, _folder.MANIFEST)
+        if now.loads:
+            if now.is_mended and now.report:
+                report.repaired = now.generation
+            elif now.report:  # a writer has replaced what was looked at
+                report.problems, report.step = [], now.report.step
             return
+        damaged: list[_folder.Root] = []
         for root in reversed(_folder.list_roots(folder)):
-            trial = VerifyReport(folder)
-            verify_root(folder, root.path, trial, None)
-            if trial:
+            trial = _try_root(folder, root.path)
+            if trial.loads:
                 data = _folder.read_bytes(folder, root.path)
-                _core.file_replace(os.path.join(folder, _folder.MANIFEST), data)
+                # before the manifest, which is damaged too: until it is good, repairing goes on
                 _folder.delete_roots(folder, damaged)
+                mode = _folder.new_file_mode(folder)
+                _core.file_replace(os.path.join(folder, _folder.MANIFEST), data, mode)
                 report.repaired = root.generation
-                report.step = trial.step
+                report.step = trial.report.step
+                text = "%s: repaired: step %s, generation %s, replaces a damaged checkpoint"
+                log("WARNING", text, folder, report.step, root.generation)
                 return
-            if all(problem.kind != "unreadable" for problem in trial.problems):
+            if all(problem.kind != "unreadable" for problem in trial.report.problems):
                 damaged.append(root)
 
 
@@ -240,7 +358,7 @@ def verify_checkpoint(
     progress: Callable[[int], object] | None = None,
 ) -> VerifyReport:
     """Read all of a checkpoint; see `mlstate.verify`."""
-    folder = os.path.abspath(os.fspath(path))
+    folder = local_folder(path)
     report = VerifyReport(folder)
     if not os.path.isdir(folder):
         reason: OSError = FileNotFoundError(errno.ENOENT, "no such folder")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ._collective_args import check_timeout, failed
+from ._set_module import set_module
 
 
+@set_module("mlstate.collectives")
 class Work:
     """An operation that was started with ``async_op=True``.
 

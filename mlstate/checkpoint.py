@@ -35,7 +35,7 @@ from ._save_async import SaveHandle, begin_save
 from ._save_times import SaveTimes
 from ._staging import Staging
 from ._tiers import StateDicts, TieredState
-from ._tiers_report import TierRecord, TierReport
+from ._tiers_report import TierRecord, TierReport, Traffic
 from ._tiers_use import TieredUnit
 from ._verify import Problem, VerifyReport, verify_checkpoint
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping
 
+    from ._budget import MemorySize
     from .collectives import ProcessGroup
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "TierReport",
     "TieredState",
     "TieredUnit",
+    "Traffic",
     "VerifyReport",
     "inspect",
     "load",
@@ -98,6 +100,7 @@ def save(
     incremental: bool = False,
     compress: str | None = None,
     progress: Callable[[int], object] | None = None,
+    lock_timeout: float = 0,
 ) -> Checkpoint:
     """
     Save the state of a model, of its optimizer, or both.
@@ -146,6 +149,8 @@ def save(
     progress : callable, optional
         Called now and then with the number of bytes that were done since the last call. What
         it raises stops the save.
+    lock_timeout : float, default 0
+        Seconds to wait while another process writes.
 
     Returns
     -------
@@ -168,7 +173,7 @@ def save(
         A tensor has no memory to export, such as one on torch's ``meta`` device.
     StoreError
         The system refused: an `OSError` with its ``errno`` (EBUSY: another process is
-        writing this checkpoint).
+        writing this checkpoint; EEXIST: the folder holds the steps of a `CheckpointManager`).
     CollectiveError
         Another rank failed; the text says which, and why.
 
@@ -219,6 +224,7 @@ def save(
         incremental=incremental,
         compress=compress,
         progress=progress,
+        lock_timeout=lock_timeout,
     )
 
 
@@ -227,7 +233,7 @@ def save_async(
     model: Any = None,
     optimizer: Any = None,
     *,
-    max_staging_bytes: int | None = None,
+    max_staging_bytes: MemorySize | None = None,
     staging: Staging | None = None,
     metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
@@ -238,6 +244,7 @@ def save_async(
     incremental: bool = False,
     compress: str | None = None,
     progress: Callable[[int], object] | None = None,
+    lock_timeout: float = 0,
 ) -> SaveHandle:
     """
     Begin to save, and return while the checkpoint is written.
@@ -252,10 +259,11 @@ def save_async(
         As for `save`. Tensors on a device are always copied.
     sparse, incremental, compress
         As for `save`.
-    max_staging_bytes : int, optional
-        Bytes that the save may take in all, with 2 MiB for each of its threads and about 500
-        bytes a shard; 0: no copies. What does not fit is written from where it lies before
-        `staged` returns. Default: copies of the whole state, and what the writer takes.
+    max_staging_bytes : int, float or str, optional
+        Bytes, or a size such as ``"6GiB"``, that the save may take in all, with 2 MiB for each
+        of its threads and about 500 bytes a shard; 0: no copies. What does not fit is written
+        from where it lies before `staged` returns. Default: copies of the whole state, and what
+        the writer takes.
     staging : Staging, optional
         Memory for the copies, allocated and touched beforehand. Default: allocated now and
         given back at the end.
@@ -264,6 +272,8 @@ def save_async(
         to the other ranks through it. `staged` waits for the slowest rank to begin.
     progress : callable, optional
         As for `save`; called in the thread.
+    lock_timeout : float, default 0
+        Seconds to wait while another process writes.
 
     Returns
     -------
@@ -276,6 +286,8 @@ def save_async(
         As `save`, about the arguments; what happens later is raised by the handle. ValueError
         also where `group` or `staging` is in use by another save, where `group` is torch's
         default group, or where tensors on a device do not fit `max_staging_bytes`.
+    StoreError
+        The folder holds the steps of a `CheckpointManager` (EEXIST).
 
     Notes
     -----
@@ -315,6 +327,7 @@ def save_async(
         max_staging_bytes=max_staging_bytes,
         staging=staging,
         progress=progress,
+        lock_timeout=lock_timeout,
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,
@@ -389,7 +402,8 @@ def load(
     LoadedState
         ``model``, ``optimizer``, ``metadata``, ``step``. Each state is of the class that was
         saved. Many arrays below 4 MiB are views of blocks that they share, of 4 to 20 MiB; a
-        block lives as long as any of its arrays.
+        block lives as long as any of its arrays. bfloat16 and 8-bit floats are what
+        `load_file` returns for them.
 
     Raises
     ------
@@ -407,8 +421,6 @@ def load(
     TypeError, ValueError
         As `save`, of the torch objects in `into`; arrays of `into` are read-only, or share
         memory and are not the same array. Nothing was changed.
-    ImportError
-        The checkpoint holds bfloat16 or 8-bit floats, and ml_dtypes is not installed.
 
     Notes
     -----
@@ -458,9 +470,10 @@ def verify(
     path : str or os.PathLike
         Its folder.
     repair : bool, default False
-        Where the checkpoint is damaged, put the newest older one that is good in its place
-        (`CheckpointManager` keeps older ones). Damaged steps that are newer are given up: load
-        with ``verify=False`` before, if something of them is to be saved.
+        Write damaged headers of shard files again. If tensors are damaged, put the newest older
+        checkpoint whose tensors are all good in its place (`CheckpointManager` keeps older ones).
+        Newer steps with damaged tensors are given up: load with ``verify=False`` before, if
+        something of them is to be saved.
     progress : callable, optional
         Called with the number of bytes read since the last call.
 
@@ -472,7 +485,12 @@ def verify(
     Raises
     ------
     StoreError
-        There is no such folder, or, with `repair`, it cannot be written.
+        There is no such folder, or, with `repair`, it cannot be written; or other processes
+        replaced the checkpoint at each of 20 attempts to verify it.
+
+    Notes
+    -----
+    If another process replaces the checkpoint meanwhile, verifying begins again.
 
     Examples
     --------
@@ -516,4 +534,4 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
-    return Checkpoint(path)
+    return Checkpoint._opened(path)

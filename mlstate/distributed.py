@@ -38,11 +38,13 @@ from ._layout import Shard
 from ._merge import RankDifference, compare, describe, merge, refusal
 from ._optimizer_state import OptimizerStateDict
 from ._state_dict import StateDict
+from ._text import names_hint
 from .errors import TensorNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from ._budget import MemorySize
     from ._merge import Entry
     from .collectives import ProcessGroup
 
@@ -145,6 +147,7 @@ def _chosen(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
     if unused:
         raise TensorNotFoundError(
             f"no tensor is called {unused[0]!r}, and no name begins with that and a dot"
+            f"{names_hint(unused[0], keys)}"
         )
     made = like(state)
     made.update({name: state[name] for name in chosen})
@@ -212,7 +215,7 @@ class DistributedStateCollector:
         """The ranks."""
         return self._group
 
-    def _options(self, operation: str, root: int, max_bytes: int) -> dict[str, Any]:
+    def _options(self, operation: str, root: int, max_bytes: MemorySize) -> dict[str, Any]:
         """Check what every rank must pass alike."""
         return {
             "operation": operation,
@@ -286,8 +289,6 @@ class DistributedStateCollector:
             missing. ``differences`` has a `RankDifference` for each.
         TypeError
             A state is no mapping of str to arrays.
-        ValueError
-            There is no state.
 
         Examples
         --------
@@ -301,6 +302,8 @@ class DistributedStateCollector:
         (True, ['w', 'b'])
         """
         listed = _listed(states)
+        if not listed:
+            return StateDict()
         tensors, differences = compare(listed) if check else _structure(listed)
         if differences:
             raise refusal(
@@ -348,7 +351,7 @@ class DistributedStateCollector:
         model: Any = None,
         root: int = 0,
         names: str | Iterable[str] | None = None,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: MemorySize = MAX_BYTES,
         verify_replicas: bool = True,
     ) -> StateDict | None:
         """Bring the whole state to one rank; all ranks call this.
@@ -361,8 +364,9 @@ class DistributedStateCollector:
             The rank that gets the state.
         names : str or iterable of str, optional
             Which tensors: names, beginnings of names up to a dot, or globs. Default: all.
-        max_bytes : int, default 64 MiB
-            Largest message, on any rank. At least one element of each sender travels at a time.
+        max_bytes : int, float or str, default 64 MiB
+            Largest message, in bytes or as a size such as ``"6MiB"``, on any rank. At least one
+            element of each sender travels at a time.
         verify_replicas : bool, default True
             Compare what several ranks have by SHA-256, and refuse differences. False takes the
             root's own, or else those of the first rank that has them.
@@ -418,7 +422,8 @@ class DistributedStateCollector:
             return describe(taken[0]), []
 
         entries, _ = opening(self._group, operation, self._timeout, options, prepare)
-        gathering = Gathering(self._group, int(root), int(max_bytes), self._timeout)
+        nbytes = check_max_bytes(operation, max_bytes)
+        gathering = Gathering(self._group, int(root), nbytes, self._timeout)
         found: StateDict | None = gathering.run(taken[0], entries, bool(verify_replicas))
         return found
 
@@ -430,7 +435,7 @@ class DistributedStateCollector:
         model: Any = None,
         source: Mapping[str, Any] | None = None,
         root: int = 0,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: MemorySize = MAX_BYTES,
     ) -> None:
         """Fill the arrays of all ranks from one rank's; all ranks call this.
 
@@ -445,8 +450,8 @@ class DistributedStateCollector:
             at.
         root : int, default 0
             The rank that sends.
-        max_bytes : int, default 64 MiB
-            Largest message.
+        max_bytes : int, float or str, default 64 MiB
+            Largest message, in bytes or as a size such as ``"6MiB"``.
 
         Raises
         ------
@@ -497,7 +502,8 @@ class DistributedStateCollector:
             return entries, sent
 
         everyone, sent = opening(self._group, operation, self._timeout, options, prepare)
-        broadcasting = Broadcasting(self._group, int(root), int(max_bytes), self._timeout)
+        nbytes = check_max_bytes(operation, max_bytes)
+        broadcasting = Broadcasting(self._group, int(root), nbytes, self._timeout)
         state, store = taken[0], stores[0]
         broadcasting.run(state, given[0] if given else None, sent[int(root)], everyone)
         _note(state)
@@ -510,7 +516,7 @@ def _note(state: Mapping[str, Any]) -> None:
     arrays = [value.array if isinstance(value, Shard) else value for value in state.values()]
     tensors = [array for array in arrays if is_torch(array)]
     if tensors:
-        from .integrations.torch import note_written
+        from .integrations.torch._memory import note_written
 
         note_written(tensors)
 
@@ -519,10 +525,7 @@ def _listed(states: Any) -> list[StateDict]:
     """Return the states of all ranks; torch's DTensors as shards."""
     if isinstance(states, Mapping) or not hasattr(states, "__iter__"):
         raise TypeError(f"expected the states of all ranks in a list, got {type(states).__name__}")
-    listed = [_taken(state, None)[0] for state in states]
-    if not listed:
-        raise ValueError("there are no states to merge")
-    return listed
+    return [_taken(state, None)[0] for state in states]
 
 
 def _structure(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:

@@ -28,12 +28,18 @@ from ._core import (
     TensorNotFoundError,
 )
 
+
+class GradientNamesError(CollectiveError, ValueError):
+    """Gradients and sharding units that were passed together do not have the same names."""
+
+
 __all__ = [
     "CapacityError",
     "ChecksumError",
     "CollectiveError",
     "CompatibilityError",
     "FormatError",
+    "GradientNamesError",
     "MLStateError",
     "StoreError",
     "StoreNotFoundError",

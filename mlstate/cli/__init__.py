@@ -1,86 +1,19 @@
 """The command line: ``mlstate`` and ``python -m mlstate``.
 
-One module for each command; each has ``add(commands)``, which adds its parser and sets
-``run``, a function from the parsed arguments to the exit status.
+This module imports nothing but what it needs to handle Ctrl-C: NumPy and the commands are
+imported by `main`.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import warnings
-from typing import TYPE_CHECKING, NoReturn
-
-from .._version import __version__
-from ..errors import MLStateError
-from . import (
-    checkpoint_convert,
-    checkpoint_diff,
-    checkpoint_inspect,
-    checkpoint_prune,
-    checkpoint_reshard,
-    checkpoint_verify,
-    coreml,
-    demo,
-)
-
+TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import NoReturn
 
-__all__ = ["main"]
+__all__ = ["main", "run_process"]
 
-_COMMANDS = (
-    checkpoint_inspect,
-    checkpoint_verify,
-    checkpoint_diff,
-    checkpoint_reshard,
-    checkpoint_convert,
-    checkpoint_prune,
-    coreml,
-    demo,
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports a usage error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlstate: {message} (see {self.prog} --help)\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="mlstate", description="The state of machine-learning models.")
-    parser.add_argument("--version", action="version", version=f"mlstate {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add(commands)
-    return parser
-
-
-def _say(text: str) -> None:
-    """Write one line to standard error."""
-    print("mlstate:", " ".join(text.split()), file=sys.stderr)
-
-
-def _describe(error: Exception) -> str:
-    """One line about an error, with the file that it concerns."""
-    text = str(getattr(error, "strerror", None) or error)
-    path = getattr(error, "path", None) or getattr(error, "filename", None)
-    shown = None if path is None else os.fsdecode(path)
-    return text if shown is None or shown in text else f"{shown}: {text}"
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    """Run the command; warnings become lines of their own, without a source line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            status: int = arguments.run(arguments)
-        finally:
-            for warning in caught:
-                _say(f"warning: {warning.message}")
-    return status
+_INTERRUPTED = 130  # as shells report it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        Default: what the process was called with.
+        Default: the arguments of the process.
 
     Returns
     -------
@@ -97,19 +30,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 good, 1 the answer is no, 2 wrong usage or an error, 130 interrupted.
     """
     try:
-        arguments = _parser().parse_args(argv)
-    except SystemExit as stop:  # --help, --version or wrong usage: all was said
-        return stop.code if isinstance(stop.code, int) else 0
-    try:
-        status = _run(arguments)
-        if sys.stdout is not None:  # closed by who wants the exit status alone
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        from .command_line import run_command_line
+
+        return run_command_line(argv)
     except KeyboardInterrupt:
-        return 130  # as shells have it
-    except (MLStateError, OSError, ValueError, TypeError, ImportError) as error:
-        _say(_describe(error))
-        return 2
-    return status
+        return _INTERRUPTED
+
+
+def run_process() -> NoReturn:
+    """Run the command line as the whole process, and exit with its status.
+
+    While modules are imported and while Python exits, nothing is written and Ctrl-C ends the
+    process at once: a KeyboardInterrupt could be lost or printed in an import's callback.
+    """
+    import os
+    import signal
+    import sys
+
+    def leave(*_: object) -> NoReturn:
+        os._exit(_INTERRUPTED)
+
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored: nohup
+    if is_ours:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        from . import command_line  # noqa: F401  # imports NumPy
+    except ImportError as error:  # NumPy is missing, or MLSTATE_CPU names no instruction set
+        print("mlstate:", error, file=sys.stderr)
+        sys.exit(2)
+    if sys.stdout is not None:  # names that the terminal cannot show are escaped, as in stderr
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = main()
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, leave)
+    sys.exit(status)

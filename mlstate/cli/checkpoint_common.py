@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _folder
 from .._checkpoint_manager import find_root
-from .._text import table_text
+from .._convert import FORMATS
+from .._load import LoadedState, load_checkpoint
+from .._path import local_path
+from .._text import steps_text, table_text
 from ..checkpoint import Checkpoint
 from ..errors import MLStateError
 
@@ -17,12 +20,12 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
-    from .._load import LoadedState
-
 __all__ = [
     "EPILOG",
+    "FORCE_HELP",
     "Folder",
     "add_command",
+    "check_is_safetensors",
     "count_text",
     "find",
     "path_text",
@@ -32,6 +35,7 @@ __all__ = [
 ]
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
+FORCE_HELP = "replace an existing target, all steps of a run included"
 _WIDTH = 120  # of a cell
 
 
@@ -45,6 +49,17 @@ def add_command(
     return parser  # type: ignore[no-any-return]
 
 
+def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
+    """Add the option that waits for another writer."""
+    parser.add_argument(
+        "--lock-timeout",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait while another process writes (default: 0, fail at once)",
+    )
+
+
 # ---- which checkpoint ----
 
 
@@ -55,17 +70,17 @@ class Folder(NamedTuple):
     root: str
 
     def checkpoint(self) -> Checkpoint:
-        """Open it."""
-        return Checkpoint(self.path, _root=self.root)
+        """Open it, and read its indexes."""
+        return Checkpoint._opened(self.path, self.root)
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load it."""
-        return self.checkpoint().load(**keywords)
+        return load_checkpoint(self.path, root=self.root, **keywords)
 
 
 def find(path: str, step: int | None) -> Folder | None:
     """Return the checkpoint that is meant; None where `path` is a plain file."""
-    place = Path(path)
+    place = Path(local_path(path))
     if not place.is_dir():
         place.stat()  # its error is the best text about a missing file
         if step is not None:
@@ -73,10 +88,49 @@ def find(path: str, step: int | None) -> Folder | None:
         return None
     folder = str(place.absolute())
     if not any((place / name).exists() for name in (_folder.MANIFEST, *_folder.FOLDERS)):
-        raise _folder.store_error(
-            FileNotFoundError(2, "no checkpoint of mlstate in this folder"), "cannot read", path
-        )
+        hint = _reader_hint(place)
+        text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
+        raise _folder.store_error(FileNotFoundError(2, text), "cannot read", path)
     return Folder(folder, _folder.MANIFEST if step is None else find_root(folder, step))
+
+
+# ---- files and folders of other programs ----
+
+
+def _reader_hint(place: Path) -> str | None:
+    """Name the command that reads a file or folder of another program; None if none does."""
+    suffix = place.suffix.lower()
+    if suffix in (".mlpackage", ".mlmodel"):
+        return f"mlstate coreml states reads a {suffix}"
+    if place.is_dir():
+        is_dcp = (place / ".metadata").exists()
+        return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None
+    for name, one in FORMATS.items():
+        if suffix in one.suffixes:
+            return f"mlstate convert reads a {suffix} file (format {name})"
+    return None
+
+
+def _has_safetensors_header(place: Path) -> bool:
+    """Whether a file begins with the length of a header and the header's brace."""
+    with place.open("rb") as file:
+        start = file.read(9)
+        size = file.seek(0, 2)
+    return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= size - 8
+
+
+def check_is_safetensors(path: str) -> None:
+    """Raise ValueError for a file of another kind, and name the command that reads it.
+
+    A damaged ``.safetensors`` file passes: the caller says what is wrong with it.
+    """
+    place = Path(path)
+    if place.suffix.lower() == ".safetensors" or not place.is_file():
+        return
+    if not _has_safetensors_header(place):
+        known = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
+        hint = f"mlstate convert reads {known}, and with --from any suffix"
+        raise ValueError(f"{path} is not a .safetensors file: {_reader_hint(place) or hint}")
 
 
 # ---- text ----
@@ -90,11 +144,6 @@ def count_text(count: int, what: str) -> str:
 def path_text(path: str) -> str:
     """Write a path in one line, whatever is in it."""
     return path if path.isprintable() else repr(path)[1:-1]
-
-
-def steps_text(steps: Sequence[int | None]) -> str:
-    """List steps."""
-    return ", ".join("?" if step is None else str(step) for step in steps) or "none"
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

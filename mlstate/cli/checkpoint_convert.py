@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._convert import FORMATS, format_of, parts_of, read_any, write_any
+from .._folder import refuse_existing
+from .._path import local_path
 from .._text import bytes_text
-from .checkpoint_common import add_command, count_text, find, path_text
+from .checkpoint_common import FORCE_HELP, add_command, count_text, find, path_text
 
 if TYPE_CHECKING:
     import argparse
@@ -29,6 +31,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--from", dest="source_format", choices=names, help="whatever the suffix")
     parser.add_argument("--to", dest="target_format", choices=names, help="whatever the suffix")
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    parser.add_argument("--force", action="store_true", help=FORCE_HELP)
     parser.set_defaults(run=run_convert)
 
 
@@ -47,14 +50,15 @@ def _part_data(state: StateDict | None) -> dict[str, int] | None:
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """Read, write, and say what was written."""
-    source, target = Path(arguments.source), Path(arguments.target)
+    source, target = Path(local_path(arguments.source)), Path(local_path(arguments.target))
     source.stat()
     if target.exists() and source.samefile(target):
         raise ValueError("the target must be another path than the source")
+    refuse_existing(target, arguments.force)
     read = arguments.source_format or format_of(source)
     write = arguments.target_format or format_of(target)
     model, optimizer, metadata = _read(arguments.source, read, arguments.step)
-    write_any(target, model, optimizer, metadata, format=write)
+    write_any(target, model, optimizer, metadata, format=write, overwrite=arguments.force)
     parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

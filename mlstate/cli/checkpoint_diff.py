@@ -12,7 +12,13 @@ from .._checkpoint import TensorRecord
 from .._convert import read_file
 from .._state_diff import StateDiff, table_of
 from ..state import diff
-from .checkpoint_common import add_command, find, print_table, progress_of
+from .checkpoint_common import (
+    add_command,
+    check_is_safetensors,
+    find,
+    print_table,
+    progress_of,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -47,14 +53,19 @@ class _CheckpointSide:
     """A checkpoint, whose tensors are mapped; others than whole plain ones take memory."""
 
     def __init__(self, where: Folder) -> None:
-        self.path = where.path
-        manifest = _folder.read_manifest(where.path, where.root)
-        self.step = manifest.step
-        self._catalog = _folder.load_catalog(where.path, manifest)
+        self.path, self._root = where
+        manifest, self._catalog = _folder.read_root(
+            *where, lambda manifest: (manifest, _folder.load_catalog(where.path, manifest))
+        )
+        self.step, self._generation = manifest.step, manifest.generation
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
         for record in map(TensorRecord._make, self._catalog.tensors()):
             in_memory = record.shards > 1 or record.sparse_shards or record.codec
             self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
+
+    def is_replaced(self) -> bool:
+        """Whether a writer replaced it since."""
+        return _folder.is_replaced(self.path, self._root, self._generation)
 
     def keys(self, section: int) -> list[str]:
         """Names of the tensors of the model (0) or the optimizer (1)."""
@@ -83,6 +94,10 @@ class _FileSide:
         model, optimizer, _ = read_file(Path(path), mmap=True)
         self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}))
 
+    def is_replaced(self) -> bool:
+        """Never: it is mapped."""
+        return False
+
     def keys(self, section: int) -> list[str]:
         """As for a checkpoint."""
         return list(self._parts[section])
@@ -100,7 +115,10 @@ class _FileSide:
 
 def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
     where = find(path, step)
-    return _FileSide(path) if where is None else _CheckpointSide(where)
+    if where is None:
+        check_is_safetensors(path)
+        return _FileSide(path)
+    return _CheckpointSide(where)
 
 
 # ---- comparing ----
@@ -160,18 +178,34 @@ def _diff_data(found: StateDiff) -> dict[str, Any]:
     }
 
 
-def run_diff(arguments: argparse.Namespace) -> int:
-    """Print what differs; 1 if anything does."""
-    sides: list[Any] = [
-        _side(arguments.first, arguments.first_step),
-        _side(arguments.second, arguments.second_step),
-    ]
+def _compare_all(sides: list[Any]) -> list[StateDiff]:
+    """Compare models, then optimizers."""
 
     def size() -> int:
         return sum(sides[0].size(s, key)[0] for s in (0, 1) for key in sides[0].keys(s))
 
     with progress_of("compare", size) as progress:
-        found = [_compare(section, sides, progress) for section in (0, 1)]
+        return [_compare(section, sides, progress) for section in (0, 1)]
+
+
+def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:
+    """Open both sides and compare them; begin again if a writer replaces one meanwhile."""
+    first = arguments.first, arguments.first_step
+    second = arguments.second, arguments.second_step
+    for _ in range(_folder.TRIES - 1):
+        sides: list[Any] = [_side(*first), _side(*second)]
+        try:
+            return sides, _compare_all(sides)
+        except FileNotFoundError:
+            if not any(side.is_replaced() for side in sides):
+                raise
+    sides = [_side(*first), _side(*second)]
+    return sides, _compare_all(sides)
+
+
+def run_diff(arguments: argparse.Namespace) -> int:
+    """Print what differs; 1 if anything does."""
+    sides, found = _diff_paths(arguments)
     identical = all(one.identical for one in found)
     if arguments.json:
         ends = ({"path": side.path, "step": side.step} for side in sides)

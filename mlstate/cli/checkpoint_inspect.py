@@ -12,6 +12,7 @@ from .._text import bytes_text, shorten
 from ..checkpoint import CheckpointManager, load_metadata
 from .checkpoint_common import (
     add_command,
+    check_is_safetensors,
     count_text,
     find,
     path_text,
@@ -91,7 +92,7 @@ def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
         "generation": found.generation,
         "sequence": found.sequence,
         "step": found.step,
-        "steps": CheckpointManager(found.path).steps(),
+        "steps": sorted(CheckpointManager(found.path).steps()),
         "created": found.created,
         "writer": found.writer,
         "world_size": found.world_size,
@@ -176,6 +177,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     """Print what there is."""
     folder = find(arguments.path, arguments.step)
     if folder is None:
+        check_is_safetensors(arguments.path)
         _inspect_file(arguments.path, arguments.json)
         return 0
     found = folder.checkpoint()

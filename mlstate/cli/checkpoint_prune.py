@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from .._text import bytes_text
+from .._text import bytes_text, sort_steps
 from ..checkpoint import prune
-from .checkpoint_common import add_command, count_text, find, path_text, print_table, steps_text
+from .checkpoint_common import (
+    add_command,
+    add_lock_timeout,
+    count_text,
+    find,
+    path_text,
+    print_table,
+    steps_text,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -22,6 +30,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("path", help="a checkpoint, or the folder of a run")
     parser.add_argument("--keep", type=int, metavar="N", help="newest steps to keep (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    add_lock_timeout(parser)
     parser.set_defaults(run=run_prune)
 
 
@@ -31,13 +40,18 @@ def run_prune(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
     if arguments.keep is not None and arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
-    report = prune(arguments.path, keep=arguments.keep, dry_run=arguments.dry_run)
+    report = prune(
+        arguments.path,
+        keep=arguments.keep,
+        dry_run=arguments.dry_run,
+        lock_timeout=arguments.lock_timeout,
+    )
     if arguments.json:
         data = {
             "path": report.path,
             "dry_run": report.dry_run,
-            "steps": report.steps,
-            "kept": report.kept,
+            "steps": sort_steps(report.steps),
+            "kept": sort_steps(report.kept),
             "files": report.files,
             "bytes": report.nbytes,
         }

@@ -6,9 +6,17 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from .._text import bytes_text
+from .._text import bytes_text, names_hint
 from ..checkpoint import Layout, reshard
-from .checkpoint_common import add_command, count_text, find, path_text, progress_of
+from .checkpoint_common import (
+    FORCE_HELP,
+    add_command,
+    add_lock_timeout,
+    count_text,
+    find,
+    path_text,
+    progress_of,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -31,6 +39,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    parser.add_argument("--force", action="store_true", help=FORCE_HELP)
+    add_lock_timeout(parser)
     parser.set_defaults(run=run_reshard)
 
 
@@ -46,6 +56,9 @@ def _layout(text: str, world_size: int | None) -> Layout:
             raise ValueError(
                 f"--layout {text}: {word!r} is none of whole, rows, flat and axis:K, or one of "
                 "these with a number of parts, such as rows=4"
+                + names_hint(
+                    re.split("[:=]", word)[0], ("whole", "rows", "flat", "axis"), listed=False
+                )
             )
         parts = match["parts"] or (world_size if len(words) == 1 else None)
         if parts is None:
@@ -71,7 +84,9 @@ def run_reshard(arguments: argparse.Namespace) -> int:
             layout=layout,
             world_size=arguments.world_size or layout.parts,
             step=arguments.step,
+            overwrite=arguments.force,
             progress=progress,
+            lock_timeout=arguments.lock_timeout,
         )
     files = made.files()
     if arguments.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _folder
@@ -14,6 +15,7 @@ from ..errors import MLStateError
 from .checkpoint_common import (
     Folder,
     add_command,
+    check_is_safetensors,
     count_text,
     find,
     path_text,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _HEADERS = ("problem", "file", "tensor", "bytes", "what")
+_STEP_HEADERS = ("step", "result", "read", "manifest")
 _WIDTH = 300  # of a file's name
 
 
@@ -86,10 +89,15 @@ def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
     found = []
     names = _roots(folder)
     with progress_of("verify", lambda: _size(folder, names)) as progress:
-        for name in names:
+        while names:
+            name = names.pop(0)
             report = VerifyReport(folder)
-            verify_root(folder, name, report, progress)
-            found.append(_Verified(name, report))
+            verify_root(folder, name, report, progress, {})
+            if name == _folder.MANIFEST or Path(folder, name).exists():
+                found.append(_Verified(name, report))
+            elif not names and not found:  # a writer has given up all of them for newer ones
+                names = [_folder.MANIFEST]
+    found.sort(key=lambda one: (one.report.step is None, one.report.step or 0))
     with suppress(MLStateError):  # what is needed is not known: the problems say why
         rest.leftover = _folder.prune(folder, dry_run=True)
     rest.strange = _folder.strange_files(folder)
@@ -143,20 +151,50 @@ def _data(
     }
 
 
+def _result_text(report: VerifyReport) -> str:
+    return count_text(len(report.problems), "problem") if report.problems else "good"
+
+
+def _step_text(report: VerifyReport) -> str:
+    return "?" if report.step is None else str(report.step)
+
+
+def _problem_row(problem: Problem, folder: str) -> list[str]:
+    """One row of the table; the text does not repeat the folder and the file."""
+    place = f"{folder}/{problem.path}"
+    text = problem.text.replace(place, problem.path).removeprefix(f"{problem.path}: ")
+    span = f"{problem.offset}-{problem.offset + problem.length}" if problem.length else ""
+    return [problem.kind, problem.path, problem.name or "", span, text]
+
+
 def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
     root, report = verified
     problems = report.problems
-    parts = ["good" if not problems else count_text(len(problems), "problem")]
+    parts = [_result_text(report)]
     if report.step is not None and not report.repaired:
         parts.append(f"step {report.step}")
     parts.append(f"{bytes_text(report.bytes)} read")
     if root is None and not problems and not checksums:
         parts[-1] = "no checksums: only its structure was looked at"
-    where = path_text(path) + ("" if root in (None, _folder.MANIFEST) else f"/{root}")
-    print(f"{where}: {', '.join(parts)}")
-    print_table(_HEADERS, [
-        [p.kind, p.path, p.name or "", f"{p.offset}-{p.offset + p.length}", p.text]
-        for p in problems
+    print(f"{path_text(path)}: {', '.join(parts)}")
+    print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
+
+
+def _print_all(path: str, found: list[_Verified]) -> None:
+    """A title, a row for each step, then a row for each problem."""
+    damaged = sum(1 for one in found if one.report.problems)
+    total = count_text(len(found), "checkpoint")
+    result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
+    read = bytes_text(sum(one.report.bytes for one in found))
+    print(f"{path_text(path)}: {result}, {read} read")
+    print_table(_STEP_HEADERS, [
+        [_step_text(report), _result_text(report), bytes_text(report.bytes), root or ""]
+        for root, report in found
+    ])  # fmt: skip
+    print_table(("step", *_HEADERS), [
+        [_step_text(report), *_problem_row(problem, report.path)]
+        for _, report in found
+        for problem in report.problems
     ])  # fmt: skip
 
 
@@ -167,6 +205,13 @@ def _print_files(what: str, names: list[str]) -> None:
             print(f"  {shorten(name, _WIDTH)}")
 
 
+def _reason(report: VerifyReport) -> str:
+    """Say why nothing was repaired."""
+    if {problem.kind for problem in report.problems} == {"header"}:
+        return "every tensor loads, and the next save writes files with damaged headers again"
+    return "there is no older step that is good"
+
+
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is wrong; 1 if anything is, and was not repaired."""
     where = find(arguments.path, arguments.step)
@@ -174,6 +219,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if where is None:
         if arguments.repair or arguments.all_steps:
             raise ValueError(f"{arguments.path} is one file: there are no steps, and no older one")
+        check_is_safetensors(arguments.path)
         one, checksums = _verify_plain(arguments.path)
         found, rest = [one], one.report
     elif arguments.all_steps:
@@ -184,13 +230,15 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_data(found, rest, checksums, good), indent=2))
         return 0 if good else 1
-    for verified in found:
-        _print_one(arguments.path, verified, checksums)
+    if arguments.all_steps:
+        _print_all(arguments.path, found)
+    else:
+        _print_one(arguments.path, found[0], checksums)
     _print_files("left over, which mlstate prune deletes", rest.leftover)
     _print_files("of another program", rest.strange)
     if rest.repaired is not None:
         step = "" if rest.step is None else f"step {rest.step}, "
         print(f"repaired: {step}generation {rest.repaired}, is the newest good one, and in place")
     elif arguments.repair and not good:
-        print("not repaired: there is no older step that is good")
+        print(f"not repaired: {_reason(rest)}")
     return 0 if good else 1

@@ -25,7 +25,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
     help_text = "list the states that a package declares, by function"
     states = actions.add_parser("states", help=help_text, description=help_text)
-    states.add_argument("package", help="a .mlpackage folder or .mlmodel file")
+    states.add_argument("package", help="a .mlpackage or .mlmodelc folder, or a .mlmodel file")
     states.add_argument("--json", action="store_true", help="print JSON")
     states.set_defaults(run=run_states)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .._folder import refuse_existing
+
 if TYPE_CHECKING:
     import argparse
 
@@ -20,11 +22,14 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         default="mlstate_demo.png",
         help="where to write the picture (default: %(default)s); '' for none",
     )
+    parser.add_argument("--force", action="store_true", help="replace an existing picture")
     parser.set_defaults(run=run_demo)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo; 1 if anything changed that must not, or damage was not repaired."""
+    if arguments.picture:
+        refuse_existing(arguments.picture, arguments.force)
     from ..demo.story import run
 
     report = run(arguments.picture or None)

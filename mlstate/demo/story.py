@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .._atomic import replacing
+from .._path import local_path
 from ..checkpoint import load_file, load_metadata
 from ..coreml import FakeMLState, StateSpecs, plan_transition, state_specs
 from ..errors import CapacityError
@@ -237,7 +239,8 @@ def _draw(stages: list[Stage], path: Path | None, say: Callable[[str], None]) ->
     except ImportError:
         say("\nNo picture: matplotlib is not installed (pip install 'mlstate[plot]').")
         return None
-    figure.savefig(path, dpi=150)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=150, format="png")
     say(f"\nPicture of the cache: {path}")
     return path
 
@@ -285,7 +288,7 @@ def run(
         reduced = show_gradients(story.model, loaded.state["embed.weight"], say)
         planned = show_activations(story.model, loaded.state["embed.weight"], say)
         trained = show_training(story.model, loaded.state["embed.weight"], say)
-    drawn = _draw(story.stages, None if picture is None else Path(picture), say)
+    drawn = _draw(story.stages, None if picture is None else Path(local_path(picture)), say)
     untouched = loaded.untouched
     return Report(
         text,

@@ -1,8 +1,8 @@
-"""How bytes travel over MPI, and how sums are made of them.
+"""How bytes travel over MPI, and how the parts of a reduction become one.
 
-All operations are made of one exchange, in which each rank sends a part to every other, point
-to point: so a rank that waits knows for whom. Messages carry a tag that depends on the call;
-ranks that call different things find out by the first message.
+Each rank exchanges messages with every other, point to point: so a rank that waits knows for
+whom. Messages carry a tag that depends on the call; ranks that call different things find out
+by the first message.
 
 Nothing blocks inside MPI. Requests are tested until they are done, so that a deadline, an
 abort or Ctrl-C ends an operation that never will be.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections import deque
-from itertools import pairwise
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,8 @@ import numpy as np
 
 from ..._arrays import is_torch
 from ..._collective_args import dtype_name, failed
-from ._memory import bytes_of, item_bytes, new_like, reals_of, split, wide_like
+from ..._dtypes import as_numbers
+from ._memory import bytes_of, reals_of, wide_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,13 +31,6 @@ _MESSAGE_BYTES = 16 << 20
 # How long to look without a pause since something last arrived, and the longest pause then.
 _EAGER_SECONDS = 200e-6
 _PAUSE_SECONDS = 1e-3
-# Up to here, reducing everything on every rank saves a second exchange.
-_SMALL_BYTES = 64 << 10
-# From here, the root of a broadcast leaves the most of the sending to the others.
-_SHARED_BYTES = 1 << 20
-# What each rank sends first to gather bytes: a length, and the bytes themselves if they fit.
-_SLOT_BYTES = 256
-_LENGTH_BYTES = 8
 _ONLY_IN_NUMPY = (np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name)
 
 # A tag is an operation, and 12 bits of what was called: below 32768, which any MPI has.
@@ -181,10 +174,7 @@ class Link:
         return failed(self.operation, self.rank, f"{what}; the group is of no use any more")
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Send each other rank its bytes, and fill what is meant for theirs; empty ones stay here.
-
-        Sends may be one array many times. What this rank has for itself is left alone.
-        """
+        """Send and receive messages; see the protocol."""
         self.began = True
         messages = _Messages(self, sends, receives)
         try:
@@ -195,6 +185,23 @@ class Link:
                 text = " ".join(str(error).split())[:300]
                 raise self.error(f"another rank is gone, or MPI failed ({text})") from error
             raise
+
+    def bytes_of(self, flat: Any) -> Any:
+        """Return an array of uint8 over the same memory."""
+        return bytes_of(flat)
+
+    def from_bytes(self, data: bytes) -> Any:
+        """Return an array over bytes."""
+        return np.frombuffer(data, np.uint8)
+
+    def to_bytes(self, memory: Any) -> bytes:
+        """Return a copy of an array."""
+        copied: bytes = memory.tobytes()
+        return copied
+
+    def reduce(self, parts: Sequence[Any], op: str, out: Any) -> None:
+        """Reduce in the order of the parts."""
+        reduce_parts(parts, op, out)
 
     def _finish(self, messages: _Messages) -> None:
         """Look until everything has arrived, here and there."""
@@ -274,82 +281,6 @@ class Link:
         raise self.error(f"{limit}: {what}; pass a larger timeout= or look there")
 
 
-# ---- moving ----
-
-
-def spread(link: Link, mine: Any, everyone: Any, counts: Sequence[int]) -> None:
-    """Fill `everyone` with the bytes of all ranks, ``counts[r]`` of rank r."""
-    parts = split(everyone, counts)
-    if not np.shares_memory(parts[link.rank], mine):
-        parts[link.rank][...] = mine
-    link.exchange([mine] * link.world_size, parts)
-
-
-def trade(
-    link: Link, send: Any, send_counts: Sequence[int], receive: Any, receive_counts: Sequence[int]
-) -> None:
-    """Send each rank its bytes, and put what ranks send one behind the other."""
-    sends, receives = split(send, send_counts), split(receive, receive_counts)
-    receives[link.rank][...] = sends[link.rank]
-    link.exchange(sends, receives)
-
-
-def hand_out(link: Link, flat: Any, root: int) -> None:
-    """Overwrite the bytes with those of `root`.
-
-    Long ones go out in parts, which the ranks then hand to each other: no rank sends more
-    than twice the whole.
-    """
-    world, nothing = link.world_size, flat[:0]
-    shared = world > 2 and len(flat) >= _SHARED_BYTES
-    ends = [len(flat) * rank // world for rank in range(world + 1)]
-    counts = [end - start for start, end in pairwise(ends)]
-    parts = split(flat, counts) if shared else [flat] * world
-    receives = [nothing] * world
-    if link.rank == root:
-        link.exchange(parts, receives)
-    else:
-        receives[root] = parts[link.rank]
-        link.exchange([nothing] * world, receives)
-    if shared:
-        spread(link, parts[link.rank], flat, counts)
-
-
-def meet(link: Link) -> None:
-    """Wait for every rank."""
-    parts = np.empty((2, link.world_size, 1), np.uint8)
-    parts[0] = 0
-    link.exchange(list(parts[0]), list(parts[1]))
-
-
-def gather_texts(link: Link, data: bytes, root: int | None) -> list[bytes] | None:
-    """Return the bytes of all ranks; None where this rank is not the root.
-
-    Short ones travel with their lengths, in one exchange.
-    """
-    room, world = _SLOT_BYTES - _LENGTH_BYTES, link.world_size
-    head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
-    slots = np.empty((world, _SLOT_BYTES), np.uint8)
-    slots[link.rank] = np.frombuffer(head.ljust(_SLOT_BYTES, b"\0"), np.uint8)
-    link.exchange([slots[link.rank]] * world, list(slots))
-    heads = [slot.tobytes() for slot in slots]
-    lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
-    texts = [head[_LENGTH_BYTES:][:n] for head, n in zip(heads, lengths, strict=True)]
-    rest = [n if n > room else 0 for n in lengths]
-    if any(rest):
-        mine = np.frombuffer(data if rest[link.rank] else b"", np.uint8)
-        ends = range(world) if root is None else [root]
-        wanted = [n if link.rank in ends and r != link.rank else 0 for r, n in enumerate(rest)]
-        long = split(np.empty(sum(wanted), np.uint8), wanted)
-        link.exchange([mine if rank in ends else mine[:0] for rank in range(world)], long)
-        texts = [part.tobytes() or text for part, text in zip(long, texts, strict=True)]
-        texts[link.rank] = data
-    return texts if root in (None, link.rank) else None
-
-
-# ---- reducing ----
-
-
 def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
     """Reduce flat arrays in their order into `out`, which may be one of them."""
     from ... import _core
@@ -366,7 +297,8 @@ def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
         return
     wide = wide_like(out)  # the core leaves it to others to round to 8 bits
     _core.reduce(parts, wide, kind, divisor)
-    out[:] = wide if is_torch(out) else wide.astype(out.dtype)
+    place = out if is_torch(out) else as_numbers(out)
+    place[:] = wide if is_torch(out) else wide.astype(place.dtype)
 
 
 def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
@@ -378,30 +310,3 @@ def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
     if op == "mean":
         total.view(np.longdouble)[...] /= len(parts)  # complex numbers part by part
     out[...] = total
-
-
-def reduce_rows(link: Link, flat: Any, counts: Sequence[int], op: str, out: Any) -> None:
-    """Reduce flat arrays; rank r gets its ``counts[r]`` elements of the result."""
-    sends = split(flat, counts)
-    shares = [counts[link.rank] if r != link.rank else 0 for r in range(link.world_size)]
-    parts = split(new_like(flat, sum(shares)), shares)
-    link.exchange([bytes_of(part) for part in sends], [bytes_of(part) for part in parts])
-    parts[link.rank] = sends[link.rank]
-    reduce_parts(parts, op, out)
-
-
-def reduce_all(link: Link, flat: Any, op: str, out: Any) -> None:
-    """Reduce flat arrays; every rank gets the result."""
-    size, length = item_bytes(flat), len(flat)
-    if length * size * link.world_size <= _SMALL_BYTES:
-        received = new_like(flat, length * link.world_size)
-        counts = [length] * link.world_size
-        spread(link, bytes_of(flat), bytes_of(received), [n * size for n in counts])
-        reduce_parts(split(received, counts), op, out)
-        return
-    ends = [length * rank // link.world_size for rank in range(link.world_size + 1)]
-    counts = [end - start for start, end in pairwise(ends)]
-    # where `out` is the input, only this rank's part of it is written before all were sent
-    mine = split(out, counts)[link.rank]
-    reduce_rows(link, flat, counts, op, mine)
-    spread(link, bytes_of(mine), bytes_of(out), [n * size for n in counts])

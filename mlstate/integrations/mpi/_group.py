@@ -4,36 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..._collective_algorithms import ExchangeEngine
 from ..._collective_args import check_timeout, failed
-from ..._engine import Call, Engine, shares
+from ..._set_module import set_module
 from ..._turns import Turns
 from ..._work import Work
 from ...errors import CollectiveError
-from ._exchange import (
-    Channel,
-    gather_texts,
-    hand_out,
-    meet,
-    reduce_all,
-    reduce_rows,
-    spread,
-    trade,
-    wait_for,
-)
-from ._memory import bytes_of, flat_of, put, target_for
+from ._exchange import Channel, wait_for
+from ._memory import flat_of, put, target_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._exchange import Link
+    from ..._engine import Call
 
 # What torch.distributed allows an operation, too.
 _DEFAULT_SECONDS = 1800.0
 
 
-class MPIGroup(Engine):
+@set_module("mlstate.integrations.mpi")
+class MPIGroup(ExchangeEngine):
     """The processes of an MPI communicator, as mlstate uses them.
 
     Parameters
@@ -182,34 +172,6 @@ class MPIGroup(Engine):
 
     def _put(self, target: Any, place: Any) -> None:
         put(target, place)
-
-    # ---- how bytes travel ----
-
-    def _reduce_rows(self, link: Link, source: Any, rows: list[int], op: str, target: Any) -> None:
-        reduce_rows(link, source, shares(len(source), rows), op, target)
-
-    def _reduce_all(self, link: Link, source: Any, op: str, target: Any) -> None:
-        reduce_all(link, source, op, target)
-
-    def _spread(self, link: Link, source: Any, rows: list[int], target: Any) -> None:
-        into = bytes_of(target)
-        spread(link, bytes_of(source), into, shares(len(into), rows))
-
-    def _trade(
-        self, link: Link, source: Any, sent: list[int], target: Any, wanted: list[int]
-    ) -> None:
-        mine, into = bytes_of(source), bytes_of(target)
-        here = mine.copy() if np.shares_memory(mine, into) else mine
-        trade(link, here, shares(len(here), sent), into, shares(len(into), wanted))
-
-    def _broadcast(self, link: Link, memory: Any, root: int) -> None:
-        hand_out(link, bytes_of(memory), root)
-
-    def _barrier(self, link: Link) -> None:
-        meet(link)
-
-    def _gather(self, link: Link, data: bytes, root: int | None) -> list[bytes] | None:
-        return gather_texts(link, data, root)
 
     # ---- the end ----
 

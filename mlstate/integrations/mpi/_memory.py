@@ -6,16 +6,12 @@ over the same memory.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..._arrays import is_torch
 from ..._collective_args import check_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
@@ -49,7 +45,7 @@ def put(flat: Any, place: Any) -> None:
         if flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
             place.copy_(flat.view(place.shape))
         elif not place.is_inference():
-            from ..torch import note_written  # MPI wrote to it, which torch cannot know
+            from ..torch._memory import note_written  # MPI wrote to it, which torch cannot know
 
             note_written([place])
     elif not np.shares_memory(flat, place):
@@ -63,11 +59,6 @@ def bytes_of(flat: Any) -> Any:
 
         return flat.view(torch.uint8).numpy()
     return flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
-
-
-def new_like(flat: Any, count: int) -> Any:
-    """Return new flat memory for elements of the same kind."""
-    return flat.new_empty(count) if is_torch(flat) else np.empty(count, flat.dtype)
 
 
 def wide_like(flat: Any) -> Any:
@@ -86,13 +77,3 @@ def reals_of(flat: Any) -> Any:
 
         return flat.view(torch.float64)
     return flat.view(np.float64)
-
-
-def split(flat: Any, counts: Sequence[int]) -> list[Any]:
-    """Return each rank's part, one behind the other."""
-    return [flat[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
-
-
-def item_bytes(flat: Any) -> int:
-    """Return the bytes of one element."""
-    return int(flat.element_size() if is_torch(flat) else flat.itemsize)

@@ -12,16 +12,14 @@ from ._chain import profile_chain
 from ._ddp import all_reduce_with
 from ._fsdp2 import reduce_scatter_with
 from ._group import TorchGroup
-from ._kv import move
-from ._memory import note_written, write_into_tensor
 from ._operators import OperatorProfile, operator_contexts, profile_operators
 from ._optimizer import optimizer_dict, optimizer_state
 from ._peak import MemoryUse, measure_peak
-from ._pickle import reduce_state, register, restore_state
+from ._pickle import register as _register
+from ._pickle import restore_state  # noqa: F401  # torch files name it by this package
 from ._recompute_check import check_recompute
 from ._state import arrays_of, tensors_of
 from ._steps import PlanUse, StepUse, measure_plan
-from ._tiers import accelerator, give_memory, in_memory, on_device, tensors_of_optimizer
 
 __all__ = [
     "MemoryUse",
@@ -30,34 +28,21 @@ __all__ = [
     "PlannedModel",
     "StepUse",
     "TorchGroup",
-    "accelerator",
     "all_reduce_with",
     "apply_plan",
     "apply_strategy",
     "arrays_of",
     "check_recompute",
     "cuda_memory",
-    "give_memory",
-    "in_memory",
     "measure_peak",
     "measure_plan",
-    "move",
-    "note_written",
-    "on_device",
     "operator_contexts",
     "optimizer_dict",
     "optimizer_state",
     "profile_chain",
     "profile_operators",
     "reduce_scatter_with",
-    "reduce_state",
-    "register",
-    "restore_state",
     "tensors_of",
-    "tensors_of_optimizer",
-    "write_into_tensor",
 ]
 
-# Files name the function by this package, which stays where the file it is in may not.
-restore_state.__module__ = __name__
-register()
+_register()

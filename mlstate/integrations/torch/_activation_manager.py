@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..._set_module import set_module
 from ._patterns import modules_named, refuse_overlap
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Modul
     return {name: block for name, block in module.named_modules() if id(block) in chosen}
 
 
+@set_module("mlstate.integrations.torch")
 def apply_strategy(
     manager: ActivationManager, module: Any, blocks: str | Iterable[str] | None
 ) -> AppliedStrategy:
@@ -149,6 +151,7 @@ def apply_strategy(
     return AppliedStrategy(manager, chosen)
 
 
+@set_module("mlstate.integrations.torch")
 def cuda_memory(source: str) -> tuple[int, int, int, str]:
     """Read the memory of a CUDA device, for `MemoryTracker`.
 

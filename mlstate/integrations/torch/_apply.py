@@ -8,6 +8,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..._path import local_path
+from ..._set_module import set_module
 from ._patterns import modules_named, refuse_overlap
 from ._schedule import Block, Program, Run, flatten
 
@@ -167,6 +169,7 @@ def run_blocks(
     return out
 
 
+@set_module("mlstate.integrations.torch")
 class PlannedModel:
     """A model whose blocks run by a plan; `Plan.apply` makes these.
 
@@ -294,6 +297,7 @@ class PlannedModel:
         return f"<PlannedModel: {name}, {self.plan!r}{removed}>"
 
 
+@set_module("mlstate.integrations.torch")
 def apply_plan(
     plan: Any,
     module: Any = None,
@@ -342,8 +346,9 @@ def apply_plan(
     Gradients have the bits of a run without the plan, hooks of parameters fire at the same
     places and once, and what the blocks draw from torch's generators is the same. Arguments
     that are not what the block before returned (masks, tables, flags) go to each run as they
-    are. Buffers that a block changes, such as BatchNorm's statistics, change once: for
-    recomputation their earlier values are kept. Without gradients (``torch.no_grad()``)
+    are; of objects that a block may change, such as a KV cache, each run gets a copy. Buffers
+    that a block changes, such as BatchNorm's statistics, change once: for recomputation their
+    earlier values are kept. Without gradients (``torch.no_grad()``)
     blocks run as if there was no plan.
 
     Copies that autocast makes of parameters live as long as its ``with`` block, planned or
@@ -371,5 +376,5 @@ def apply_plan(
     found = find_blocks(module, blocks, plan.chain.blocks)
     if isinstance(module, list | tuple):
         module = None
-    folder = None if offload_to is None else os.fspath(offload_to)
+    folder = None if offload_to is None else local_path(offload_to)
     return PlannedModel(plan, module, found, folder, observe)

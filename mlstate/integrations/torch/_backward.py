@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
     import torch
+
+    from ..._fsdp import FSDP
+    from ..._fsdp_unit import FSDPShardingUnit
 
 
 def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
@@ -33,6 +36,28 @@ def watch(parameter: torch.nn.Parameter, ready: Callable[[Any], None]) -> Any:
     """
     register: Any = parameter.register_post_accumulate_grad_hook
     return register(lambda watched: ready(watched.grad))
+
+
+class _NodeHook:
+    """A hook on a node of autograd, which torch lets go with its last reference."""
+
+    def __init__(self, node: Any, function: Callable[[Any], None]) -> None:
+        self._node = node
+        self._handle = node.register_prehook(function)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        self._node = None
+
+
+def watch_before(parameter: torch.nn.Parameter, before: Callable[[], None]) -> Any:
+    """Call `before` each time a gradient is about to be added to ``parameter.grad``.
+
+    Returns an object whose ``remove`` ends this.
+    """
+    from torch.autograd.graph import get_gradient_edge
+
+    return _NodeHook(get_gradient_edge(parameter).node, lambda _: before())
 
 
 def call_at_end(function: Callable[[], None]) -> None:
@@ -121,3 +146,38 @@ def reduce_on_device(
     if not flat.dtype.is_floating_point:
         return float(flat.double().square().sum()), 0
     return float(flat.double().square().sum()), int((~flat.isfinite()).sum())
+
+
+def gather_full(
+    fsdp: FSDP, units: Sequence[FSDPShardingUnit], parameters: Mapping[str, torch.nn.Parameter]
+) -> None:
+    """Gather the parts of reduced gradients from all ranks into ``parameter.grad``.
+
+    Parameters of one dtype and device travel in one message.
+    """
+    kinds: dict[Any, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
+    for unit in units:
+        parameter = parameters[unit.parameter_name]
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((unit, parameter))
+    for pairs in kinds.values():
+        _gather_pairs(fsdp.process_group, pairs, fsdp.timeout)
+
+
+def _gather_pairs(
+    group: Any, pairs: Sequence[tuple[FSDPShardingUnit, torch.nn.Parameter]], timeout: float | None
+) -> None:
+    import torch
+
+    mine = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])
+    counts = [sum(unit.counts[rank] for unit, _ in pairs) for rank in range(group.world_size)]
+    whole = group.all_gather(mine, counts=counts, timeout=timeout)
+    ranks = [
+        part.split([unit.counts[rank] for unit, _ in pairs])
+        for rank, part in enumerate(whole.split(counts))
+    ]
+    for number, (_, parameter) in enumerate(pairs):
+        full = torch.cat([parts[number] for parts in ranks]).view(parameter.shape)
+        if parameter.grad is None:  # not used in this pass
+            parameter.grad = full
+        else:
+            parameter.grad.detach().copy_(full)

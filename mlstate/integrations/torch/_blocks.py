@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ._apply import Interceptor, run_blocks
-from ._replay import devices_of, generator_states, set_generator_states
+from ._replay import (
+    copy_objects,
+    devices_of,
+    enter_graph,
+    generator_states,
+    set_generator_states,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,34 +48,27 @@ class BlockCall:
         """Return the tensors among the arguments, and whether they want gradients."""
         return [(leaf, flag) for leaf, flag in self._leaves if flag is not None]
 
-    def __call__(self) -> Any:
+    def bind(self, *, copies: bool = True) -> Callable[[], Any]:
+        """Return the call with arguments for one run.
+
+        Each run gets its own copies of objects that the block may change, such as a KV cache.
+        Without `copies` it gets the objects themselves: the model's blocks behind this one see
+        the changes.
+        """
         from torch.utils import _pytree
 
+        objects = [leaf if flag is None else None for leaf, flag in self._leaves]
+        if copies:
+            objects = copy_objects(objects)
         leaves = [
-            leaf if flag is None else _entering(leaf.detach()) if flag else leaf.detach()
-            for leaf, flag in self._leaves
+            made if flag is None else enter_graph(leaf.detach()) if flag else leaf.detach()
+            for (leaf, flag), made in zip(self._leaves, objects, strict=True)
         ]
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
-        del leaves
-        return self._call(*args, **kwargs)
+        return partial(self._call, *args, **kwargs)
 
-
-def _entering(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a block gets from another one: no leaf, so that it may be written to."""
-    import torch
-
-    class Enter(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-            return leaf.detach()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            return gradients
-
-    apply: Any = Enter.apply
-    entered: torch.Tensor = apply(tensor.requires_grad_())
-    return entered
+    def __call__(self) -> Any:
+        return self.bind()()
 
 
 def tensors_in(out: Any) -> list[torch.Tensor]:
@@ -111,6 +111,7 @@ class Pass:
         """Call the model once."""
         import torch
 
+        args, kwargs = copy_objects((args, kwargs))
         interceptor = Interceptor(found, self.enter)
         try:
             with torch.enable_grad():
@@ -138,7 +139,7 @@ class Pass:
         self.next += 1
         call = BlockCall(original, args, kwargs)
         self._measure(call)
-        out = call()
+        out = call.bind(copies=False)()
         leaves, spec = _pytree.tree_flatten(out)
         return _pytree.tree_unflatten([_leaf(leaf) for leaf in leaves], spec)
 

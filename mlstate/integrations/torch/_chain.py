@@ -6,7 +6,10 @@ import time
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..._chain import Chain
+from ..._set_module import set_module
 from ._apply import find_blocks
 from ._blocks import BlockCall, Pass, arguments, seed_of, tensors_in, untouched
 from ._offload import Host
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..._types import NDArray
+
 _RATE_BYTES = 64 << 20
 
 
@@ -27,14 +32,30 @@ def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
+def _call_key(call: BlockCall) -> tuple[Any, ...]:
+    """Return what the arguments of equal calls have in common."""
+    return tuple((t.shape, t.stride(), t.dtype, t.device, flag) for t, flag in call.tensors())
+
+
+def _block_key(block: Any) -> Any:
+    """Return what equal blocks have in common: their modules, and shapes of parameters."""
+    import torch
+
+    if not isinstance(block, torch.nn.Module):
+        return id(block)
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    shapes = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    return type(block), repr(block), block.training, shapes
+
+
 class _Times:
-    """Measures the time of blocks: medians."""
+    """Measures the time of blocks."""
 
     def __init__(self, repeats: int, device: torch.device) -> None:
         self._repeats = repeats
         self._device = device
-        self.forward: list[float] = []
-        self.backward: list[float] = []
+        self._runs: list[list[tuple[float, float]]] = []  # by block: forward, backward
+        self._keys: list[tuple[Any, ...]] = []
 
     def _now(self) -> float:
         import torch
@@ -44,20 +65,39 @@ class _Times:
         return time.perf_counter()
 
     def __call__(self, call: BlockCall) -> None:
-        forward, backward = [], []
+        runs = []
         for _ in range(self._repeats + 1):
+            run = call.bind()
             began = self._now()
-            out = call()
+            out = run()
             ran = self._now()
             loss = seed_of(out)
             del out
             again = self._now()
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
-            forward.append(ran - began)
-            backward.append(self._now() - again)
-        self.forward.append(median(forward[1:]))  # the first one is to warm up
-        self.backward.append(median(backward[1:]))
+            runs.append((ran - began, self._now() - again))
+        self._runs.append(runs[1:])  # the first one is to warm up
+        self._keys.append(_call_key(call))
+
+    def of_blocks(self, keys: list[Any]) -> tuple[list[float], list[float], list[float]]:
+        """Return times forward and backward, and their spread; equal blocks have equal ones.
+
+        `keys` says, with the shapes of arguments, which blocks are equal.
+        """
+        equal: dict[Any, list[tuple[float, float]]] = {}
+        whole = list(zip(keys, self._keys, strict=True))
+        for key, runs in zip(whole, self._runs, strict=True):
+            equal.setdefault(key, []).extend(runs)
+        found = {key: _median_and_spread(np.array(runs)) for key, runs in equal.items()}
+        forward, backward, spread = zip(*(found[key] for key in whole), strict=True)
+        return list(forward), list(backward), list(spread)
+
+
+def _median_and_spread(runs: NDArray) -> tuple[float, float, float]:
+    low, middle, high = np.quantile(runs.sum(1), [0.25, 0.5, 0.75])
+    forward, backward = np.median(runs, 0).tolist()
+    return forward, backward, float((high - low) / middle) if middle else 0.0
 
 
 class _Bytes:
@@ -87,7 +127,8 @@ class _Bytes:
         del tensors
         torch.clear_autocast_cache()
         mark()
-        out = call()
+        run = call.bind()
+        out = run()
         mark()
         self.gradients.append(sum(t.nbytes for t in tensors_in(out) if t.requires_grad))
         loss = seed_of(out)
@@ -95,7 +136,7 @@ class _Bytes:
         mark()
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
-        del loss
+        del loss, run  # a cache among the arguments keeps what the block put into it
         mark()
 
     def of_blocks(self) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -109,7 +150,8 @@ class _Bytes:
             made[0].append(saved)
             made[1].append(max(0, forward.peak - forward.before - out))
             made[2].append(max(0, save.peak - save.before - saved))
-            made[3].append(max(-self.gradients[i], back.peak - save.before - saved - gradients))
+            least = -min(self.gradients[i], saved + self.gradients[i + 1])
+            made[3].append(max(least, back.peak - save.before - saved - gradients))
         return made  # type: ignore[return-value]
 
 
@@ -142,6 +184,7 @@ def _rates(offload: Any, device: torch.device) -> dict[str, float]:
     }
 
 
+@set_module("mlstate.integrations.torch")
 def profile_chain(
     module: Any,
     sample: Any,
@@ -162,7 +205,8 @@ def profile_chain(
     blocks : str or sequence of callables, optional
         Which of its modules are the blocks, as for `Plan.apply`.
     repeats : int, default 5
-        Times are medians of so many runs, after one to warm up.
+        Runs of each block, after one to warm up. Its times are medians over all runs of the
+        blocks that are equal to it, and `Chain.seconds_spread` says how far these are apart.
     offload : bool or path, default False
         Whether to measure copies to the host and back too, or to files in a folder.
 
@@ -192,6 +236,10 @@ def profile_chain(
     as memory of the block. Generators, buffers and gradients are as before afterwards. The
     model runs twice, each block ``repeats + 6`` times.
 
+    Each run of a block gets a copy of the objects among its arguments, such as a KV cache that
+    it adds to. A cache keeps tensors of every block until the model's output is freed, also of
+    blocks that a plan recomputes: train with ``use_cache=False``.
+
     Examples
     --------
     >>> import torch
@@ -215,15 +263,19 @@ def profile_chain(
             memory = _Bytes(watched)
             Pass(names, memory).run(module, modules, found, args, kwargs)
     saved, forward, saving, backward = memory.of_blocks()
+    measured = zip(saved, forward, saving, backward, strict=True)
+    keys = [(_block_key(b), *bytes_) for b, bytes_ in zip(modules, measured, strict=True)]
+    forward_seconds, backward_seconds, spread = times.of_blocks(keys)
     return Chain(
-        times.forward,
-        times.backward,
+        forward_seconds,
+        backward_seconds,
         memory.activations,
         saved,
         gradient_bytes=memory.gradients,
         forward_temporary_bytes=forward,
         saving_temporary_bytes=saving,
         backward_temporary_bytes=backward,
+        seconds_spread=spread,
         names=names,
         **(_rates(offload, device) if offload else {}),
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..._collective_args import check_group, check_timeout, dtype_name, failed
 from ..._gradients import tallies
 from ..._guard import REFUSED, Head, all_agree, digest_of, judge, tell
+from ..._set_module import set_module
 from ..._turns import Turns
 from ._backward import call_at_end
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@set_module("mlstate.integrations.torch")
 def all_reduce_with(
     model: Any, group: Any, *, nonfinite: str = "error", timeout: float | None = None
 ) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..._dtypes import name_of
+
 if TYPE_CHECKING:
     import torch
-
-    from ..._types import NumpyDType
 
 # What both call by the same name and take from each other as it is.
 INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
@@ -41,32 +41,12 @@ def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
         import numpy as np
 
         dtype = np.dtype(dtype)  # TypeError where this is no dtype of NumPy's either
-        found = getattr(torch, dtype.name, None)
+        found = getattr(torch, name_of(dtype), None)
     if not isinstance(found, torch.dtype):
         from ...errors import CompatibilityError
 
-        raise CompatibilityError(f"torch has no dtype '{dtype.name}'")
+        raise CompatibilityError(f"torch has no dtype '{name_of(dtype)}'")
     return found
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name that NumPy, ml_dtypes and the core know a dtype by."""
-    return str(dtype).removeprefix("torch.")
-
-
-def ml_dtype(name: str) -> NumpyDType:
-    """Return a dtype of ml_dtypes; ImportError names the extra that has it."""
-    import numpy as np
-
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise ImportError(
-            f"NumPy has no {name} of its own: pip install 'mlstate[dtypes]' for ml_dtypes",
-            name="ml_dtypes",
-        ) from None
-    dtype: NumpyDType = np.dtype(getattr(ml_dtypes, name))
-    return dtype
 
 
 def torch_has(name: str) -> bool:

@@ -1,35 +1,24 @@
-"""How bytes travel over torch.distributed, and how sums are made of them.
+"""How bytes travel over torch.distributed, and how torch reduces.
 
-Operations are generators: each yields a piece of work of torch's for the caller to wait for,
-and returns when nothing is left to wait for. All of them are made of one exchange, in which
-each rank sends a part to every other: bytes go from where they lie to where they belong, in
-any dtype, and sums are made here, in the order of ranks.
+With gloo each rank exchanges messages with every other: gloo's own collectives do not report
+which rank they wait for.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-    from typing import TypeAlias
+    from collections.abc import Callable, Sequence
 
     import torch
 
-    Steps: TypeAlias = Generator[Any, None, Any]
-
 # Keeps messages apart from those that a program sends over the same group by itself.
 _TAG = 0x6D6C73
-# Up to here, reducing everything on every rank saves a second exchange.
-_SMALL_BYTES = 64 << 10
 # Elements that are summed at a time, so that the sum stays in the cache.
 _BLOCK = 1 << 18
-# What each rank sends first to gather bytes: a length, and the bytes themselves if they fit.
-_SLOT_BYTES = 256
-_LENGTH_BYTES = 8
 
 
 class Link:
@@ -40,45 +29,44 @@ class Link:
     group : torch.distributed.ProcessGroup
         The group.
     device : torch.device
-        Where tensors must be to travel.
+        Where bytes from this process must be to travel.
     timeout : float or None
         Seconds from now, None for the group's own.
     """
 
-    __slots__ = ("_deadline", "_group", "began", "device", "peer", "rank", "world_size")
+    __slots__ = (
+        "_deadline",
+        "_device",
+        "_group",
+        "began",
+        "meanwhile",
+        "peer",
+        "rank",
+        "world_size",
+    )
 
     def __init__(self, group: Any, device: torch.device, timeout: float | None) -> None:
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
         self.began = False  # something is under way, or was
         self.peer: int | None = None  # the rank that is waited for, where it is one
-        self.device = device
+        self.meanwhile: Callable[[], None] | None = None  # runs once something is under way
+        self._device = device
         self.rank: int = group.rank()
         self.world_size: int = group.size()
 
-    def at(self, flat: torch.Tensor) -> Link:
-        """Let the operation's own memory lie where a tensor does."""
-        self.device = flat.device
-        return self
+    def wait(self, work: Any) -> None:
+        """Wait for a piece of work of torch's that was started."""
+        self.began = True
+        self.run_meanwhile()
+        remaining = self.remaining()
+        work.wait() if remaining is None else work.wait(remaining)
 
-    def take(self, steps: Steps, meanwhile: Callable[[], None] | None = None) -> Any:
-        """Take all steps of an operation, and return its result.
-
-        Runs `meanwhile` once, as soon as something is under way, or at the end.
-        """
-        try:
-            while True:
-                work = next(steps)
-                self.began = True
-                if meanwhile is not None:
-                    task, meanwhile = meanwhile, None
-                    task()
-                remaining = self.remaining()
-                work.wait() if remaining is None else work.wait(remaining)
-        except StopIteration as done:
-            if meanwhile is not None:
-                meanwhile()
-            return done.value
+    def run_meanwhile(self) -> None:
+        """Run `meanwhile` unless it ran."""
+        task, self.meanwhile = self.meanwhile, None
+        if task is not None:
+            task()
 
     def remaining(self) -> timedelta | None:
         """Return the time that is left, never 0, which torch takes for forever."""
@@ -92,24 +80,20 @@ class Link:
             options.timeout = remaining
         return options
 
-    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Steps:
-        """Send each other rank its bytes, and fill what is meant for theirs; empty ones stay here.
-
-        Sends may be one tensor many times. What this rank has for itself is left alone.
-        """
-        if self.device.type == "cpu":
+    def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        """Send and receive bytes on the device of the tensors; see the protocol."""
+        if sends[0].device.type == "cpu":
             for peer, work in self._messages(sends, receives):
                 self.peer = peer
-                yield work
+                self.wait(work)
             self.peer = None
             return
         from torch.distributed.distributed_c10d import AllToAllOptions
 
-        nothing = self.memory(0)
         mine = [[*parts] for parts in (receives, sends)]
         for parts in mine:
-            parts[self.rank] = nothing
-        yield self._group.alltoall(*mine, self._timed(AllToAllOptions()))
+            parts[self.rank] = parts[self.rank][:0]
+        self.wait(self._group.alltoall(*mine, self._timed(AllToAllOptions())))
 
     def _messages(
         self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
@@ -139,101 +123,42 @@ class Link:
             raise failure
         return works
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
-        """Overwrite the tensor with that of `root`."""
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Overwrite a tensor with that of `root`, by torch's own broadcast."""
         from torch.distributed.distributed_c10d import BroadcastOptions
 
         options = self._timed(BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
-        yield self._group.broadcast([tensor], options)
+        self.wait(self._group.broadcast([flat], options))
 
-    def barrier(self) -> Steps:
-        """Wait for every rank."""
+    def barrier(self) -> None:
+        """Wait for every rank, by torch's own barrier."""
         from torch.distributed.distributed_c10d import BarrierOptions
 
         options = self._timed(BarrierOptions())
-        if self.device.type != "cpu":
-            options.device_ids = [self.device.index or 0]
-        yield self._group.barrier(options)
+        options.device_ids = [self._device.index or 0]
+        self.wait(self._group.barrier(options))
 
-    def memory(self, count: int) -> torch.Tensor:
-        """Return new memory that can travel."""
-        import torch
+    def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of uint8 over the same memory."""
+        return as_bytes(flat)
 
-        return torch.empty(count, dtype=torch.uint8, device=self.device)
-
-    def tensor(self, data: bytes) -> torch.Tensor:
+    def from_bytes(self, data: bytes) -> torch.Tensor:
         """Return a copy of bytes that can travel."""
         import torch
 
         if not data:
-            return self.memory(0)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
+    def to_bytes(self, memory: torch.Tensor) -> bytes:
+        """Return a copy of bytes that have come."""
+        return memory.cpu().numpy().tobytes()
 
-def split(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Return each rank's part, one behind the other."""
-    return [flat[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
-
-
-# ---- moving ----
-
-
-def spread(link: Link, mine: torch.Tensor, everyone: torch.Tensor, counts: Sequence[int]) -> Steps:
-    """Fill `everyone` with the bytes of all ranks, ``counts[r]`` of rank r."""
-    parts = split(everyone, counts)
-    if parts[link.rank].data_ptr() != mine.data_ptr():
-        parts[link.rank].copy_(mine)
-    yield from link.exchange([mine] * link.world_size, parts)
-
-
-def trade(
-    link: Link,
-    send: torch.Tensor,
-    send_counts: Sequence[int],
-    receive: torch.Tensor,
-    receive_counts: Sequence[int],
-) -> Steps:
-    """Send each rank its bytes, and put what ranks send one behind the other."""
-    sends, receives = split(send, send_counts), split(receive, receive_counts)
-    receives[link.rank].copy_(sends[link.rank])
-    yield from link.exchange(sends, receives)
-
-
-def gather_texts(link: Link, data: bytes, root: int | None) -> Steps:
-    """Return the bytes of all ranks; None where this rank is not the root.
-
-    Short ones travel with their lengths, in one exchange.
-    """
-    room = _SLOT_BYTES - _LENGTH_BYTES
-    head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
-    slots = link.memory(_SLOT_BYTES * link.world_size)
-    counts = [_SLOT_BYTES] * link.world_size
-    yield from spread(link, link.tensor(head.ljust(_SLOT_BYTES, b"\0")), slots, counts)
-    heads = _texts(slots, counts)
-    lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
-    texts = [head[_LENGTH_BYTES:][:n] for head, n in zip(heads, lengths, strict=True)]
-    rest = [n if n > room else 0 for n in lengths]
-    if any(rest):
-        mine = link.tensor(data if rest[link.rank] else b"")
-        ends = range(link.world_size) if root is None else [root]
-        wanted = rest if link.rank in ends else [0] * link.world_size
-        received = link.memory(sum(wanted))
-        sends = [mine if rank in ends else mine[:0] for rank in range(link.world_size)]
-        yield from link.exchange(sends, split(received, wanted))
-        long = _texts(received, wanted)
-        if rest[link.rank]:
-            long[link.rank] = data
-        texts = [b or a for a, b in zip(texts, long, strict=True)]
-    return texts if root in (None, link.rank) else None
-
-
-def _texts(received: torch.Tensor, counts: Sequence[int]) -> list[bytes]:
-    return [part.cpu().numpy().tobytes() for part in split(received, counts)]
-
-
-# ---- reducing ----
+    def reduce(self, parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
+        """Reduce by torch, in the order of the parts."""
+        reduce_parts(parts, op, out)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -285,36 +210,6 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> N
             real.div_(len(views))
         total.sub_(shift) if shift else None
         target[block].copy_(total)
-
-
-def reduce_rows(
-    link: Link, flat: torch.Tensor, counts: Sequence[int], op: str, out: torch.Tensor
-) -> Steps:
-    """Reduce flat tensors; rank r gets its ``counts[r]`` elements of the result."""
-    sends = split(flat, counts)
-    shares = [counts[link.rank] if r != link.rank else 0 for r in range(link.world_size)]
-    parts = split(flat.new_empty(sum(shares)), shares)
-    yield from link.exchange([as_bytes(p) for p in sends], [as_bytes(p) for p in parts])
-    parts[link.rank] = sends[link.rank]
-    reduce_parts(parts, op, out)
-
-
-def reduce_all(link: Link, flat: torch.Tensor, op: str, out: torch.Tensor) -> Steps:
-    """Reduce flat tensors; every rank gets the result."""
-    size, length = flat.element_size(), len(flat)
-    if length * size * link.world_size <= _SMALL_BYTES:
-        received = flat.new_empty(length * link.world_size)
-        counts = [length] * link.world_size
-        yield from spread(link, as_bytes(flat), as_bytes(received), [n * size for n in counts])
-        reduce_parts(split(received, counts), op, out)
-        return
-    part = -(-length // link.world_size)
-    ends = [min(length, part * rank) for rank in range(link.world_size + 1)]
-    counts = [end - start for start, end in pairwise(ends)]
-    # where `out` is the input, only this rank's part of it is written before all were sent
-    mine = split(out, counts)[link.rank]
-    yield from reduce_rows(link, flat, counts, op, mine)
-    yield from spread(link, as_bytes(mine), as_bytes(out), [n * size for n in counts])
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:

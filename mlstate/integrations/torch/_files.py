@@ -21,6 +21,7 @@ import numpy as np
 from ..._atomic import replacing, sync_folder, temporary_name
 from ..._compatibility import join
 from ..._optimizer_state import OptimizerStateDict
+from ..._path import local_path
 from ..._state_dict import StateDict
 from ..._state_kind import describe, restore
 from ...errors import CompatibilityError, FormatError
@@ -486,6 +487,7 @@ def write_dcp(
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint that torch.distributed.checkpoint reads.
 
@@ -495,30 +497,61 @@ def write_dcp(
         Absent, or an empty directory.
     model, optimizer, metadata
         As `tree_of`.
+    overwrite : bool
+        Replace a torch checkpoint in `path`.
 
     Raises
     ------
     ValueError
-        `path` holds something.
+        `path` holds something else.
     """
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(model, optimizer, metadata)
-    target = Path(os.path.realpath(path))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{path}: exists already; a torch checkpoint needs a new directory")
+    target = Path(os.path.realpath(local_path(path)))
+    if target.exists() and not _is_replaceable(target, overwrite):
+        raise ValueError(
+            f"{path}: exists already and is not a torch checkpoint; delete it first: a torch "
+            "checkpoint needs a new directory"
+        )
     temporary = temporary_name(target)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
         sync_folder(temporary)
-        if target.exists():
-            target.rmdir()
-        temporary.rename(target)
+        _replace_folder(temporary, target)
     except BaseException:
         import shutil
 
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _is_replaceable(target: Path, overwrite: bool) -> bool:
+    """Whether a path is an empty directory, or a torch checkpoint that may be replaced."""
+    if not target.is_dir():
+        return False
+    return not any(target.iterdir()) or (overwrite and (target / ".metadata").is_file())
+
+
+def _replace_folder(new: Path, target: Path) -> None:
+    """Rename `new` to `target`; an older folder there is deleted once the new one has its name.
+
+    Between the two renames neither has the name. If the second one fails, the old one returns.
+    """
+    if not target.exists():
+        new.rename(target)
+        sync_folder(target.parent)
+        return
+    old = temporary_name(target)
+    target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
     sync_folder(target.parent)
+    import shutil
+
+    shutil.rmtree(old, ignore_errors=True)

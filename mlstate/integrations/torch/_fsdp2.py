@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..._collective_args import check_group, check_timeout
 from ..._fsdp_reduce import Entry, Full, Reducer, Terms
 from ..._fsdp_unit import FSDPShardingUnit
+from ..._set_module import set_module
 from ...errors import CollectiveError
 from ._backward import call_at_end
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@set_module("mlstate.integrations.torch")
 def reduce_scatter_with(
     module: Any, group: Any, *, nonfinite: str = "error", timeout: float | None = None
 ) -> None:

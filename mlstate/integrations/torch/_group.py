@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._arrays import is_torch
+from ..._collective_algorithms import ExchangeEngine
 from ..._collective_args import check_plain, check_timeout, failed
-from ..._engine import Call, Engine, shares
+from ..._dtypes import name_of
+from ..._engine import Call
+from ..._set_module import set_module
 from ..._turns import Turns
 from ...errors import CollectiveError, CompatibilityError
 from ._dtypes import torch_has
-from ._exchange import Link, as_bytes, gather_texts, reduce_all, reduce_rows, spread, trade
+from ._exchange import Link, as_bytes
 from ._state import tensor_over
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ def _flat(operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
     flat = np.require(array, requirements=["C", "A"]).reshape(-1)
     if not reduced:
         return tensor_over(flat.view(np.uint8))
-    if not torch_has(flat.dtype.name):
+    if not torch_has(name_of(flat.dtype)):
         error = CompatibilityError(
             f"{operation}: torch has no dtype {flat.dtype} to compute with; convert the array first"
         )
@@ -72,7 +75,8 @@ def _put(flat: torch.Tensor, place: Any) -> None:
     place[...] = as_bytes(flat.cpu()).numpy().view(known).reshape(place.shape)
 
 
-class TorchGroup(Engine):
+@set_module("mlstate.integrations.torch")
+class TorchGroup(ExchangeEngine):
     """A group of torch.distributed, on any backend, as mlstate uses one.
 
     Parameters
@@ -165,7 +169,7 @@ class TorchGroup(Engine):
         link = Link(self._group, self._device, call.seconds)
         try:
             if self._check:
-                _compare(link, call)
+                self._compare(link, call)
             return perform(link)
         except CollectiveError:  # of the check, on every rank
             raise
@@ -176,6 +180,20 @@ class TorchGroup(Engine):
             if not isinstance(error, RuntimeError):  # which all is that torch raises
                 raise
             raise self._explained(call, link.peer, ended, error) from error
+
+    def _compare(self, link: Link, call: Call) -> None:
+        """Let ranks tell each other what they call before they do."""
+        mine = f"{call.name} {call.text}".strip()
+        told = self._gather(link, json.dumps([mine, *call.rows]).encode(), None)
+        calls = [json.loads(text) for text in told or ()]
+        for rank, (other, *_) in enumerate(calls):
+            if other != mine:
+                what = f"this rank called {mine!r}, rank {rank} {other!r}; all must call the same"
+                raise failed(call.name, link.rank, what)
+        for rank, to, sent, expected in _rows_between(calls) if call.rows else ():
+            if sent != expected:
+                what = f"rank {rank} sends {sent} rows to rank {to}, which expects {expected}"
+                raise failed(call.name, link.rank, what)
 
     def _explained(
         self, call: Call, peer: int | None, ended: str, error: RuntimeError
@@ -218,43 +236,17 @@ class TorchGroup(Engine):
 
     # ---- how bytes travel ----
 
-    def _reduce_rows(
-        self, link: Link, source: torch.Tensor, rows: list[int], op: str, target: torch.Tensor
-    ) -> None:
-        counts = shares(len(source), rows)
-        link.take(reduce_rows(link.at(source), source, counts, op, target))
+    def _broadcast(self, link: Any, memory: torch.Tensor, root: int) -> None:
+        if memory.device.type == "cpu":
+            super()._broadcast(link, memory, root)
+        else:
+            link.broadcast(as_bytes(memory), root)
 
-    def _reduce_all(self, link: Link, source: torch.Tensor, op: str, target: torch.Tensor) -> None:
-        link.take(reduce_all(link.at(source), source, op, target))
-
-    def _spread(
-        self, link: Link, source: torch.Tensor, rows: list[int], target: torch.Tensor
-    ) -> None:
-        into = as_bytes(target)
-        link.take(spread(link.at(source), as_bytes(source), into, shares(len(into), rows)))
-
-    def _trade(
-        self,
-        link: Link,
-        source: torch.Tensor,
-        sent: list[int],
-        target: torch.Tensor,
-        wanted: list[int],
-    ) -> None:
-        here, into = as_bytes(source), as_bytes(target)
-        here = here.clone() if here.data_ptr() == into.data_ptr() else here
-        counts = shares(len(here), sent), shares(len(into), wanted)
-        link.take(trade(link.at(source), here, counts[0], into, counts[1]))
-
-    def _broadcast(self, link: Link, memory: torch.Tensor, root: int) -> None:
-        link.take(link.broadcast(as_bytes(memory), root))
-
-    def _barrier(self, link: Link) -> None:
-        link.take(link.barrier())
-
-    def _gather(self, link: Link, data: bytes, root: int | None) -> list[bytes] | None:
-        texts: list[bytes] | None = link.take(gather_texts(link, data, root))
-        return texts
+    def _barrier(self, link: Any) -> None:
+        if self._device.type == "cpu":
+            super()._barrier(link)
+        else:
+            link.barrier()
 
     def _gather_meanwhile(
         self, data: bytes, task: Callable[[], None], timeout: float | None
@@ -262,7 +254,10 @@ class TorchGroup(Engine):
         """Gather bytes as `gather_bytes` does, and run a task while they travel."""
 
         def perform(link: Link) -> Any:
-            return link.take(gather_texts(link, data, None), task)
+            link.meanwhile = task
+            found = self._gather(link, data, None)
+            link.run_meanwhile()
+            return found
 
         texts: list[bytes] = self._submit(
             Call("gather_bytes", check_timeout(timeout), False, "to None"), perform
@@ -288,21 +283,6 @@ class TorchGroup(Engine):
         """
         self._turns.join()
         self._ended = self._ended or "closed"
-
-
-def _compare(link: Link, call: Call) -> None:
-    """Let ranks tell each other what they call before they do."""
-    mine = f"{call.name} {call.text}".strip()
-    told = link.take(gather_texts(link, json.dumps([mine, *call.rows]).encode(), None))
-    calls = [json.loads(text) for text in told]
-    for rank, (other, *_) in enumerate(calls):
-        if other != mine:
-            what = f"this rank called {mine!r}, rank {rank} {other!r}; all must call the same"
-            raise failed(call.name, link.rank, what)
-    for rank, to, sent, expected in _rows_between(calls) if call.rows else ():
-        if sent != expected:
-            what = f"rank {rank} sends {sent} rows to rank {to}, which expects {expected}"
-            raise failed(call.name, link.rank, what)
 
 
 def _rows_between(calls: list[Any]) -> Iterator[tuple[int, int, int, int]]:

@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ..._arrays import write_into
-from ._dtypes import name_of, torch_dtype
-from ._memory import needs_graph, plain_memory, refuse_graph, writable_memory
+from ..._dtypes import name_of
+from ..._integers import convert_tokens, converts, result_dtype
+from ._dtypes import torch_dtype
+from ._memory import (
+    has_tangent,
+    needs_graph,
+    note_written,
+    plain_memory,
+    refuse_graph,
+    writable_memory,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +28,17 @@ def _fits(source: torch.Tensor, target_seq_length: int, position: int, compact: 
     if source.dim() != 4 or not 0 <= position <= source.shape[2]:
         return False
     return position <= target_seq_length and (compact or source.shape[2] <= target_seq_length)
+
+
+def _are_plain(source: torch.Tensor, out: Any) -> bool:
+    """Whether the core reads, converts and writes both, and autograd records neither."""
+    return (
+        _core.is_plain(source, False)
+        and _core.is_plain(out, True)
+        and not has_tangent(source)
+        and not (isinstance(out, type(source)) and has_tangent(out))
+        and not converts(name_of(source.dtype), result_dtype(None, out))
+    )
 
 
 def _by_torch(
@@ -72,6 +92,16 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
         _core.kv_move(nothing, 0, 0, pad_value, name_of(dtype), None, False, True)
 
 
+def _converted(tokens: torch.Tensor, target: str) -> torch.Tensor:
+    """Convert tokens from or to integers, or raise ValueError if one does not fit."""
+    import torch
+
+    if target == "bfloat16":  # its range is that of float32
+        return tokens.to(torch.bfloat16)
+    array = (tokens.float() if tokens.dtype == torch.bfloat16 else tokens).numpy()
+    return torch.from_numpy(convert_tokens(array, target))
+
+
 def move(
     source: torch.Tensor,
     target_seq_length: int,
@@ -103,9 +133,14 @@ def move(
     """
     import torch
 
+    compiling = torch.compiler.is_compiling()
+    if out is not None and dtype is None and not compiling and _are_plain(source, out):
+        _core.kv_move(source, target_seq_length, position, pad_value, None, out, False, compact)
+        if isinstance(out, torch.Tensor):
+            note_written([out])
+        return out
     if position is None:
         position = source.shape[2] if source.dim() == 4 else 0
-    compiling = torch.compiler.is_compiling()
     if not (compiling and _fits(source, target_seq_length, position, compact)):
         _core.kv_check(tuple(source.shape), target_seq_length, position, compact)
     if (
@@ -132,6 +167,9 @@ def move(
             _check_out(out, source, length, None if dtype is None else wanted)
         return _by_torch(source, length, position, pad_value, wanted, out)
     plain = source.detach().resolve_conj().resolve_neg()
+    target = result_dtype(name_of(wanted), out)
+    if converts(name_of(source.dtype), target):
+        plain = _converted(plain[:, :, :position], target)
     if out is None:
         name = name_of(wanted)
         bits = _core.kv_move(plain, length, position, pad_value, name, None, low_memory, compact)

@@ -34,6 +34,13 @@ def needs_graph(tensor: torch.Tensor) -> bool:
 
     if tensor.requires_grad and torch.is_grad_enabled():
         return True
+    return has_tangent(tensor)
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation follows the tensor."""
+    import torch
+
     dual = torch.autograd.forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
     return dual.tangent is not None
 
@@ -101,6 +108,9 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
     """
     import torch
 
-    for tensor in tensors:
-        if not tensor.is_inference():
+    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    try:
+        torch.autograd.graph.increment_version(counted)
+    except (RuntimeError, TypeError):  # of a torch that takes one tensor only
+        for tensor in counted:
             torch.autograd.graph.increment_version(tensor)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..._operators import OperatorSelection, select_operators
+from ..._set_module import set_module
 from ..._text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ..._budget import MemorySize
     from ..._types import NDArray
 
 _ROWS = 40
@@ -114,6 +116,7 @@ def _recorder(device: Any, look: bool) -> Any:
     return Recorder()
 
 
+@set_module("mlstate.integrations.torch")
 class OperatorProfile:
     """Time and memory of every call of an operator in a module's forward run.
 
@@ -146,13 +149,14 @@ class OperatorProfile:
         self.bytes: NDArray = np.array(bytes, np.int64)
         self.can_keep: NDArray = np.array(can_keep, np.bool_)
 
-    def select(self, budget_bytes: int, *, by: str = "call") -> OperatorSelection:
+    def select(self, budget_bytes: MemorySize, *, by: str = "call") -> OperatorSelection:
         """Choose which outputs to keep within a budget.
 
         Parameters
         ----------
-        budget_bytes : int
-            For all that one run of the module keeps.
+        budget_bytes : int, float or str
+            For all that one run of the module keeps, as for `select_operators`; a fraction is
+            one of the outputs that can be kept.
         by : {"call", "operator"}
             Choose call by call, or all calls of an operator together: coarser, and the same
             for a module that calls its operators another number of times.
@@ -237,6 +241,7 @@ class OperatorProfile:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
+@set_module("mlstate.integrations.torch")
 def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> OperatorProfile:
     """Measure every operator of a module's forward run.
 
@@ -320,6 +325,7 @@ def _take_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
     return whole, single
 
 
+@set_module("mlstate.integrations.torch")
 def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
     """Make the contexts in which one checkpointed call keeps the outputs of some operators.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._compatibility import join, rename_hint
+from ..._set_module import set_module
 from ...errors import CompatibilityError
 from ._state import arrays_of, clusters, sharable, tensors_of
 
@@ -174,6 +175,7 @@ def groups_from(
     return groups
 
 
+@set_module("mlstate.integrations.torch")
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: torch.nn.Module | Iterable[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -349,6 +351,7 @@ def _groups_to(
     return groups
 
 
+@set_module("mlstate.integrations.torch")
 def optimizer_dict(
     osd: OptimizerStateDict,
     optimizer: torch.optim.Optimizer,

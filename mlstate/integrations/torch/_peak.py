@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._set_module import set_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -10,8 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 _MARK = "mlstate.mark"
+_LOG_LEVEL = "KINETO_LOG_LEVEL"  # of the library behind torch's profiler
+_NO_TRACEPOINTS = "6"  # it prints "USDT" lines at level 5
 
 
+@set_module("mlstate.integrations.torch")
 class MemoryUse(NamedTuple):
     """Memory that torch allocated during a call; `measure_peak` makes these.
 
@@ -47,6 +54,19 @@ class Span(NamedTuple):
     after: int
 
 
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keep the profiler's library from printing; it reads its level once, at its first start."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = _NO_TRACEPOINTS
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOG_LEVEL, None)
+
+
 class Allocations:
     """Watches an allocator of torch, in spans that begin and end with `mark`.
 
@@ -76,7 +96,8 @@ class Allocations:
             if torch._C._autograd._profiler_enabled():
                 raise RuntimeError("a profiler of torch runs already: memory is measured by it")
             self._profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
-            self._profile.__enter__()
+            with _quiet_profiler():
+                self._profile.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -140,6 +161,7 @@ def _memory_and_marks(roots: Any) -> Iterator[tuple[int, Any]]:
             yield event.start_time_ns, event.extra_fields
 
 
+@set_module("mlstate.integrations.torch")
 def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryUse:
     """Call a function and measure the memory that torch allocates meanwhile.
 
@@ -169,7 +191,8 @@ def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryU
     gradients, so let these exist (``zero_grad(set_to_none=False)``).
 
     The CPU's figures come from torch's profiler and are exact to the byte for what goes
-    through torch's allocator. Some builds of torch note on stderr that the profiler runs.
+    through torch's allocator. If ``KINETO_LOG_LEVEL`` is not set, and nothing used torch's
+    profiler before, the library behind it prints nothing in this process from then on.
 
     Examples
     --------

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import _core
-from ._dtypes import PICKLED, ml_dtype, torch_has
+from ..._dtypes import label_of, name_of, stored_dtype
+from ..._set_module import set_module
+from ._dtypes import PICKLED, torch_has
 from ._state import arrays_of, sharable, share
 
 if TYPE_CHECKING:
@@ -54,8 +56,8 @@ def _is_plain(dtype: NumpyDType) -> bool:
 
 def _dtype_text(dtype: NumpyDType) -> Any:
     """Return a text, or for records a list, that `_dtype_of` reads."""
-    if dtype.type.__module__.startswith("ml_dtypes"):
-        return "ml_dtypes." + dtype.name
+    if label_of(dtype) or dtype.type.__module__.startswith("ml_dtypes"):
+        return "ml_dtypes." + name_of(dtype)
     return np.lib.format.dtype_to_descr(dtype)
 
 
@@ -63,15 +65,16 @@ def _pickled(value: Any) -> tuple[Any, NDArray] | None:
     """Return how an array is kept, and one that torch can have; None if NumPy must keep it."""
     array = np.asarray(value)
     dtype = array.dtype
-    if not torch_has(dtype.name) or not dtype.isnative:
+    known = name_of(dtype)
+    if not torch_has(known) or not dtype.isnative:
         if not _is_plain(dtype):
             return None
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return (_dtype_text(dtype), array.shape), flat
     if not sharable(array):
         array = array.copy()
-    if dtype.name in PICKLED:
-        return (_dtype_text(dtype), None), array.view(PICKLED[dtype.name])
+    if known in PICKLED:
+        return (_dtype_text(dtype), None), array.view(PICKLED[known])
     return "array" if isinstance(value, np.ndarray) else "scalar", array
 
 
@@ -130,7 +133,7 @@ def _dtype_of(text: Any) -> NumpyDType:
     """Return the dtype that a file names; no file can ask for Python objects."""
     dtype: NumpyDType
     if isinstance(text, str) and text.startswith("ml_dtypes."):
-        dtype = ml_dtype(text.removeprefix("ml_dtypes."))
+        dtype = stored_dtype(text.removeprefix("ml_dtypes."))
     else:
         dtype = np.lib.format.descr_to_dtype(text)
     if dtype.hasobject:
@@ -148,14 +151,15 @@ def _restored(name: str, form: Any, tensor: Any) -> Any:
     text, shape = form
     dtype = _dtype_of(text)
     if tensor.device.type != "cpu":
-        if shape is None and torch_has(dtype.name):
-            return tensor.view(getattr(torch, dtype.name))
+        if shape is None and torch_has(name_of(dtype)):
+            return tensor.view(getattr(torch, name_of(dtype)))
         if tensor.device.type == "meta":
             return tensor
     array = arrays_of({name: tensor.cpu()})[name].view(dtype)
     return array if shape is None else array.reshape(shape)
 
 
+@set_module("mlstate.integrations.torch")
 def restore_state(
     kind: str | type[Any], attributes: Any, values: dict[str, Any], forms: dict[str, Any]
 ) -> Any:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._recompute import Finding, RecomputeReport
+from ..._set_module import set_module
 from ...errors import MLStateError
 from ._apply import apply_plan, find_blocks, run_blocks
 from ._blocks import BlockCall, Pass, arguments, seed_of, tensors_in, untouched
-from ._replay import Buffers, Surroundings
+from ._replay import Buffers, Surroundings, copy_objects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -310,6 +311,7 @@ class _Trace:
             self.routing = self.routing or (place, text)
 
 
+@set_module("mlstate.integrations.torch")
 def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
     """Run blocks again and compare; public as `mlstate.activation.check`.
 
@@ -363,7 +365,7 @@ def _gradients_of(
             return value
         return value.detach().requires_grad_(value.requires_grad)
 
-    args, kwargs = _pytree.tree_map(leaf, (args, kwargs))
+    args, kwargs = _pytree.tree_map(leaf, copy_objects((args, kwargs)))
     with torch.enable_grad():
         if isinstance(module, torch.nn.Module):
             out = module(*args, **kwargs)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...errors import MLStateError
 
@@ -59,6 +64,80 @@ def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
             torch.set_rng_state(state)
         else:
             getattr(torch, device.type).set_rng_state(state, *_named(device))
+
+
+def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that wants a gradient and is not a leaf, so that it may be written to."""
+    import torch
+
+    class Enter(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return gradients
+
+    apply: Any = Enter.apply
+    entered: torch.Tensor = apply(tensor.requires_grad_())
+    return entered
+
+
+def copy_objects(values: Any) -> Any:
+    """Copy nested arguments and the objects in them, such as KV caches.
+
+    A block may change an object that it is given. Each further run gets a copy, so that it
+    sees the object as the first run did. Tensors in objects share their memory with the
+    original and lose their history; modules, functions and arrays are not copied.
+    """
+    return _copied(values, {})
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    import torch
+
+    if id(value) in memo:
+        return memo[id(value)]
+    made: Any
+    if isinstance(value, torch.Tensor):
+        made = _without_history(value)
+    elif type(value) is tuple:
+        made = tuple(_copied(item, memo) for item in value)
+    elif callable(value) or isinstance(value, str | bytes | np.ndarray | ModuleType):
+        return value
+    else:
+        made = _copied_object(value, memo)
+    memo[id(value)] = made
+    return made
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return enter_graph(tensor.detach()) if tensor.requires_grad else tensor.detach()
+
+
+def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        made = copy.copy(value)
+    except Exception:  # locks, generators, handles of devices: all runs share them
+        return value
+    if made is value:
+        return value
+    memo[id(value)] = made  # an object may contain itself
+    if isinstance(made, list | deque):
+        items = [_copied(item, memo) for item in made]
+        made.clear()
+        made.extend(items)
+    elif isinstance(made, dict):
+        for key, item in made.items():
+            dict.__setitem__(made, key, _copied(item, memo))
+    for name, item in getattr(made, "__dict__", {}).items():
+        made.__dict__[name] = _copied(item, memo)
+    return made
 
 
 class Buffers:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import MLStateError
 from ._offload import Away, Host
-from ._replay import Buffers, Surroundings, refusal
+from ._replay import Buffers, Surroundings, copy_objects, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -150,7 +150,8 @@ class _Call:
     def __init__(self) -> None:
         self.slots: list[weakref.ref[_Slot]] = []
         self.spec: Any = None
-        self.leaves: list[Any] = []  # of its arguments; int: a leaf of the activation
+        self.leaves: list[_Link | _Held | None] = []  # of its arguments; None: an object
+        self.objects: dict[int, Any] = {}  # as they were before the first run
         self.flags: list[bool] = []
         self.surroundings: Surroundings | None = None
         self.made: list[tuple[Any, ...]] = []
@@ -307,13 +308,17 @@ class Run:
         import torch
 
         call.spec = spec
-        for leaf, link in zip(leaves, links, strict=True):
+        objects = {}
+        for k, (leaf, link) in enumerate(zip(leaves, links, strict=True)):
             is_tensor = isinstance(leaf, torch.Tensor)
             call.flags.append(is_tensor and leaf.requires_grad)
             if link is not None:
                 call.leaves.append(_Link(link))
             else:
-                call.leaves.append(_Held(leaf) if is_tensor else leaf)
+                call.leaves.append(_Held(leaf) if is_tensor else None)
+                if not is_tensor:
+                    objects[k] = leaf
+        call.objects = copy_objects(objects)
         call.surroundings = Surroundings(block.module, block.buffers, leaves)
 
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
@@ -434,9 +439,10 @@ class Run:
 
     def _arguments(self, i: int, call: _Call) -> list[Any]:
         held = self._held[i]
+        objects = copy_objects(call.objects)
         made = []
-        for leaf, flag in zip(call.leaves, call.flags, strict=True):
-            value = leaf
+        for k, (leaf, flag) in enumerate(zip(call.leaves, call.flags, strict=True)):
+            value = objects.get(k)
             if isinstance(leaf, _Link):
                 assert held is not None
                 value = held[leaf.number].tensor(self._blocks[i].name).requires_grad_(flag)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._arrays import refuse_given_away
+from ..._dtypes import label_of, name_of, stored_dtype
+from ..._set_module import set_module
 from ...errors import CompatibilityError
-from ._dtypes import SHARED, VIEWED, ml_dtype, name_of, torch_has
+from ._dtypes import SHARED, VIEWED, torch_has
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +62,7 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
     if dtype in SHARED:
         array: NDArray = tensor.numpy()
     elif dtype in VIEWED:
-        known = ml_dtype(dtype)
+        known = stored_dtype(dtype)
         array = tensor.view(getattr(torch, VIEWED[dtype])).numpy().view(known)
     else:
         error = CompatibilityError(
@@ -94,13 +96,14 @@ def _array_of(name: str, value: Any) -> Any:
     return detached if detached.device.type != "cpu" else _view_as_array(name, detached)
 
 
-def arrays_of(state: Mapping[str, Any]) -> dict[str, Any]:
+@set_module("mlstate.integrations.torch")
+def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
     """Return NumPy arrays over the memory of torch tensors.
 
     Parameters
     ----------
-    state : mapping of str to torch.Tensor
-        NumPy arrays among the values are passed on.
+    state : torch.nn.Module or mapping of str to torch.Tensor
+        A module stands for its ``state_dict()``. NumPy arrays among the values are passed on.
 
     Returns
     -------
@@ -116,8 +119,6 @@ def arrays_of(state: Mapping[str, Any]) -> dict[str, Any]:
         nested, conjugated, negated, of a subclass such as DTensor.
     CompatibilityError
         NumPy has no such dtype.
-    ImportError
-        bfloat16 or 8-bit floats without ml_dtypes.
 
     Examples
     --------
@@ -128,9 +129,13 @@ def arrays_of(state: Mapping[str, Any]) -> dict[str, Any]:
     >>> weight.tolist()
     [5.0, 0.0]
     """
+    import torch
+
+    if isinstance(state, torch.nn.Module):
+        state = state.state_dict()
     if not isinstance(state, Mapping):
         raise TypeError(
-            "from_torch takes a mapping of str to tensors, such as module.state_dict(), "
+            "from_torch takes a torch.nn.Module or a mapping of str to tensors, "
             f"got {type(state).__name__}"
         )
     refuse_given_away(plain := dict(state))
@@ -203,10 +208,14 @@ def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str
         yield start, end, names
 
 
+def _is_viewed(dtype: NumpyDType) -> bool:
+    # 2: a dtype of another package, which is ml_dtypes; names of dtypes take time to make.
+    return dtype.isbuiltin == 2 or bool(label_of(dtype))
+
+
 def _integers(array: NDArray) -> NDArray:
     """See the elements as a dtype that torch and NumPy both have."""
-    # 2: a dtype of another package, which is ml_dtypes; names of dtypes take time to make.
-    return array.view(VIEWED[array.dtype.name]) if array.dtype.isbuiltin == 2 else array
+    return array.view(VIEWED[name_of(array.dtype)]) if _is_viewed(array.dtype) else array
 
 
 def tensor_over(array: NDArray) -> torch.Tensor:
@@ -217,7 +226,8 @@ def tensor_over(array: NDArray) -> torch.Tensor:
     if not plain.flags.writeable:
         plain = np.asarray(_Writable(plain, plain.__array_interface__, _address(plain)))
     tensor = torch.from_numpy(plain)
-    return tensor.view(getattr(torch, array.dtype.name)) if array.dtype.isbuiltin == 2 else tensor
+    dtype = array.dtype
+    return tensor.view(getattr(torch, name_of(dtype))) if _is_viewed(dtype) else tensor
 
 
 def _tensors_over_one(start: int, end: int, arrays: list[NDArray]) -> list[torch.Tensor]:
@@ -228,7 +238,7 @@ def _tensors_over_one(start: int, end: int, arrays: list[NDArray]) -> list[torch
     storage = torch.from_numpy(np.asarray(_Writable(arrays, interface, start))).untyped_storage()
     tensors = []
     for array in arrays:
-        empty = torch.empty(0, dtype=getattr(torch, array.dtype.name), device="cpu")
+        empty = torch.empty(0, dtype=getattr(torch, name_of(array.dtype)), device="cpu")
         offset = (_address(array) - start) // array.itemsize
         strides = [step // array.itemsize for step in array.strides]
         tensors.append(empty.set_(storage, offset, array.shape, strides))
@@ -286,6 +296,7 @@ def _refuse_dtype(name: str, dtype: Any) -> CompatibilityError:
     return error
 
 
+@set_module("mlstate.integrations.torch")
 def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Return torch tensors over the memory of arrays.
 
@@ -340,7 +351,7 @@ def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, tor
         if copy or id(value) not in made:
             array = np.asarray(value)
             if array.dtype not in known:
-                if not torch_has(array.dtype.name):
+                if not torch_has(name_of(array.dtype)):
                     raise _refuse_dtype(name, array.dtype)
                 known.add(array.dtype)
             if copy or not sharable(array):

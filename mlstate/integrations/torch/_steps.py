@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._set_module import set_module
 from ..._text import bytes_text, table_text
 from ._apply import find_blocks
 from ._blocks import BlockCall, Pass, arguments, seed_of, tensors_in, untouched
 from ._peak import Allocations
+from ._replay import copy_objects
 from ._schedule import Program
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ _TWICE = "more: the model still holds what was dropped before its next block ran
 _SEED = "more: the gradient of the result is there already"
 
 
+@set_module("mlstate.integrations.torch")
 class StepUse(NamedTuple):
     """Peak memory of one step; `PlanUse` has these.
 
@@ -54,6 +57,7 @@ class StepUse(NamedTuple):
     why: str
 
 
+@set_module("mlstate.integrations.torch")
 class PlanUse:
     """Peak memory of a plan, predicted and measured; `measure_plan` makes these.
 
@@ -294,6 +298,7 @@ class _Walk:
         return [_SEED]
 
 
+@set_module("mlstate.integrations.torch")
 def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) -> PlanUse:
     """Run one training step of a model by a plan, and measure the memory of each step.
 
@@ -353,7 +358,8 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
             watched.mark()
 
     def step() -> None:
-        loss = seed_of(planned(*args, **kwargs))
+        positional, named = copy_objects((args, kwargs))
+        loss = seed_of(planned(*positional, **named))
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
 

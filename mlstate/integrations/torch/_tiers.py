@@ -32,7 +32,7 @@ def accelerator(values: Iterable[Any], device: Any) -> Any:
     Examples
     --------
     >>> import numpy as np
-    >>> from mlstate.integrations.torch import accelerator
+    >>> from mlstate.integrations.torch._tiers import accelerator
     >>> accelerator([np.ones(2)], None) is None
     True
     >>> accelerator([np.ones(2)], "cpu")
@@ -106,7 +106,7 @@ def on_device(array: Any, device: Any) -> torch.Tensor:
     Examples
     --------
     >>> import numpy as np
-    >>> from mlstate.integrations.torch import on_device
+    >>> from mlstate.integrations.torch._tiers import on_device
     >>> array = np.arange(3.0)
     >>> tensor = on_device(array, "cpu")
     >>> array[0] = 7
@@ -134,7 +134,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     Examples
     --------
     >>> import torch
-    >>> from mlstate.integrations.torch import in_memory
+    >>> from mlstate.integrations.torch._tiers import in_memory
     >>> tensor = torch.ones(2, 3).T
     >>> copy = in_memory(tensor)
     >>> copy.stride(), copy.data_ptr() == tensor.data_ptr()
@@ -159,7 +159,7 @@ def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
     Examples
     --------
     >>> import torch
-    >>> from mlstate.integrations.torch import give_memory
+    >>> from mlstate.integrations.torch._tiers import give_memory
     >>> weight = torch.nn.Parameter(torch.ones(2, 3))
     >>> give_memory(weight, None)
     >>> weight.numel()
@@ -212,7 +212,7 @@ def tensors_of_optimizer(
     Examples
     --------
     >>> import torch
-    >>> from mlstate.integrations.torch import tensors_of_optimizer
+    >>> from mlstate.integrations.torch._tiers import tensors_of_optimizer
     >>> module = torch.nn.Linear(2, 3, bias=False)
     >>> adam = torch.optim.Adam(module.parameters())
     >>> module(torch.ones(1, 2)).sum().backward()

@@ -1,0 +1,245 @@
+"""`mlstate.info`: what mlstate runs on and what it chose, as people paste it into bug reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from ._copy_choices import Choices, choice_lines, read_choices
+from ._set_module import set_module
+from ._text import bytes_text, table_html
+from ._version import __version__
+
+__all__ = ["SystemInfo", "info"]
+
+PACKAGES = (
+    "torch",
+    "safetensors",
+    "ml_dtypes",
+    "matplotlib",
+    "mpi4py",
+    "zstandard",
+    "coremltools",
+)
+_CPUINFO = Path("/proc/cpuinfo")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SystemInfo:
+    """The facts that `mlstate.info` found.  ``str()`` has one line for each.
+
+    Attributes
+    ----------
+    version, python, numpy : str
+        Versions of mlstate, Python and NumPy.
+    system : str
+        Operating system, its release, and the architecture.
+    processor : str
+        Name of the processor, with family and model where Linux reports them.
+    instruction_set : str
+        Name of the set in use: ``"scalar"``, ``"avx2"``, ``"avx512"`` or ``"neon"``.
+    offered_instruction_sets : tuple of str
+        Names of the sets that the processor, the system and this build support.
+    threads, processors : int
+        Threads that one call may use; processors that this process may run on.
+    copies : dict
+        How large copies store their results: ``forced``, ``cache_bytes`` (of the last
+        level), ``least_bytes`` (smaller results are stored through the cache), and
+        ``choices`` with GB/s.
+    huge_pages : dict or None
+        Settings of transparent huge pages on Linux: ``enabled``, ``defrag``, ``bytes``.
+    packages : dict of str to (str or None)
+        Versions of the optional packages; None: not installed.
+    """
+
+    version: str
+    python: str
+    numpy: str
+    system: str
+    processor: str
+    instruction_set: str
+    offered_instruction_sets: tuple[str, ...]
+    threads: int
+    processors: int
+    copies: Choices
+    huge_pages: dict[str, Any] | None
+    packages: dict[str, str | None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all facts as JSON has them: dicts, lists, str, numbers and None."""
+        facts = dataclasses.asdict(self)
+        return {**facts, "offered_instruction_sets": list(self.offered_instruction_sets)}
+
+    def _rows(self) -> list[tuple[str, str]]:
+        cache = self.copies["cache_bytes"]
+        caches = f", cache of {bytes_text(cache)}" if cache else ""
+        offered = ", ".join(self.offered_instruction_sets)
+        return [
+            ("mlstate", self.version),
+            ("Python", self.python),
+            ("NumPy", self.numpy),
+            ("system", self.system),
+            ("processor", self.processor + caches),
+            ("instructions", f"{self.instruction_set} (offered: {offered})"),
+            ("threads", f"{self.threads} (processors: {self.processors})"),
+            *choice_lines(self.copies),
+            ("huge pages", _huge_pages_text(self.huge_pages)),
+            *((name, version or "not installed") for name, version in self.packages.items()),
+        ]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{label:13} {text}" for label, text in self._rows())
+
+    def _repr_html_(self) -> str:
+        return table_html(f"mlstate {self.version}", ("", ""), self._rows()[1:])
+
+
+def _huge_pages_text(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "unknown"
+    defrag = f", defrag {found['defrag']}" if found["defrag"] else ""
+    size = f", {bytes_text(found['bytes'])}" if found["bytes"] else ""
+    return f"{found['enabled']}{defrag}{size}"
+
+
+# ---- the machine ----
+
+
+def _linux_processor() -> str | None:
+    """Return the name in /proc/cpuinfo of the first processor; None if it has none."""
+    try:
+        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    facts: dict[str, str] = {}
+    for line in text.splitlines():
+        label, colon, value = line.partition(":")
+        if colon and value.strip():
+            facts.setdefault(label.strip(), value.strip())
+    name = facts.get("model name")
+    if name is not None and "cpu family" in facts:  # virtual machines shorten the name
+        return f"{name} (family {facts['cpu family']} model {facts.get('model', '?')})"
+    if name is None and "CPU part" in facts:  # arm64 has numbers only
+        return f"arm64 implementer {facts.get('CPU implementer', '?')} part {facts['CPU part']}"
+    return name
+
+
+def _mac_processor() -> str | None:
+    """Return the name that macOS reports, such as ``Apple M2``."""
+    command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _processor_name() -> str:
+    name = _mac_processor() if sys.platform == "darwin" else _linux_processor()
+    return name or platform.processor() or platform.machine() or "unknown"
+
+
+def _processor_count() -> int:
+    """Return how many processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _setting(name: str) -> str | None:
+    """Return a setting of transparent huge pages; of several words, the one in brackets."""
+    try:
+        text = (_HUGE_PAGES / name).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text.partition("[")[2].partition("]")[0] or text
+
+
+def _huge_pages() -> dict[str, Any] | None:
+    """Return the settings of transparent huge pages; None on systems without them."""
+    enabled = _setting("enabled")
+    if enabled is None:
+        return None
+    size = _setting("hpage_pmd_size") or ""
+    nbytes = int(size) if size.isdigit() else None
+    return {"enabled": enabled, "defrag": _setting("defrag"), "bytes": nbytes}
+
+
+# ---- versions ----
+
+
+def _python_version() -> str:
+    free = "" if getattr(sys, "_is_gil_enabled", lambda: True)() else ", without the GIL"
+    return f"{platform.python_version()} ({platform.python_implementation()}{free})"
+
+
+def _package_version(name: str) -> str | None:
+    """Return the version of a package without importing it; None if it is not installed."""
+    from importlib import metadata  # slow to load
+
+    loaded = getattr(sys.modules.get(name), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
+    try:
+        version: str | None = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+    except KeyError:  # metadata without a version, with newer Pythons
+        return "unknown"
+    return version or "unknown"
+
+
+@set_module("mlstate")
+def info() -> SystemInfo:
+    """Return the versions, the processor and the choices that a bug report needs.
+
+    The same as the command ``mlstate info``.
+
+    Returns
+    -------
+    SystemInfo
+        Prints as one line for each fact. Its attributes are ``version``, ``python``,
+        ``numpy``, ``system``, ``processor``, ``instruction_set``,
+        ``offered_instruction_sets``, ``threads``, ``processors``, ``copies``,
+        ``huge_pages`` and ``packages``; ``to_dict()`` returns all of them as JSON has them.
+
+    Notes
+    -----
+    Takes some milliseconds, and up to 100 ms more if this process has not measured its copy
+    strategies yet. Optional packages are not imported. Contains no host name, user name or
+    path.
+
+    Examples
+    --------
+    >>> import mlstate
+    >>> found = mlstate.info()
+    >>> print(found)
+    mlstate       ...
+    Python        ...
+    NumPy         ...
+    >>> found.instruction_set in found.offered_instruction_sets
+    True
+    """
+    return SystemInfo(
+        version=__version__,
+        python=_python_version(),
+        numpy=np.__version__,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=_processor_name(),
+        instruction_set=_core.cpu_name(),
+        offered_instruction_sets=_core.cpu_offered(),
+        threads=_core.get_num_threads(),
+        processors=_processor_count(),
+        copies=read_choices(),
+        huge_pages=_huge_pages(),
+        packages={name: _package_version(name) for name in PACKAGES},
+    )

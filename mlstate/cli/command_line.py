@@ -1,0 +1,150 @@
+"""Parses the arguments, runs one command, and reports errors.
+
+One module for each command; each has ``add(commands)``, which adds its parser and sets
+``run``, a function from the parsed arguments to the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from .._text import names_hint
+from .._version import __version__
+from ..errors import MLStateError
+from . import (
+    checkpoint_convert,
+    checkpoint_diff,
+    checkpoint_inspect,
+    checkpoint_prune,
+    checkpoint_reshard,
+    checkpoint_verify,
+    coreml,
+    demo,
+    info,
+)
+from .completion import PrintCompletion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["run_command_line"]
+
+_COMMANDS = (
+    checkpoint_inspect,
+    checkpoint_verify,
+    checkpoint_diff,
+    checkpoint_reshard,
+    checkpoint_convert,
+    checkpoint_prune,
+    coreml,
+    demo,
+    info,
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports a usage error in one line."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            choices = map(str, action.choices or ())
+            error.message += names_hint(str(value), choices, listed=False)
+            raise
+
+    def parse_known_args(self, *arguments: Any, **keywords: Any) -> tuple[Any, list[str]]:
+        """Refuse unknown options here: the parser of a command knows that command's options."""
+        parsed, unknown = super().parse_known_args(*arguments, **keywords)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            hint = names_hint(option, self._option_string_actions, listed=False)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mlstate: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="mlstate", description="The state of machine-learning models.")
+    parser.add_argument("--version", action="version", version=f"mlstate {__version__}")
+    parser.add_argument("--print-completion", action=PrintCompletion)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add(commands)
+    return parser
+
+
+def _say(text: str) -> None:
+    """Write one line to standard error, if it is open."""
+    if sys.stderr is None:
+        return
+    try:
+        print("mlstate:", " ".join(text.split()), file=sys.stderr, flush=True)
+    except OSError:
+        _drop_output(sys.stderr)
+
+
+def _describe(error: Exception) -> str:
+    """One line about an error, with the file that it concerns."""
+    text = str(getattr(error, "strerror", None) or error)
+    path = getattr(error, "path", None) or getattr(error, "filename", None)
+    shown = None if path is None else os.fsdecode(path)
+    if shown is None or text.startswith(f"{shown}:") or (os.sep in shown and shown in text):
+        return text
+    return f"{shown}: {text}"  # a file may be called `target`: other texts name it by chance
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command; warnings become lines of their own, without a source line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            status: int = arguments.run(arguments)
+        finally:
+            for warning in caught:
+                _say(f"warning: {warning.message}")
+    return status
+
+
+def _parse_and_run(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:  # --help, --version or wrong usage: all was said
+        return stop.code if isinstance(stop.code, int) else 0
+    return _run(arguments)
+
+
+def _flush_output() -> None:
+    if sys.stdout is not None:  # None: closed by a caller who wants the exit status alone
+        sys.stdout.flush()
+
+
+def _drop_output(stream: TextIO) -> None:
+    """Discard the buffered text of a stream that failed: Python flushes it again when it exits."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def run_command_line(argv: Sequence[str] | None) -> int:
+    """Run one command; return the exit status."""
+    try:
+        status = _parse_and_run(argv)
+        _flush_output()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        _drop_output(sys.stdout)
+        return 0
+    except (MLStateError, OSError, ValueError, TypeError, ImportError) as error:
+        _say(_describe(error))
+        try:
+            _flush_output()
+        except OSError:  # the disk is full, say
+            _drop_output(sys.stdout)
+        return 2
+    return status
