@@ -128,7 +128,7 @@ def ways(folder, target):
         "part": lambda: mlstate.load(folder, rank=1, world_size=2, layout="rows"),
         "name": lambda: mlstate.load(folder, names="w"),
         "into": lambda: mlstate.load(folder, into={"model": arrays}),
-        "reshard": lambda: reshard(folder, target, layout="flat", world_size=3),
+        "reshard": lambda: reshard(folder, target, layout="flat", world_size=3, overwrite=True),
     }
 
 

@@ -107,7 +107,7 @@ def refused_plans(_):
         raises(errors.CapacityError, activation.plan, chain, 5, slots=9),
         raises(errors.CapacityError, activation.plan, chain, 1 << 70),
         raises(ValueError, activation.plan, chain, -5),
-        raises(TypeError, activation.plan, chain, 1.5),
+        raises(ValueError, activation.plan, chain, "1 X"),
         raises(ValueError, activation.plan, chain, 5, offload=True),
         raises(ValueError, activation.Plan, chain, [("save", 1)]),
         raises(ValueError, activation.Chain, [1], [-1], [1, 1], [1]),

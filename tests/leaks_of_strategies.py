@@ -21,6 +21,7 @@ class Shaped:
 @case(
     "IntervalStrategy",
     "SelectiveStrategy",
+    "SelectiveStrategy.opinion",
     "SizeBasedStrategy",
     "MemoryAwareStrategy",
     "SmartStrategy",
@@ -44,6 +45,8 @@ def strategies(_):
             for i, name in enumerate(NAMES):
                 made.should_checkpoint(name, array, i)
                 made.should_checkpoint(layer_id=name, activation=shaped, layer_index=i)
+            if isinstance(made, activation.SelectiveStrategy):
+                made.opinion(NAMES[3], array, 3)
             assert copy.copy(made) == made
             repr(made), hash(made), made.name, made._settings()
             made._restore(made._state())
@@ -61,6 +64,10 @@ def pickled_strategies(_):
         smart,
         text,
     ]
+
+
+def state_of(*layers):
+    return 0, 2, 0, 0, True, list(layers)
 
 
 @case()
@@ -88,11 +95,11 @@ def refused_decisions(_):
         raises(TypeError, sized.should_checkpoint, 5, huge, 1),
         raises(errors.CapacityError, sized.should_checkpoint, NAMES[0], huge, 1 << 70),
         raises(ValueError, aware.should_checkpoint, NAMES[0], huge, 1),
-        raises((TypeError, ValueError), smart._restore, (True, [("a", 1, 1), ("a", 2, 2)])),
-        raises(TypeError, smart._restore, (True, [("a", 1, 1), 5])),
+        raises((TypeError, ValueError), smart._restore, state_of(("a", 1, 1), ("a", 2, 2))),
+        raises(TypeError, smart._restore, state_of(("a", 1, 1), 5)),
         raises(ValueError, activation.SelectiveStrategy, NAMES, NAMES[5:]),
-        raises(ValueError, _core.SelectiveStrategy, NAMES, NAMES[5:]),
-        raises(TypeError, _core.SmartStrategy, ("a", 5)),
+        raises(ValueError, _core.SelectiveStrategy, None, NAMES, NAMES[5:]),
+        raises(TypeError, _core.SmartStrategy, None, (), ("a", 5)),
         raises(ValueError, activation.IntervalStrategy, 0),
         raises(ValueError, activation.MemoryAwareStrategy, 2.0),
         raises(ValueError, activation.MemoryAwareStrategy, 0.5, tracker, -1),

@@ -11,6 +11,7 @@ from mlstate import _core, checkpoint, errors
 @case(
     "StateDicts",
     "Tier",
+    "Traffic",
     "TierRecord",
     "TierReport",
     "TieredState",

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -394,14 +395,6 @@ def test_arrays_keep_their_references(tmp_path):
     assert sys.getrefcount(array) == before
 
 
-def test_extension_dtypes_without_ml_dtypes_name_the_extra(tmp_path, monkeypatch):
-    save_file({"b": sample(ml_dtypes.bfloat16)}, tmp_path / "f")
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    for mmap in (False, True):
-        with pytest.raises(ImportError, match=r"mlstate\[dtypes\]"):
-            load_file(tmp_path / "f", mmap=mmap)
-
-
 def test_metadata_kept_by_another_writer_is_explained(tmp_path):
     peer = pytest.importorskip("safetensors.numpy", reason="the real peer")
     from safetensors import safe_open
@@ -781,3 +774,43 @@ def test_the_message_says_tensor_file_and_reason_once(tmp_path):
     text = str(caught.value)
     assert text.count(name) == 2  # of the tensor, and in the file's name
     assert shard.path in text and text.endswith("the file is damaged")
+
+
+# ---- arrays that change meanwhile ----
+
+
+@contextmanager
+def changing(arrays):
+    """Another thread changes the arrays for as long as the block runs."""
+    stop = threading.Event()
+
+    def change():
+        while not stop.is_set():
+            for array in arrays:
+                np.add(array, 1, out=array)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("count", [50_000, 300_000, 9_000_000])
+def test_arrays_that_change_meanwhile_make_files_that_load(tmp_path, count):
+    state = {
+        "flat": np.zeros(count, np.uint8),
+        "strided": np.zeros((2, count), np.uint8).T,
+        "last": np.zeros(count, np.uint8),
+    }
+    with changing(list(state.values())):
+        for number in range(4):
+            path = tmp_path / f"{number}.safetensors"
+            save_file(state, path)
+            assert load_file(path)["flat"].shape == (count,)
+            for options in ({}, {"compress": "zlib"}):
+                mlstate.save(tmp_path / "ckpt", state, **options)
+                assert not mlstate.verify(tmp_path / "ckpt").problems
+                mlstate.load(tmp_path / "ckpt")

@@ -451,9 +451,13 @@ def test_a_name_that_is_there_is_no_glob(path):
 
 
 def test_a_name_that_means_nothing_is_an_error(layers):
-    with pytest.raises(mlstate.TensorNotFoundError, match=r"'layers\.12' not found") as caught:
+    with pytest.raises(
+        mlstate.TensorNotFoundError, match=r"'layers\.12' not found .*; did you m"
+    ) as caught:
         mlstate.load(layers, names=["layers.0", "layers.12"])
     assert caught.value.name == "layers.12"
+    with pytest.raises(mlstate.TensorNotFoundError, match=r"; did you mean 'layers\.11\.w'\?"):
+        mlstate.load(layers, names="layer.11.w")
     with pytest.raises(TypeError, match="names must be str"):
         mlstate.load(layers, names=[3])
 
@@ -787,8 +791,7 @@ def test_what_a_dead_writer_left_goes_with_the_next_save(path):
     lock = WriterLock(str(path))
     lock.acquire()
     lock.note("0123456789abcdef")
-    lock._descriptor, descriptor = -1, lock._descriptor
-    os.close(descriptor)  # as when the process dies
+    lock._descriptor.close()  # as when the process dies
     litter = [
         "params/w.0-1.0123456789abcdef-0.safetensors",
         "params/segment-0.0123456789abcdef-3.safetensors.tmp",

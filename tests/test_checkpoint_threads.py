@@ -178,7 +178,7 @@ def test_what_one_rank_has_wrong_is_told_as_what_it_is(path, case, asynchronous)
 
 
 def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
-    def full(name, data):
+    def full(name, *_):
         raise mlstate.StoreError(errno.ENOSPC, "no room", name)
 
     with monkeypatch.context() as patch:
@@ -191,7 +191,7 @@ def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
 
 
 def test_what_could_not_be_taken_back_goes_with_the_next_save(path, monkeypatch):
-    def full(name, data):
+    def full(name, *_):
         raise mlstate.StoreError(errno.ENOSPC, "no room", name)
 
     def stuck(*unused):
@@ -247,6 +247,7 @@ def test_a_rank_that_asks_for_what_cannot_be_lets_no_other_wait(manager):
     assert first.rank == 1
 
 
+@pytest.mark.filterwarnings("ignore:keep=1 deletes")
 def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
     manager, monkeypatch
 ):
@@ -260,8 +261,27 @@ def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
         return load(checkpoint, **keywords)
 
     monkeypatch.setattr(Checkpoint, "load", late)
-    with pytest.warns(UserWarning, match="cannot be restored"):
-        assert manager.restore_latest().step == 4
+    assert manager.restore_latest().step == 4
+
+
+def test_damaged_steps_of_several_ranks_do_not_count_to_keep(path):
+    def save(group, step):
+        manager = managers[group.rank]
+        half = np.full(3, step) + group.rank
+        shard = Shard(half, Layout.rows(2), group.rank, shape=(6,))
+        manager.save(step, model={"w": shard}, group=group)
+
+    managers = [CheckpointManager(path, keep=2) for _ in range(2)]
+    for step in (1, 2):
+        assert run(lambda group, step=step: save(group, step)) == [None, None]
+    [lost] = path.glob(f"params/*{managers[0].checkpoint(2).generation}-1.safetensors")
+    lost.unlink()
+    assert run(lambda group: save(group, 3)) == [None, None]
+    assert managers[0].steps() == [1, 2, 3]
+    np.testing.assert_array_equal(managers[1].restore(1).model["w"], [1, 1, 1, 2, 2, 2])
+    assert run(lambda group: save(group, 4)) == [None, None]
+    assert managers[0].steps() == [3, 4]
+    assert not mlstate.verify(path).leftover
 
 
 # ---- what one rank stores of what another one has ----
@@ -298,14 +318,14 @@ def test_shards_of_states_know_a_parameter_that_only_the_first_rank_stores(path)
 def test_repairing_leaves_a_checkpoint_that_was_replaced_meanwhile(path, monkeypatch):
     manager = CheckpointManager(path)
     manager.save(1, model={"w": np.full(4, 1.0)})
-    mlstate.save(path, {"w": np.full(4, 2.0)})
+    manager.save(2, model={"w": np.full(4, 2.0)})
     acquire = _lock.WriterLock.acquire
     flip(path)
 
     def late(lock):
         monkeypatch.undo()
-        mlstate.save(path, {"w": np.full(4, 3.0)})  # a writer that was faster
-        acquire(lock)
+        manager.save(3, model={"w": np.full(4, 3.0)})  # a writer that was faster
+        return acquire(lock)
 
     monkeypatch.setattr(_lock.WriterLock, "acquire", late)
     report = mlstate.verify(path, repair=True)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from mlpackage_writer import KV, spec_bytes, state, write_package
 
@@ -64,6 +65,8 @@ def test_plan_between_functions(packages, capsys):
     assert plan(packages["both"], packages["both"], "--at", "257", *functions) == 1
     assert plan(packages["both"], packages["both"], "--at", "1", "--source-function", "no") == 2
     assert "no function 'no'" in capsys.readouterr().err
+    assert plan(packages["both"], packages["both"], "--at", "1", "--source-function", "shirt") == 2
+    assert "; did you mean 'short'?" in capsys.readouterr().err
 
 
 def test_states(packages, capsys):
@@ -144,6 +147,44 @@ def test_wrong_usage_is_one_line_and_status_2(capsys, arguments):
     assert err.startswith("mlstate: ")
     assert err.count("\n") == 1
     assert "--help" in err
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with one checkpoint."""
+    mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["inspct", "run"], "inspect"),
+        (["coreml", "state", "x"], "states"),
+        (["verify", "run", "--al-steps"], "--all-steps"),
+        (["prune", "run", "--lock-timout", "3"], "--lock-timeout"),
+        (["prune", "run", "--lock-timout=3"], "--lock-timeout"),
+        (["convert", "ckpt", "x", "--to", "safetensor"], "safetensors"),
+        (["convert", "ckpt", "x.safetensor"], ".safetensors"),
+        (["reshard", "ckpt", "x", "--layout", "row=2"], "rows"),
+        (["reshard", "ckpt", "x", "--layout", "axes:1=2"], "axis"),
+    ],
+)
+def test_a_misspelled_word_is_answered_with_the_one_meant(folder, capsys, arguments, meant):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"; did you mean '{meant}'?" in err
+    assert [path.name for path in folder.iterdir()] == ["ckpt"]
+
+
+def test_an_unknown_word_unlike_any_other_is_answered_with_no_guess(folder, capsys):
+    for arguments in (["xyzzy"], ["inspect", "ckpt", "--xyzzy"], ["inspect", "ckpt", "other"]):
+        assert main(arguments) == 2
+        err = capsys.readouterr().err
+        assert "did you mean" not in err and "there are" not in err and err.count("\n") == 1
+    assert "see mlstate inspect --help" in err
 
 
 def test_a_negative_position_is_status_2(packages, capsys):

@@ -296,7 +296,41 @@ def test_verify_one_step_or_all(place, run, run_json):
     ]
     status, out, _ = run("verify", "run", "--all-steps")
     assert status == 1
-    assert [line for line in out if ": good, step" in line][1].startswith("run/roots/")
+    assert out[0].startswith("run: 1 of 3 checkpoints damaged, ")
+    assert words(out[1:2]) == [["step", "result", "read", "manifest"]]
+    assert [line[:2] for line in words(out[2:5])] == [["10", "good"], ["20", "1"], ["30", "good"]]
+    assert words(out[6:])[0][:4] == ["20", "altered", shard.path, "w"]
+
+
+def test_steps_are_sorted_by_number_and_paths_shown_once(place, run, run_json):
+    manager = CheckpointManager("mixed", keep=None)
+    for step in (5, 100, 20, 1000):
+        manager.save(step, {"w": np.full(5, step)})
+    assert "steps: 5, 20, 100, 1000" in run("inspect", "mixed")[1]
+    assert run_json("inspect", "mixed")[1]["steps"] == [5, 20, 100, 1000]
+    assert "(steps: 5, 20, 100, 1000)" in run("inspect", "mixed", "--step", 7)[2][0]
+    _, out, _ = run("verify", "mixed", "--all-steps")
+    assert out[0].startswith("mixed: 4 checkpoints good, ")
+    assert [line[0] for line in words(out[2:])] == ["5", "20", "100", "1000"]
+    assert not any("mixed" in line for line in out[1:])
+    _, data = run_json("verify", "mixed", "--all-steps")
+    assert [c["step"] for c in data["checkpoints"]] == [5, 20, 100, 1000]
+    _, out, _ = run("prune", "mixed", "--keep", 1, "--dry-run")
+    assert out[1:3] == ["3 steps would go: 5, 20, 100", "kept: 1000"]
+    assert run_json("prune", "mixed", "--keep", 2, "--dry-run")[1]["kept"] == [20, 1000]
+
+
+def test_verify_names_a_damaged_file_once(place, run):
+    _, out, _ = run("verify", "run", "--step", 20)
+    assert out[0].startswith("run: good, step 20, ")
+    flip("run/manifest.json", 40)
+    for options in ([], ["--all-steps"]):
+        _, out, _ = run("verify", "run", *options)
+        assert out[-1].count("manifest.json") == 1
+        assert "manifest.json  " in out[-1] and "  the text is not what was written" in out[-1]
+        assert str(place) not in out[-1] and " 0-0 " not in out[-1] and "…" not in out[-1]
+    Path("w.safetensors").write_bytes(b"junk")
+    assert run("verify", "w.safetensors")[1][-1].count("w.safetensors") == 1
 
 
 def test_verify_all_steps_looks_at_a_manifest_that_is_none_of_them(place, run_json):
@@ -352,6 +386,42 @@ def test_verify_a_plain_file(place, run, run_json):
     assert (status, problem["kind"], problem["name"]) == (1, "altered", "w")
     assert problem["offset"] <= size - 8 < problem["offset"] + problem["length"]
     assert run("verify", "w.safetensors")[0] == 1
+
+
+ZIP = b"PK\x03\x04" + bytes(40)
+OTHER_KINDS = {
+    "x.pt": (ZIP, "mlstate convert reads a .pt file (format torch)"),
+    "x.npz": (ZIP, "mlstate convert reads a .npz file (format npz)"),
+    "x.BIN": (b"\x80\x02", "mlstate convert reads a .bin file (format torch)"),
+    "x.mlmodel": (b"\x08\x07" * 20, "mlstate coreml states reads a .mlmodel"),
+    "x.h5": (b"\x89HDF\r\n\x1a\n" * 9, "mlstate convert reads .safetensors .npz"),
+    "notes": (b"", "with --from any suffix"),
+}
+
+
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["diff", "ckpt"]], ids=" ".join)
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_a_good_file_of_another_kind_is_not_damaged(place, run, name, command):
+    (place / name).write_bytes(OTHER_KINDS[name][0])
+    status, out, err = run(*command, name)
+    assert (status, out) == (2, [])
+    assert err[0].startswith(f"mlstate: {name} is not a .safetensors file: ")
+    assert OTHER_KINDS[name][1] in err[0]
+
+
+def test_verify_names_the_reader_of_a_folder_of_another_kind(place, run):
+    (place / "dcp").mkdir()
+    (place / "dcp" / ".metadata").touch()
+    (place / "x.mlpackage").mkdir()
+    assert "mlstate convert reads a torch distributed" in run("verify", "dcp")[2][0]
+    assert "mlstate coreml states reads" in run("verify", "x.mlpackage")[2][0]
+
+
+def test_verify_knows_safetensors_files_by_suffix_or_header(place, run):
+    (place / "w.safetensors").rename(place / "w.bin")
+    assert run("verify", "w.bin")[0] == 0
+    (place / "cut.safetensors").write_bytes(b"PK")
+    assert run("verify", "cut.safetensors")[0] == 1
 
 
 def test_verify_a_file_without_checksums_says_so(place, run, run_json):
@@ -575,6 +645,47 @@ def test_convert_refuses(place, run, arguments, text):
     status, out, err = run("convert", *arguments)
     assert (status, out, len(err)) == (2, [], 1)
     assert text in err[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["reshard", "run", "target", "--layout", "rows=2"],
+        ["convert", "run", "target"],
+        ["convert", "run", "target", "--to", "npz"],
+        ["convert", "run", "target", "--to", "safetensors"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("what", ["file", "folder", "dangling link"])
+def test_a_target_that_exists_is_refused_alike(place, run, command, what):
+    target = Path("target")
+    if what == "file":
+        target.write_text("mine")
+    elif what == "folder":
+        target.mkdir()
+        (target / "notes").write_text("mine")
+    else:
+        target.symlink_to("nowhere")
+    status, out, err = run(*command)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert "target: cannot write the target: it exists already" in err[0]
+    assert "--force" in err[0]
+    assert not Path("nowhere").exists()
+
+
+def test_force_says_what_it_cannot_replace(place, run):
+    Path("file").write_text("mine")
+    Path("folder.npz").mkdir()
+    for command in (["convert", "run", "file", "--to", "mlstate"],
+                    ["reshard", "run", "file", "--layout", "whole"]):  # fmt: skip
+        status, _, err = run(*command, "--force")
+        assert (status, len(err)) == (2, 1)
+        assert "file: " in err[0] and "delete it first" in err[0]
+    assert Path("file").read_text() == "mine"
+    status, _, err = run("convert", "run", "folder.npz")
+    assert status == 2
+    assert err[0].endswith("/folder.npz: Is a directory")
 
 
 # ---- prune ----

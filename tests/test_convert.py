@@ -106,9 +106,9 @@ def test_prefixes_are_there_only_where_both_parts_are(tmp_path, suffix):
     write_any(path, {"model.w": np.ones(2)})
     assert names(path) == {"model.w"}
     assert list(read_any(path)[0]) == ["model.w"]
-    write_any(path, None, {"w.m": np.ones(2)})
+    write_any(path, None, {"w.m": np.ones(2)}, overwrite=True)
     assert names(path) == {"w.m"}
-    write_any(path, {"optimizer.w": np.ones(2)}, {"w.m": np.ones(2)})
+    write_any(path, {"optimizer.w": np.ones(2)}, {"w.m": np.ones(2)}, overwrite=True)
     assert names(path) == {"model.optimizer.w", "optimizer.w.m"}
     found = read_any(path)
     assert (list(found[0]), list(found[1])) == (["optimizer.w"], ["w.m"])
@@ -142,7 +142,7 @@ def test_metadata_stay_texts_where_they_are(tmp_path):
 
     assert load_metadata(path) == {"a": "1", "b": "1", PARTS: '{"json": ["b"]}'}
     assert read_any(path)[2] == {"a": "1", "b": 1}
-    write_any(path, {"w": np.ones(2)}, None, {"a": "1"})
+    write_any(path, {"w": np.ones(2)}, None, {"a": "1"}, overwrite=True)
     assert load_metadata(path) == {"a": "1"}
 
 
@@ -209,7 +209,7 @@ def test_any_names_survive(tmp_path_factory, names):
 def test_numpys_dtypes_survive(tmp_path, dtype):
     array = np.arange(12).astype("i8").astype(dtype).reshape(4, 3)
     for one in (array, array[::-2, 1:], array.T, array[:0], array[0, 0, ...]):
-        write_any(tmp_path / "x.npz", {"a": one})
+        write_any(tmp_path / "x.npz", {"a": one}, overwrite=True)
         found = read_any(tmp_path / "x.npz")[0]["a"]
         assert (found.dtype, found.shape) == (one.dtype, one.shape)
         np.testing.assert_array_equal(found, one)

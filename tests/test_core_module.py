@@ -33,7 +33,7 @@ import os
 os.write(1, (text + chr(10)).encode())
 '''.replace("PATH", repr(PATH))
 if FIRST:
-    import mlstate
+    import mlstate._core
 interpreter = interpreters.create()
 problem = interpreters.run_string(interpreter, inside)
 if problem:
@@ -60,7 +60,7 @@ def test_a_sub_interpreter_is_refused(first):
     [
         "sys.modules.pop('mlstate._core', None); import mlstate._core",
         "[sys.modules.pop(n) for n in list(sys.modules) if n.startswith('mlstate')]; "
-        "import mlstate",
+        "import mlstate._core",
         "spec = importlib.util.spec_from_file_location('mlstate._core', PATH); "
         "spec.loader.exec_module(importlib.util.module_from_spec(spec))",
     ],
@@ -68,7 +68,7 @@ def test_a_sub_interpreter_is_refused(first):
 def test_a_second_load_is_refused(again):
     code = f"""
 import importlib.util, sys
-import mlstate
+import mlstate, mlstate._core
 PATH = mlstate._core.__file__
 mask = mlstate.kv.create_decode_mask
 for _ in range(3):
@@ -99,10 +99,18 @@ import mlstate
 
 def test_an_unknown_instruction_set_fails_the_import():
     for name in ("sse9", "AVX2", "scalar "):
-        done = child.attempt("import mlstate", MLSTATE_CPU=name)
+        done = child.attempt("import mlstate.state", MLSTATE_CPU=name)
         assert done.returncode == 1
         assert f"ImportError: MLSTATE_CPU: instruction set '{name}'" in done.stderr
         assert "choose one of: scalar" in done.stderr
+
+
+def test_an_unknown_copy_strategy_fails_the_import():
+    for name in ("fast", "Plain", "stream2"):
+        done = child.attempt("import mlstate.state", MLSTATE_COPY=name)
+        assert done.returncode == 1
+        assert f"ImportError: MLSTATE_COPY: copy strategy '{name}'" in done.stderr
+        assert "choose one of: plain, stream1, stream4, auto" in done.stderr
 
 
 def test_a_failed_import_can_be_tried_again():
@@ -110,13 +118,13 @@ def test_a_failed_import_can_be_tried_again():
 import os
 os.environ["MLSTATE_CPU"] = "sse9"
 try:
-    import mlstate
+    import mlstate.state
 except ImportError as error:
     assert "sse9" in str(error), error
 else:
     raise AssertionError("imported")
 os.environ["MLSTATE_CPU"] = "scalar"
-import mlstate
+import mlstate.state
 print(mlstate._core.cpu_name())
 """
     assert child.run(code).strip() == "scalar"
@@ -233,3 +241,80 @@ def test_the_buffer_counts_its_arguments():
         made.reserve()
     with pytest.raises(AttributeError):
         made.dtype = "f4"
+
+
+# Every call below must return or raise an exception that is not a SystemError: that one, like
+# a crash, is a defect of the binding.
+WRONG_ARGUMENTS = """
+import pathlib
+import random
+import sys
+import numpy as np
+import mlstate
+from mlstate import _core
+from mlstate._local_meet import make_memory
+
+SIMPLE = [None, 0, -1, 3, True, 2**31, 2**63 - 1, -(2**63), 2**200, 1.5, float("nan"), b"{}", "w"]
+SIMPLE += ["sum", "float32", "params", chr(0xD800), bytearray(3), object(), int, np.zeros((2, 3))]
+draw = random.Random(7)
+
+
+def value(depth=0):
+    kind = draw.randrange(8)
+    if kind > 2 or depth == 3:
+        return draw.choice(SIMPLE)
+    inside = [value(depth + 1) for _ in range(draw.randrange(4))]
+    return [inside, tuple(inside), {"w": inside}][kind]
+
+
+def attack(owner, prefix=""):
+    for name in dir(owner):
+        function = getattr(owner, name)
+        if name.startswith("__") or not callable(function):
+            continue
+        print(prefix + name, file=sys.stderr, flush=True)  # the last one, if this crashes
+        signature = getattr(function, "__text_signature__", None) or ""
+        for count in [*range(14), *[signature.count(",")] * 150]:
+            given = [value() for _ in range(count)]
+            try:
+                function(*given)
+            except SystemError as error:
+                raise AssertionError(f"{prefix}{name}(*{given})") from error
+            except Exception:
+                pass
+
+
+attack(_core)
+mlstate.save("ckpt", {"w": np.zeros(3)})
+index = next(pathlib.Path("ckpt/index").iterdir())
+for one in [
+    _core.Catalog((index.read_bytes(),), (str(index),)),
+    _core.Descriptor("ckpt", 0),
+    _core.KVBuffer(1, 2, 3, 4, 5, "f2"),
+    _core.StateDict(w=np.zeros(3)),
+    _core.Tiers(None, None),
+    _core.local_join(1, 0, 0, 0, make_memory(_core.local_measure(1, 0, 0))),
+    _core.IntervalStrategy(2),
+    _core.SelectiveStrategy(),
+    _core.SizeBasedStrategy(3),
+    _core.MemoryAwareStrategy(100, (), (), 0.5, lambda: 0.0),
+    _core.SmartStrategy(),
+]:
+    attack(one, f"{type(one).__name__}.")
+print("all")
+"""
+
+
+def test_no_wrong_argument_is_a_system_error_or_a_crash(tmp_path):
+    code = f"import os; os.chdir({str(tmp_path)!r})\n{WRONG_ARGUMENTS}"
+    assert child.run(code).endswith("all\n")
+
+
+def test_a_tuple_inside_an_argument_is_checked():
+    for wrong in (None, 5, [0, 1]):
+        with pytest.raises(TypeError, match="ranks must be a tuple"):
+            _core.shards_gather(wrong, ({}, {}), checkpoint.Shard, None, ())
+        with pytest.raises(TypeError, match="states must be a tuple"):
+            _core.shards_gather((0, 1), wrong, checkpoint.Shard, None, ())
+        with pytest.raises(TypeError, match="a section must be a tuple"):
+            _core.targets_tied([wrong])

@@ -110,7 +110,9 @@ def test_takes_the_function_asked_for():
 
 
 def test_unknown_function_is_named_with_those_that_exist():
-    with pytest.raises(CompatibilityError, match=r"no function 'big': it has 'short', 'long'") as e:
+    with pytest.raises(
+        CompatibilityError, match=r"no function 'big'; there are 'short', 'long'"
+    ) as e:
         state_specs(spec_bytes(functions=FUNCTIONS, default="long"), function="big")
     assert (e.value.name, e.value.got) == ("big", "big")
 
@@ -165,6 +167,86 @@ def test_reads_a_specification_object_and_a_model():
     spec = Spec(*(state(f"kv_{i}", KV) for i in range(40)))  # lengths of more than one byte
     assert len(state_specs(spec)) == 40
     assert len(state_specs(Model(spec))) == 40
+
+
+def test_takes_shapes_by_name():
+    specs = state_specs({"kv": [2, 1, 256, 32], "other": StateSpec("other", (64,), F16)})
+    assert specs["kv"] == StateSpec("kv", (2, 1, 256, 32), F16)
+    assert plan_transition({"kv": (2, 1, 256, 32)}, {"kv": (2, 1, 512, 32)}, 9).fits
+    with pytest.raises(TypeError, match=r"state 'kv': expected a StateSpec or a shape .* got str"):
+        state_specs({"kv": "2x1x256"})
+
+
+def test_a_target_may_be_given_by_its_shapes():
+    source, target = FakeMLState({"kv": (2, 1, 4, 8)}), FakeMLState({"kv": (2, 1, 8, 8)})
+    transition_coreml_state(source, target, "kv", 3, specs={"kv": (2, 1, 8, 8)})
+    assert (target.reads, target.writes) == (0, 1)
+    with pytest.raises(CompatibilityError, match="no state of this name; did you mean 'kv_0'"):
+        transition_coreml_state(source, target, "kv", 3, specs={"kv_0": (2, 1, 8, 8)})
+    with pytest.raises(TypeError, match=r"specs must be the target model's state_specs.* got list"):
+        compact_coreml_state(source, target, "kv", 3, specs=["kv"])
+
+
+def compiled(folder, document):
+    folder.mkdir(exist_ok=True)
+    text = document if isinstance(document, str) else json.dumps(document)
+    (folder / "metadata.json").write_text(text)
+    return folder
+
+
+def listed(name, shape="[2, 1, 256, 32]", dtype="Float16"):
+    """A state as Core ML's compiler lists it."""
+    return {
+        "dataType": dtype,
+        "isOptional": "0",
+        "formattedType": f"State ({dtype})",
+        "shortDescription": "",
+        "shape": shape,
+        "name": name,
+        "type": "State",
+    }
+
+
+def test_reads_the_metadata_of_a_compiled_model(tmp_path):
+    states = [listed("kv"), listed("positions", "[64]", "Int32")]
+    specs = state_specs(compiled(tmp_path / "m.mlmodelc", [{"stateSchema": states}]))
+    assert list(specs.values()) == [
+        StateSpec("kv", (2, 1, 256, 32), F16),
+        StateSpec("positions", (64,), np.dtype(np.int32)),
+    ]
+    assert (specs.function, specs.default_function) == ("main", "main")
+    assert state_specs(compiled(tmp_path / "none.mlmodelc", [{"inputSchema": []}])) == {}
+
+
+@pytest.mark.parametrize("functions", [["short", "long"], ["short"]])
+def test_functions_of_a_compiled_model_are_refused(tmp_path, functions):
+    listing = [{"name": name, "stateSchema": [listed("kv")]} for name in functions]
+    path = compiled(tmp_path / "m.mlmodelc", [{"functions": listing}])
+    with pytest.raises(FormatError, match=rf"lists {len(functions)} functions.*\.mlpackage"):
+        state_specs(path)
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ([], "expected a list of one object"),
+        ([{}, {}], "expected a list of one object"),
+        ({"stateSchema": []}, "expected a list of one object"),
+        ([{"stateSchema": 3}], "'stateSchema' is not a list of objects"),
+        ([{"stateSchema": [{"dataType": "Float16"}]}], "expected text for 'name', got NoneType"),
+        ([{"stateSchema": [listed("kv", dtype="Q4")]}], "state 'kv': unknown dataType 'Q4'"),
+        ([{"stateSchema": [listed("kv", "[2, -1]")]}], r"expected a shape .* got '\[2, -1\]'"),
+        ([{"stateSchema": [listed("kv", "")]}], "state 'kv': expected a shape"),
+        ([{"stateSchema": [listed("kv")] * 2}], "states of one name"),
+    ],
+)
+def test_damaged_metadata_is_refused_by_name(tmp_path, document, text):
+    path = compiled(tmp_path / "m.mlmodelc", document)
+    with pytest.raises(FormatError, match=text) as caught:
+        state_specs(path)
+    assert Path(caught.value.path) == path / "metadata.json"
 
 
 def test_refuses_other_objects():
@@ -525,8 +607,8 @@ def test_padding_value_is_written():
     assert (target.read_state(name="kv")[:, :, 4:] == -2.5).all()
 
 
-@pytest.mark.parametrize("given", ["f2", "f4", "f8", ">f4", "strided", "read-only", "bfloat16"])
-def test_core_ml_is_handed_float32_whatever_was_read(given):
+@pytest.mark.parametrize("given", ["f2", "f4", ">f4", "strided", "read-only", "bfloat16"])
+def test_core_ml_is_handed_float32_for_floats_of_up_to_32_bits(given):
     class Odd(Spy):
         def read_state(self, *, name):
             value = super().read_state(name=name)
@@ -548,6 +630,34 @@ def test_core_ml_is_handed_float32_whatever_was_read(given):
         assert written.flags.c_contiguous
         assert written.flags.writeable
         np.testing.assert_array_equal(written[:, :, :7], np.round(value * 4)[:, :, :7])
+
+
+@pytest.mark.parametrize("given", ["<f8", ">f8"])
+def test_a_float64_state_keeps_every_bit(given):
+    value = np.full((1, 1, 4, 4), 1e300)
+    value[..., 0] = 1 / 3
+
+    class Wide(Spy):
+        def read_state(self, *, name):
+            return value.astype(given)
+
+    for move, length in ((transition_coreml_state, 8), (compact_coreml_state, 3)):
+        target = Spy({"kv": (1, 1, length, 4)})
+        move(Wide({"kv": value.shape}), target, "kv", 3)
+        assert target.written.dtype == np.float64 and target.written.dtype.isnative
+        np.testing.assert_array_equal(target.written[:, :, :3], value[:, :, :3])
+
+
+@pytest.mark.parametrize("given", ["u1", "u4", "i2", "?", "c8"])
+def test_narrow_unsigned_and_complex_states_are_refused(given):
+    class Odd(Spy):
+        def read_state(self, *, name):
+            return super().read_state(name=name).astype(given)
+
+    target = Spy({"kv": (1, 1, 8, 4)})
+    with pytest.raises(CompatibilityError, match=r"kv: read_state gave .* float32, float64, int32"):
+        transition_coreml_state(Odd({"kv": (1, 1, 4, 4)}), target, "kv", 3)
+    assert target.writes == 0
 
 
 def test_an_int32_state_stays_int32():
@@ -604,7 +714,9 @@ def test_everything_is_checked_before_the_write(
 
 def test_a_name_that_the_target_lacks_is_told_before_any_read():
     source, target, _ = pair(16, 40)
-    with pytest.raises(CompatibilityError, match=r"other: .* no state of this name; it has 'kv'"):
+    with pytest.raises(
+        CompatibilityError, match=r"other: .* no state of this name; there are 'kv'"
+    ):
         transition_coreml_state(source, target, "other", 5, specs=specs_for(40))
     assert source.reads == target.reads == target.writes == 0
 

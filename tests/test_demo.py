@@ -84,6 +84,37 @@ def test_command_draws_the_picture_and_succeeds(tmp_path, capsys):
     assert f"Picture of the cache: {path}" in capsys.readouterr().out
 
 
+def test_a_picture_that_exists_is_refused_without_force(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "cache.png"
+    path.write_bytes(b"mine")
+    called = []
+    monkeypatch.setattr(story, "run", lambda picture: called.append(picture) or 1 / 0)
+    assert main(["demo", "--picture", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert str(path) in err and "--force" in err
+    assert (path.read_bytes(), called) == (b"mine", [])
+    with pytest.raises(ZeroDivisionError):
+        main(["demo", "--picture", str(path), "--force"])
+    assert called == [str(path)]
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib draws")
+    path = tmp_path / "cache.png"
+    path.write_bytes(b"mine")
+
+    def stop(figure, file, **options):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures.Figure, "savefig", stop)
+    stages = [story.Stage("start", 3, 256), story.Stage("end", 5, 256)]
+    with pytest.raises(KeyboardInterrupt):
+        story._draw(stages, path, print)
+    assert path.read_bytes() == b"mine"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monkeypatch):
     def missing(stages):
         raise ImportError("no matplotlib")

@@ -290,9 +290,10 @@ def test_states_come_in_a_list(states):
         COLLECTOR.merge_states(states)
 
 
-def test_no_states_cannot_be_merged():
-    with pytest.raises(ValueError, match="no states"):
-        COLLECTOR.merge_states([])
+def test_no_states_are_merged_into_an_empty_one():
+    for check in (True, False):
+        merged = COLLECTOR.merge_states([], check=check)
+        assert type(merged) is StateDict and not merged
 
 
 # ---- any layout, gathered and sent out again ----
@@ -427,9 +428,17 @@ def test_names_choose():
     assert list(good(run(gather))[0]) == ["a.w", "a.b"]
 
     def unknown(collector):
-        return collector.gather_full_state({"a": np.ones(1)}, names="b")
+        return collector.gather_full_state({"bias": np.ones(1)}, names="bais")
 
-    assert all(isinstance(error, KeyError) for error in run(unknown))
+    errors = run(unknown)
+    assert all(isinstance(error, KeyError) for error in errors)
+    assert all("; did you mean 'bias'?" in str(error) for error in errors)
+
+    def unlike(collector):
+        return collector.gather_full_state({"bias": np.ones(1)}, names="x")
+
+    found = run(unlike)
+    assert all(isinstance(error, KeyError) and "there are 'bias'" in str(error) for error in found)
 
 
 def both_raise(function, error, text, world_size=2):
@@ -498,7 +507,8 @@ def test_a_rank_that_fails_is_heard_of():
         ({"root": 2}, ValueError, "root 2 is no rank"),
         ({"root": "0"}, TypeError, "root must be an int"),
         ({"max_bytes": 0}, ValueError, "max_bytes must be at least 1"),
-        ({"max_bytes": 1.5}, TypeError, "max_bytes must be an int"),
+        ({"max_bytes": []}, TypeError, "max_bytes must be a number of bytes"),
+        ({"max_bytes": 0.5}, ValueError, "max_bytes is 0.5: a fraction means nothing here"),
     ],
 )
 @pytest.mark.parametrize("name", ["gather_full_state", "broadcast_state"])

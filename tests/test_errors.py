@@ -23,6 +23,7 @@ BUILTIN = {
     "StoreNotFoundError": FileNotFoundError,
     "StorePermissionError": PermissionError,
     "CollectiveError": RuntimeError,
+    "GradientNamesError": ValueError,
 }
 
 

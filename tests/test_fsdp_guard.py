@@ -10,6 +10,8 @@ from rank_threads import run_ranks
 from tries import tries
 
 from mlstate import CollectiveError
+from mlstate.collectives import SingleGroup
+from mlstate.errors import GradientNamesError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 pytestmark = pytest.mark.timeout(120)
@@ -191,6 +193,31 @@ def test_several_bad_gradients_are_all_named(names, bucket_bytes, kind):
     for units, error in results:
         assert all(f"'{name}': " in str(error) for name in names)
         assert parts(units) == expected_parts(units, 2, set(names))
+
+
+@pytest.mark.parametrize("fault", [is_not_passed, has_no_unit])
+def test_names_of_one_dict_only_are_a_value_error_on_their_rank(fault):
+    results = scatter_with(fault, 2)
+    assert [type(error) for _, error in results] == [CollectiveError, GradientNamesError]
+    assert isinstance(results[1][1], ValueError)
+
+
+@pytest.mark.parametrize("fault", [is_not_passed, has_no_unit])
+def test_one_rank_stores_nothing_if_names_of_its_dicts_differ(fault):
+    group = SingleGroup()
+    units = units_of(group)
+    gradients = gradients_of(group, units)
+    fault(units, gradients, group)
+    hook = FSDPBackwardHook(FSDP(group))
+    name, text = FAULTS[fault]
+    with pytest.raises(ValueError, match="nothing was stored") as caught:
+        hook.scatter_multiple(units, gradients)
+    assert isinstance(caught.value, CollectiveError)
+    assert f"'{name}': " in str(caught.value) and text.format(bad=0) in str(caught.value)
+    assert caught.value.name == name
+    assert all(unit.local_gradient is None for unit in units.values())
+    hook.scatter_multiple(units, gradients_of(group, units))
+    assert parts(units) == expected_parts(units, 1, ())
 
 
 def test_a_long_list_of_failures_is_cut():

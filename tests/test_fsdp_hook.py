@@ -147,6 +147,29 @@ def test_an_object_has_one_set_of_hooks():
             again()
 
 
+def test_two_objects_have_no_hooks_on_one_name_of_a_model():
+    model = Model()
+    first, second = (FSDPBackwardHook(FSDP(SingleGroup())) for _ in range(2))
+    first.register_hooks(model, units_of(0, {"a": (2,), "b": (2,)}))
+    with pytest.raises(ValueError, match="b: another FSDPBackwardHook has a hook"):
+        second.register_hooks(model, units_of(0, {"b": (2,), "c": (2,)}))
+    assert list(model.functions) == ["a", "b"]
+    second.register_hooks(model, units_of(0, {"c": (2,)}))
+    second.close()
+    first.close()
+    second.register_hooks(model, units_of(0, {"b": (2,), "c": (2,)}))
+
+
+def test_full_gradients_are_those_of_torch_modules():
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    units = units_of(0, SHAPES)
+    with pytest.raises(ValueError, match="needs a torch module"):
+        hook.register_hooks(Model(), units, gradients="full")
+    with pytest.raises(ValueError, match="must be 'shard' or 'full', got 'local'"):
+        hook.register_hooks(Model(), units, gradients="local")
+    hook.register_hooks(Model(), units)
+
+
 @pytest.mark.parametrize("wrong", [None, SingleGroup(), "fsdp"])
 def test_hooks_are_made_of_an_fsdp(wrong):
     with pytest.raises(TypeError, match=r"fsdp must be an FSDP, .*FSDP\(group\)"):

@@ -136,3 +136,15 @@ def test_a_closed_group_is_an_error():
     group.close()
     with pytest.raises(CollectiveError, match="closed"):
         operation.reduce_scatter(np.ones(4, np.float32))
+
+
+def test_an_operation_that_is_closed_reduces_nothing_more():
+    group = SingleGroup()
+    with ReduceScatterOperation(group, (2,), "float32", 0) as operation:
+        assert operation.reduce_scatter(np.ones(2, np.float32)).tolist() == [1, 1]
+    operation.close()
+    with pytest.raises(ValueError, match="is closed; make another one"):
+        operation.reduce_scatter(np.ones(2, np.float32))
+    another = ReduceScatterOperation(group, (2,), "float32", 0)  # the group goes on
+    assert another.reduce_scatter(np.ones(2, np.float32)).tolist() == [1, 1]
+    another.close()

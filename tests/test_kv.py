@@ -279,15 +279,60 @@ def test_dtype_names_of_ml_dtypes(name):
     assert compact_kv_state(source, 3, 2, dtype=dtype.type).dtype == dtype
 
 
-@pytest.mark.parametrize("name", [n for n in ALL_DTYPES if n not in CONVERTIBLE])
+INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+WHOLE = [n for n in CONVERTIBLE if n != "bfloat16"] + INTEGERS
+
+
+@pytest.mark.parametrize("name", [n for n in ALL_DTYPES if n not in [*CONVERTIBLE, *INTEGERS]])
 def test_other_dtypes_convert_to_nothing_else(name):
     source = random_bits((1, 1, 2, 3), dtype_of(name))
-    for wanted in ("float32", "int32" if name != "int32" else "uint8"):
+    for wanted in ("float32", "int32"):
         with pytest.raises(mlstate.CompatibilityError, match=f"{name} does not convert to") as e:
             transition_kv_state(source, 4, dtype=wanted)
         assert (e.value.expected, e.value.got) == (name, wanted)
         with pytest.raises(mlstate.CompatibilityError, match=f"{wanted} does not convert"):
             transition_kv_state(np.zeros((1, 1, 2, 3), wanted), 4, dtype=dtype_of(name))
+
+
+@pytest.mark.parametrize("wanted", WHOLE)
+@pytest.mark.parametrize("name", WHOLE)
+def test_integers_and_floats_convert(name, wanted):
+    source = np.arange(2 * 6 * 5).reshape(1, 2, 6, 5).astype(name)
+    for got in (
+        transition_kv_state(source, 9, 4, pad_value=1, dtype=wanted),
+        transition_kv_state(source, 9, 4, pad_value=1, out=np.empty((1, 2, 9, 5), wanted)),
+    ):
+        assert got.dtype == wanted
+        assert np.array_equal(got[:, :, :4], source[:, :, :4].astype(wanted))
+        assert (got[:, :, 4:] == 1).all()
+    assert np.array_equal(compact_kv_state(source, 4, 3, dtype=wanted)[:, :, :3], source[:, :, :3])
+
+
+def test_floats_become_integers_truncated_toward_zero():
+    source = np.array([-1.9, -0.5, 0.5, 1.9, 127.9, -128.9]).reshape(1, 1, 2, 3)
+    for name in ("float16", "float32", "float64"):
+        got = transition_kv_state(source.astype(name), 2, dtype="int8")
+        assert got.ravel().tolist() == [-1, 0, 0, 1, 127, -128]
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "wanted"),
+    [
+        (np.nan, "float32", "int32"), (np.inf, "float16", "int64"), (128, "float32", "int8"),
+        (-1, "float64", "uint8"), (2.0**63, "float64", "int64"), (2.0**64, "float32", "uint64"),
+        (300, "int16", "uint8"), (-1, "int8", "uint64"), (70000, "int32", "float16"),
+    ],
+)  # fmt: skip
+def test_tokens_out_of_range_are_refused_before_anything_is_written(value, name, wanted):
+    source = np.zeros((1, 1, 3, 2), name)
+    source[0, 0, 1, 1] = value
+    out = np.full((1, 1, 4, 2), 7, wanted)
+    for options in ({"dtype": wanted}, {"out": out}):
+        with pytest.raises(ValueError, match=f"NaN or out of the range of {wanted}"):
+            transition_kv_state(source, 4, **options)
+    assert (out == 7).all()
+    transition_kv_state(source, 4, 1, out=out)  # it is no token then
+    assert not out.any()
 
 
 @pytest.mark.parametrize(
@@ -532,3 +577,19 @@ def test_a_shape_that_changes_while_it_is_read():
     shape = [Emptying(), 3, 4, 5]
     assert kv.validate_state_shapes(shape, (2, 3, 4, 5)) is True
     assert shape == []
+
+
+def test_shapes_by_name_are_compared_one_by_one():
+    source = {"k": (2, 1, 256, 32), "v": (2, 1, 256, 32)}
+    assert kv.validate_state_shapes(source, {**source, "k": (2, 1, 512, 32)}) is True
+    with pytest.raises(mlstate.errors.CompatibilityError, match=r"^v: .*heads") as caught:
+        kv.validate_state_shapes(source, {**source, "v": (2, 4, 256, 32)})
+    assert caught.value.name == "v"
+    with pytest.raises(mlstate.errors.CapacityError, match=r"^k: "):
+        kv.validate_state_shapes(source, {**source, "k": (2, 1, 128, 32)})
+    with pytest.raises(
+        mlstate.errors.CompatibilityError, match=r"v: the target has no such state; did you m"
+    ):
+        kv.validate_state_shapes({"v": source["v"]}, {"v_": source["v"]})
+    with pytest.raises(TypeError, match=r"two mappings of names to shapes.*: got dict and tuple"):
+        kv.validate_state_shapes(source, (2, 1, 256, 32))

@@ -73,7 +73,7 @@ for dtype in sorted(FLOATS & set(NAMES)):
 
 def offered():
     """The instruction sets that this machine and this build have."""
-    done = child.attempt("import mlstate", MLSTATE_CPU="no such set")
+    done = child.attempt("from mlstate import _core", MLSTATE_CPU="no such set")
     names = done.stderr.rpartition("choose one of:")[2]
     return [name for name in SETS if name in names.replace(",", " ").split()]
 
@@ -92,6 +92,65 @@ def test_each_instruction_set_gives_the_oracles_bytes(cpu, of_the_oracle):
     assert first == cpu and of_the_oracle[0] == "scalar"
     lines, wanted = sorted(lines), sorted(of_the_oracle[1:])
     assert len(lines) >= 14 and lines == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copy", ["plain", "stream1", "stream4"])
+def test_each_way_to_store_gives_the_oracles_bytes(copy, of_the_oracle):
+    _, *lines = child.run(DIGESTS, MLSTATE_COPY=copy).splitlines()
+    assert sorted(lines) == sorted(of_the_oracle[1:])
+
+
+# Copies of every kind into memory beyond the cache; a fork while nothing is decided.
+CHOICES = """
+import os
+import numpy as np
+import mlstate
+from mlstate import _core
+from mlstate.kv import transition_kv_state
+from mlstate.state import load_into
+
+def chosen():
+    return {
+        (c["operation"], c["destination"]): c["chosen"] for c in _core.copy_choices()["choices"]
+    }
+
+assert set(chosen().values()) == {None}, "measured at import"
+least = _core.copy_choices()["least_bytes"]
+one = {"w": np.arange(least // 4 + 70_001, dtype=np.float32)}
+two = {"w": np.zeros_like(one["w"])}
+
+def check():
+    two["w"][:] = 0
+    load_into(two, one)
+    assert np.array_equal(one["w"], two["w"])
+
+child = os.fork()
+if child == 0:
+    check()
+    print(chosen()["copy", "touched"], flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert chosen()["copy", "touched"] is None
+small = {"w": np.ones(1000, np.float32)}
+load_into({"w": np.zeros(1000, np.float32)}, small)
+assert set(chosen().values()) == {None}, "measured with a copy that fits the cache"
+check()
+print(chosen()["copy", "touched"])
+check()
+_core.measure_copies()
+left = {key for key, value in chosen().items() if value is None and key[1] == "touched"}
+assert not left, left
+"""
+
+
+def test_the_first_large_copy_chooses_how_to_store():
+    variants = _core.copy_choices()["variants"]
+    if variants == 1:
+        pytest.skip("this instruction set has one way to store")
+    names = {"plain", "stream1", "stream4"}
+    chosen = child.run(CHOICES, MLSTATE_COPY="auto").split()
+    assert len(chosen) == 2 and set(chosen) <= names
 
 
 def test_the_best_set_is_chosen_by_default():
@@ -149,6 +208,12 @@ def test_low_memory_gives_the_same_result(low_memory, pad):
         assert_same_bits(got, expand(source, length, 77, pad, np.float16))
         got[...] = 1
         assert got.min() == 1
+
+
+def test_low_memory_gives_the_same_result_if_heads_span_huge_pages():
+    source = np.arange(2 * 3 * 40_000 * 32, dtype=np.float32).reshape(2, 3, 40_000, 32)
+    got = transition_kv_state(source, 60_000, 39_999, low_memory=True)
+    assert_same_bits(got, expand(source, 60_000, 39_999, 0.0))
 
 
 def test_memory_that_was_used_before_is_padded_too():

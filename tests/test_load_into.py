@@ -257,19 +257,26 @@ def test_the_result_is_the_same_with_any_number_of_threads():
 
 
 def python_rename(name, rules):
-    """The definition: each rule once, at the start or wherever a part starts."""
-    for old, new in rules:
-        if old.startswith("*"):
-            old, out, at = old[1:], "", 0
-            while at < len(name):
-                if name.startswith(old, at) and (at == 0 or name[at - 1] == "."):
-                    out, at = out + new, at + len(old)
-                else:
-                    out, at = out + name[at], at + 1
-            name = out
-        elif name.startswith(old):
-            name = new + name[len(old) :]
-    return name
+    """The definition: each rule once, at the start or wherever a part starts.
+
+    Also the rules that match.
+    """
+    used = set()
+    for rule, new in rules:
+        old = rule.removeprefix("*")
+        starts = [at for at in range(len(name) + 1) if at == 0 or name[at - 1] == "."]
+        out, end = "", 0
+        for at in starts if old != rule else [0]:
+            rest = name[at + len(old) :]
+            if (
+                at >= end
+                and name.startswith(old, at)
+                and (not old or not rest or rest[0] == "." or old[-1] == ".")
+            ):
+                out, end = out + name[end:at] + new, at + len(old)
+                used.add(rule)
+        name = out + name[end:]
+    return name, used
 
 
 NAMES = st.lists(st.sampled_from(["m", "mo", "w", "_x", "é"]), min_size=1, max_size=4).map(".".join)
@@ -280,7 +287,9 @@ NEW = st.sampled_from(["", "m.", "model.", "é"])
 @given(st.lists(NAMES, unique=True, max_size=6), st.dictionaries(OLD, NEW, max_size=3))
 def test_rename_follows_its_rules(names, rules):
     source = ModelStateDict(((n, np.full(1, i)) for i, n in enumerate(names)), model_type="x")
-    wanted = [python_rename(name, rules.items()) for name in names]
+    found = [python_rename(name, rules.items()) for name in names]
+    wanted = [name for name, _ in found]
+    unused = set(rules).difference(*(used for _, used in found))
     taken = next((i for i, name in enumerate(wanted) if name in wanted[:i]), len(names))
     if "" in wanted[:taken]:  # the first name that cannot be is told of
         with pytest.raises(ValueError, match="leave nothing of the name"):
@@ -289,11 +298,36 @@ def test_rename_follows_its_rules(names, rules):
         with pytest.raises(CompatibilityError, match="would both become"):
             rename(source, rules)
     else:
-        result = rename(source, rules)
+        if unused:
+            with pytest.raises(ValueError, match="no name matches") as caught:
+                rename(source, rules)
+            assert all(repr(rule) in str(caught.value) for rule in unused)
+        result = rename(source, rules, unused="ignore")
         assert type(result) is ModelStateDict and result.model_type == "x"
         assert list(result) == wanted
         assert all(a is b for a, b in zip(result.values(), source.values(), strict=True))
     assert list(source) == names
+
+
+def test_a_prefix_ends_at_a_dot_or_at_the_end_of_the_name():
+    names = ["layers.1.w", "layers.1", "layers.10.w", "fc.w", "fc2.w", "fc"]
+    source = {name: np.ones(1) for name in names}
+    renamed = rename(source, {"layers.1": "layers.0", "fc": "head"})
+    assert list(renamed) == ["layers.0.w", "layers.0", "layers.10.w", "head.w", "fc2.w", "head"]
+    assert list(rename({"fc2.fc.w": np.ones(1)}, {"*fc": "x"})) == ["fc2.x.w"]
+    assert list(rename(source, {"": "m."})) == [f"m.{name}" for name in names]
+
+
+def test_a_rule_that_matches_no_name_raises_unless_that_is_allowed():
+    source = {"layers.10.w": np.ones(1), "module.b": np.ones(1)}
+    rules = {"module.": "", "layers.1": "layers.0", "*_orig_mod.": ""}
+    with pytest.raises(ValueError, match=r"'layers\.1', '\*_orig_mod\.'; one name is 'layers\.10"):
+        rename(source, rules)
+    assert list(rename(source, rules, unused="ignore")) == ["layers.10.w", "b"]
+    with pytest.raises(ValueError, match="there are no names"):
+        rename({}, {"": "m."})
+    with pytest.raises(ValueError, match="unused must be 'error' or 'ignore'"):
+        rename(source, rules, unused="drop")
 
 
 def test_rename_takes_any_mapping_and_names_both_that_collapse():

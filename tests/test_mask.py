@@ -34,11 +34,17 @@ def test_every_small_mask(seq_length):
         full = create_attention_size_mask(seq_length, attention_size, seq_length)
         assert_same_bits(full, formula(seq_length, attention_size))
         assert full.flags.c_contiguous and full.flags.writeable
-        for position in range(seq_length + 1):
+        for position in range(seq_length):
             row = create_decode_mask(seq_length, attention_size, position)
             assert_same_bits(row, row_of(seq_length, attention_size, position))
-            if position < seq_length:
-                assert_same_bits(row, full[:, :, position : position + 1])
+            assert_same_bits(row, full[:, :, position : position + 1])
+
+
+def test_the_position_behind_the_last_one_has_no_row():
+    for seq_length in (0, 6):
+        with pytest.raises(CapacityError, match=f"current_position {seq_length} has no row") as e:
+            create_decode_mask(seq_length, 2, seq_length)
+        assert e.value.got == str(seq_length)
 
 
 @pytest.mark.parametrize("seq_length", range(13))

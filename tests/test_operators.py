@@ -102,7 +102,7 @@ def test_the_choice_is_the_same_each_time():
         (([[1]], [1], 5), ValueError, r"seconds has shape \(1, 1\)"),
         (([1], [1.5], 5), TypeError, "bytes holds float64: expected integers"),
         ((["x"], [1], 5), TypeError, "seconds holds"),
-        (([1], [1], 2.5), TypeError, "integer"),
+        (([1], [1], []), TypeError, "budget_bytes must be a number of bytes"),
         (([1], np.array([1 << 63], np.uint64), 5), ValueError, "fit into 63 bits"),
         (([1, 1], [1 << 62, 1 << 62], 5), CapacityError, r"exceed 62 bits at bytes\[0\]"),
         (([1e308, 1e308], [1, 1], 5), CapacityError, "range of a double"),

@@ -141,9 +141,9 @@ def test_negative_budgets(budget):
         plan(uniform(3), budget)
 
 
-@pytest.mark.parametrize("budget", [float("nan"), 1e6, "1 GB", None])
-def test_budgets_are_integers(budget):
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize("budget", [float("nan"), "1 X", None])
+def test_budgets_are_sizes(budget):
+    with pytest.raises(TypeError if budget is None else ValueError, match="budget_bytes"):
         plan(uniform(3), budget)
 
 
@@ -297,6 +297,11 @@ def test_chains_are_frozen_copies():
         chain.saved_bytes[0] = 1
     assert chain.names == ("a", "b<i>", "c") and uniform(2).names == ("0", "1")
     assert "<i>" not in chain._repr_html_() and "b<i>" in str(chain)
+    spread = Chain([1], [1], [1, 1], [1], seconds_spread=[0.25])
+    assert Chain.from_json(spread.to_json()).seconds_spread.tolist() == [0.25]
+    assert repr(spread).endswith("; measured times vary by up to 25%>")
+    with pytest.raises(ValueError, match="seconds_spread holds"):
+        Chain([1], [1], [1, 1], [1], seconds_spread=[-1])
     for copy in (pickle.loads(pickle.dumps(chain)), Chain.from_json(chain.to_json())):
         assert copy == chain and hash(copy) == hash(chain)
     assert chain != uniform(3) and chain != 3
@@ -325,6 +330,15 @@ def bad_chain(**changes):
         ({"gradient_bytes": [10, 10, -3]}, r"gradient_bytes\[2\] is -3"),
         ({"forward_temporary_bytes": [0, -5]}, r"forward_temporary_bytes\[1\] is -5"),
         ({"backward_temporary_bytes": [0, -11]}, r"backward_temporary_bytes\[1\] is -11"),
+        (
+            {
+                "backward_temporary_bytes": [-9, 0],
+                "gradient_bytes": [10, 0, 0],
+                "saved_bytes": [8, 10],
+                "activation_bytes": [10, 8, 10],
+            },
+            r"backward_temporary_bytes\[0\] is -9: the step frees 8 bytes",
+        ),
         ({"saved_bytes": [[20, 20]]}, r"shape \(1, 2\)"),
         ({"names": ["a"]}, "1 names for 2 blocks"),
         ({"offload_bytes_per_second": 5.0}, "give both"),
@@ -335,6 +349,15 @@ def bad_chain(**changes):
 def test_chains_that_make_no_sense(changes, text):
     with pytest.raises(ValueError, match=text):
         bad_chain(**changes)
+
+
+def test_no_step_holds_more_behind_it_than_at_its_peak():
+    with pytest.raises(ValueError, match="peak would be below the memory held after it"):
+        Chain([1], [1], [10, 0], [0], backward_temporary_bytes=[-10])
+    chain = Chain([1], [1], [10, 0], [4], backward_temporary_bytes=[-4])
+    found = plan(chain, chain.least_budget_bytes)
+    run = found.simulate()
+    assert run.after_bytes.max() <= run.peak_bytes.max() <= chain.least_budget_bytes
 
 
 def test_chains_of_wrong_types_and_none_at_all():

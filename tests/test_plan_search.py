@@ -1,4 +1,4 @@
-"""`schedules="any"`: against every valid schedule where chains are short, else never worse."""
+"""`schedules="any"`: every valid schedule of short chains, else the persistent plan."""
 
 import signal
 import threading
@@ -114,29 +114,22 @@ def test_it_is_known_that_nothing_is_faster_with_and_without_a_start():
             assert alone.predicted_seconds == plan(chain, budget, schedules="any").predicted_seconds
 
 
-@pytest.mark.parametrize(
-    ("blocks", "offload"),
-    [(24, False), (24, True), pytest.param(60, False, marks=pytest.mark.long)],
-)
-def test_long_chains_are_never_worse_than_the_persistent_plan(blocks, offload):
-    rng = np.random.default_rng(blocks)
-    won = 0
+@pytest.mark.parametrize("offload", [False, True])
+def test_long_chains_get_the_persistent_plan(offload):
+    rng = np.random.default_rng(24)
     for kind in KINDS:
-        model = random_chain(rng, blocks, kind, rates=offload)
+        model = random_chain(rng, 20, kind, rates=offload)
         chain = chain_of(model)
         least = _core.plan_least(chain._arrays, offload)
-        for share in (0.05, 0.3):
+        for share in (0, 0.05, 0.3):
             budget = int(least + share * (chain.plain_peak_bytes - least))
-            old = plan(chain, budget, offload=offload)
-            new = plan(chain, budget, schedules="any", offload=offload)
-            run = simulate(model, new.steps())
-            assert run.peak_bytes == new.predicted_peak_bytes <= budget
-            assert new.predicted_seconds <= old.predicted_seconds * (1 + 1e-12)
-            assert new.predicted_seconds == pytest.approx(run.total_seconds, rel=1e-12)
-            again = plan(chain, budget, schedules="any", offload=offload)
-            assert again.steps() == new.steps()
-            won += new.predicted_seconds < old.predicted_seconds
-    assert won > 0
+            persistent = plan(chain, budget, offload=offload)
+            made = plan(chain, budget, schedules="any", offload=offload)
+            run = simulate(model, made.steps())
+            assert run.peak_bytes == made.predicted_peak_bytes <= budget
+            assert made.predicted_seconds == persistent.predicted_seconds
+            assert made.method == f"the fastest persistent schedule, {persistent.method}"
+            assert made.schedules == "any" and not made.exact
 
 
 def test_a_long_chain_that_no_persistent_schedule_fits_is_refused():
@@ -199,18 +192,17 @@ def test_other_threads_run_meanwhile():
     assert len(within) >= 1 + (end - begin) / 0.1
 
 
-def test_few_states_are_enough_to_begin_with_the_persistent_plan():
+def test_a_search_that_runs_out_of_states_gives_its_start():
     model = random_chain(np.random.default_rng(4), 12)
     chain = chain_of(model)
     least = _core.plan_least(chain._arrays, False)
     budget = least + (chain.plain_peak_bytes - least) // 4
     start = plan(chain, budget)
-    steps, optimal, _ = _core.search_schedules(chain._arrays, budget, False, start._steps, 10)
-    improved = Plan(chain, steps, budget_bytes=budget)
-    assert not optimal
-    assert improved.predicted_seconds <= start.predicted_seconds
+    steps, optimal, states = _core.search_schedules(chain._arrays, budget, False, start._steps, 10)
+    assert not optimal and states == 10
+    assert Plan(chain, steps).predicted_seconds == start.predicted_seconds
     whole = plan(chain, budget, schedules="any")
-    assert whole.exact and whole.predicted_seconds <= improved.predicted_seconds
+    assert whole.exact and whole.predicted_seconds <= start.predicted_seconds
 
 
 STEPS = np.array([[1, 0], [2, 0]], np.int32)

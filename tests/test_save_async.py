@@ -60,17 +60,19 @@ def held(monkeypatch):
     go = threading.Event()
     write = _core.shards_write
 
-    def write_later(folder, generation, gathering, before, pack_below, progress, freed):
+    def write_later(*given):
+        *first, freed, mode = given
+
         def free():
             freed()
             assert go.wait(SECONDS)
 
         if threading.current_thread() is threading.main_thread():  # a save that is no thread's
-            return write(folder, generation, gathering, before, pack_below, progress, freed)
+            return write(*given)
         if freed is None:
             assert go.wait(SECONDS)
-            return write(folder, generation, gathering, before, pack_below, progress, None)
-        return write(folder, generation, gathering, before, pack_below, progress, free)
+            return write(*given)
+        return write(*first, free, mode)
 
     monkeypatch.setattr(_core, "shards_write", write_later)
     yield go
@@ -305,7 +307,7 @@ def test_wrong_arguments_are_refused_at_once(path):
     state = {"w": np.zeros(3)}
     for keywords, error, text in [
         ({"max_staging_bytes": -1}, ValueError, "0 or more, got -1"),
-        ({"max_staging_bytes": "x"}, TypeError, "must be an int or None, got str"),
+        ({"max_staging_bytes": "x"}, ValueError, "max_staging_bytes is 'x': expected a number"),
         ({"staging": 5}, TypeError, "must be a Staging, got int"),
         ({"progress": 5}, TypeError, "must be callable, got int"),
         ({"layout": "odd"}, ValueError, "layout must be"),
@@ -374,8 +376,7 @@ def test_an_error_after_the_handle_is_gone_is_shown(path, held, monkeypatch):
         gc.collect()
         assert not shown
         held.set()
-        with job.changed:
-            assert job.changed.wait_for(lambda: job.ended, SECONDS)
+        assert job.reached("ended", SECONDS)
         for _ in range(1000):
             if shown:
                 break
@@ -474,7 +475,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_save(path, held):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_does_not_disturb_the_save(path, held):
     state = {f"w{i}": random((3000 + i,), seed=i) for i in range(9)}
-    handle = save_async(path, state, max_staging_bytes=50_000)
+    handle = save_async(path, state, max_staging_bytes="50 kB")
     handle.staged()
     pid = os.fork()
     if pid == 0:
@@ -816,9 +817,10 @@ def test_tensors_as_on_a_device(path, monkeypatch):
     for budget in (None, 200_000):
         state = device_state(torch, "cpu")
         check_device_state(torch, path, save_async(path, state, max_staging_bytes=budget), state)
-    handle = save_async(path, device_state(torch, "cpu"), max_staging_bytes=20_000)
-    with pytest.raises(ValueError, match="staged, all of them: they need more than the 20000"):
-        handle.wait(SECONDS)
+    for budget, text in ((20_000, "20000 bytes"), ("20 KB", r"20 KB \(20000 bytes\)")):
+        handle = save_async(path, device_state(torch, "cpu"), max_staging_bytes=budget)
+        with pytest.raises(ValueError, match=f"staged, all .* more than the {text} that max"):
+            handle.wait(SECONDS)
 
 
 @pytest.mark.torch

@@ -482,6 +482,16 @@ def test_layer_names_that_mean_nothing_are_refused(call, name, error, text):
     assert list(state) == ["a.w"]
 
 
+def test_every_state_dict_has_layers():
+    for kind in (StateDict, OptimizerStateDict):
+        state = kind(arrays("a.w", "a.b", "b.w"))
+        layer = state.get_layer_state("a")
+        assert type(layer) is StateDict and layer["w"] is state["a.w"]
+        assert layer.get_layer_state("none") == {} and state.layer_names() == ["a", "b"]
+        state.set_layer_state("b", layer)
+        assert state["b.b"] is state["a.b"]
+
+
 def test_bad_attributes_are_refused():
     with pytest.raises(ValueError, match="negative"):
         ModelStateDict(layer_count=-1)

@@ -80,6 +80,24 @@ def test_compatibility_names_everything_and_both_shapes():
     assert "CompatibilityResult: not compatible" in repr(result)
 
 
+def test_the_headline_says_how_much_would_be_loaded():
+    state = arrays(a=1, b=2, c=3)
+    none, some = "nothing would be loaded: no name matches", "compatible in part:"
+    for other, headline in (
+        (state, "compatible"),
+        (arrays(x=1, y=2), f"{none} of 3 in the source and 2 in the target, 2 warnings"),
+        ({}, f"{none} of 3 in the source and 0 in the target, 1 warning"),
+        (arrays(a=1), f"{some} 1 name matches of 3 in the source and 1 in the target, 1 warning"),
+        (state | arrays(d=4), f"{some} 3 names match of 3 in the source and 4 in the target, "
+         "1 warning"),
+    ):  # fmt: skip
+        result = check_compatibility(state, other)
+        assert str(result).splitlines()[0] == headline
+        assert headline in repr(result) and headline in result._repr_html_()
+        assert result.is_compatible
+    assert str(check_compatibility({}, {})) == "compatible"
+
+
 class Odd:
     """Says a shape and a dtype, and has memory, but compares as nothing usual does."""
 

@@ -14,6 +14,7 @@ import strategy_model as model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlstate import _core
 from mlstate.activation import (
     CheckpointStrategy,
     IntervalStrategy,
@@ -526,9 +527,78 @@ def test_torch_tensors_are_measured_on_every_device():
         (torch.zeros(3, 4, device="meta", dtype=torch.float64).t(), 96),
         (torch.zeros(1 << 40, device="meta"), 1 << 42),
         (torch.zeros(4, dtype=torch.float8_e4m3fn), 4),
+        (torch.nn.Parameter(torch.zeros(5, 6)), 120),
+        (torch.eye(3).to_sparse(), 36),
+        (torch.zeros(2, 3, dtype=torch.complex64).conj(), 48),
+        (torch.zeros(1, 3).expand(5, 3), 60),
+        (torch.zeros(3, 4)[:, 1], 12),
+        (torch.zeros(0, 4), 0),
+        (torch.tensor(1.0), 4),
     ]:
-        assert SizeBasedStrategy(nbytes).should_checkpoint("a", tensor, 0)
-        assert not SizeBasedStrategy(nbytes + 1).should_checkpoint("a", tensor, 0)
+        for _ in range(2):  # the second time, a class of torch's is known
+            assert measured(tensor) == nbytes
+
+
+def measured(activation):
+    """Bytes as a strategy and the manager see them."""
+    nbytes = _core.activation_bytes(activation)
+    assert nbytes == 0 or SizeBasedStrategy(nbytes).should_checkpoint("a", activation, 0)
+    assert not SizeBasedStrategy(nbytes + 1).should_checkpoint("a", activation, 0)
+    return nbytes
+
+
+def test_subclasses_of_torch_tensors_are_measured_by_shape_and_dtype():
+    torch = pytest.importorskip("torch", reason="measures torch tensors")
+
+    class Plain(torch.Tensor):
+        pass
+
+    class Packed(torch.Tensor):
+        nbytes = 7
+
+    # with the name of torch's own class, which is asked for its bytes
+    Same = type("Tensor", (torch.Tensor,), {"nbytes": 7})
+    Asked = type(
+        "Tensor",
+        (torch.Tensor,),
+        {
+            "__getattribute__": lambda s, name: (
+                9 if name == "nbytes" else object.__getattribute__(s, name)
+            )
+        },
+    )
+    measured(torch.zeros(3))
+    for cls, nbytes in ((Plain, 12), (Packed, 12), (Same, 7), (Asked, 9), (torch.Tensor, 12)):
+        for _ in range(2):
+            assert measured(torch.zeros(3).as_subclass(cls)) == nbytes
+
+
+def test_a_torch_function_mode_sees_that_a_tensor_is_measured():
+    torch = pytest.importorskip("torch", reason="measures torch tensors")
+    from torch.overrides import TorchFunctionMode
+
+    class Count(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    with Count() as mode:
+        assert _core.activation_bytes(torch.zeros(3)) == 12
+    assert mode.calls
+
+
+@pytest.mark.parametrize("nbytes", [-1, "12", 2**70, None, property(lambda self: 1 // 0)])
+def test_classes_named_like_those_of_torch_may_say_nothing_of_use(nbytes):
+    cls = type("Tensor", (), {"shape": (3,), "dtype": "float32", "nbytes": nbytes})
+    assert measured(cls()) == 12
+
+
+def test_arrays_of_a_class_named_tensor_are_measured():
+    array = np.zeros((3, 4), np.float16)[:, ::2].view(type("Tensor", (np.ndarray,), {}))
+    for _ in range(2):
+        assert measured(array) == 12
 
 
 def test_what_an_activation_raises_is_seen():
@@ -598,7 +668,7 @@ def test_a_copy_keeps_the_time_since_the_last_adjustment():
     strategy.should_checkpoint("x", None, 0)
     meter.ticks = 150_000_000
     other = copy.copy(strategy)
-    assert other._state() == strategy._state() == (1, 50_000_000, 1)
+    assert other._state() == strategy._state() == (0, 1, 50_000_000, 1, True, [])
 
 
 def test_a_subclass_keeps_its_attributes():
@@ -614,23 +684,23 @@ def test_a_subclass_keeps_its_attributes():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "state"),
+    "state",
     [
-        (IntervalStrategy(2), (-1,)),
-        (SizeBasedStrategy(2), (-1,)),
-        (IntervalStrategy(2), ()),
-        (SelectiveStrategy(), (1,)),
-        (MemoryAwareStrategy(), (0, 0, 0)),
-        (MemoryAwareStrategy(), (2, 0, -1)),
-        (MemoryAwareStrategy(), ("2", 0, 0)),
-        (SmartStrategy(), (True, [("a", -1, 1)])),
-        (SmartStrategy(), (True, [("a", 1, 0)])),
-        (SmartStrategy(), (True, [("a", 1, 1), ("a", 1, 1)])),
-        (SmartStrategy(), (True, [("a", 1)])),
-        (SmartStrategy(), (True, [5])),
-        (SmartStrategy(), (True, [(5, 1, 1)])),
-        (SmartStrategy(), (True, {})),
-        (SmartStrategy(), None),
+        None,
+        (),
+        (1,),
+        (-1, 2, 0, 0, True, []),
+        (0, 0, 0, 0, True, []),
+        (0, 11, 0, 0, True, []),
+        (0, 2, 0, -1, True, []),
+        (0, "2", 0, 0, True, []),
+        (0, 2, 0, 0, True, {}),
+        (0, 2, 0, 0, True, [("a", -1, 1)]),
+        (0, 2, 0, 0, True, [("a", 1, 0)]),
+        (0, 2, 0, 0, True, [("a", 1, 1), ("a", 1, 1)]),
+        (0, 2, 0, 0, True, [("a", 1)]),
+        (0, 2, 0, 0, True, [5]),
+        (0, 2, 0, 0, True, [(5, 1, 1)]),
     ],
 )
 def test_states_that_are_none_change_nothing(strategy, state):
@@ -697,7 +767,7 @@ def test_threads_share_a_strategy():
     in_threads(work)
     assert interval.checkpointed_count == THREADS * turns / 3
     assert sized.checkpointed_count == THREADS * turns
-    _, layers = smart._state()
+    *_, layers = smart._state()
     assert len(layers) == 500 and sum(calls for *_, calls in layers) == THREADS * turns
 
 

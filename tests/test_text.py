@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlstate._text import bytes_text, shorten, table_html, table_text
+from mlstate._text import (
+    bytes_text,
+    names_hint,
+    shorten,
+    sort_steps,
+    steps_text,
+    table_html,
+    table_text,
+)
 
 
 class Table(HTMLParser):
@@ -90,3 +98,25 @@ def test_tables_are_cut_and_say_so():
     assert len(found.cells) == 2 + 2 * 50 and found.texts[-1] == "… 9,950 more"
     assert all(len(cell) <= 600 for cell in found.cells) and len(made) < 300_000
     assert Table(table_html("none", ("a",), [])).texts == ["none"]
+
+
+def test_steps_are_sorted_by_number_and_unknown_ones_come_last():
+    assert sort_steps([100, None, 20, 5]) == [5, 20, 100, None]
+    assert steps_text([100, None, 20, 5]) == "5, 20, 100, ?"
+    assert steps_text([100, 20, 5], 2) == "5, 20, 1 more"
+    assert steps_text([]) == "none"
+
+
+def test_an_unknown_name_is_answered_with_known_ones():
+    assert names_hint("fc.weihgt", ["fc.weight", "fc.bias"]) == "; did you mean 'fc.weight'?"
+    assert names_hint("x", ["fc.weight", "fc.bias"]) == "; there are 'fc.weight', 'fc.bias'"
+    assert names_hint("x", []) == "; there are none"
+    assert names_hint("x", [f"fc.{i}" for i in range(12)]).endswith("'fc.7' and 4 more")
+    assert names_hint("x", ["w", "b", "w"]) == "; there are 'w', 'b'"
+
+
+def test_names_that_a_message_lists_are_not_listed_again():
+    assert names_hint("rwos", ["whole", "rows"], listed=False) == "; did you mean 'rows'?"
+    assert (
+        names_hint("x", ["whole", "rows"], listed=False) == names_hint("x", [], listed=False) == ""
+    )

@@ -316,16 +316,23 @@ def test_budgets_hold_and_what_was_used_stays(folder):
 def test_a_unit_that_no_budget_holds_is_refused(folder):
     model = {"small": np.ones(2), "large": np.ones(100)}
     with pytest.raises(errors.CapacityError, match=r"'large' has 800 bytes") as caught:
-        TieredState(model, {}, folder, hot_budget_bytes=799, warm_budget_bytes=100)
+        TieredState(model, {}, folder, hot_budget_bytes="0.799kB", warm_budget_bytes=100)
+    assert "hot budget of 0.799 KB (799 bytes) and the whole warm budget of 100 bytes" in str(
+        caught.value
+    )
     assert caught.value.name == "large" and not folder.exists()
-    with TieredState(model, {}, folder, hot_budget_bytes=800, warm_budget_bytes=100) as tiers:
+    with TieredState(model, {}, folder, hot_budget_bytes="0.8kB", warm_budget_bytes=1e2) as tiers:
         assert tiers.tier("large") == "cold"
         with tiers.use("large") as unit:  # warm cannot hold it, hot can
             assert unit.tier == "hot"
         with pytest.raises(errors.CapacityError, match="more than the whole warm budget"):
             tiers.demote("large")
         assert tiers.demote("large", to="cold") == "cold"
-    for budget in (-1, 1.5):
+    with TieredState(model, {}, folder / "b", warm_budget_bytes="0.1KiB") as tiers:
+        named = r"whole warm budget of 0\.1 KiB \(102 bytes\)"
+        with pytest.raises(errors.CapacityError, match=named):
+            tiers.promote("large")
+    for budget in (-1, 0.5, "1 X", []):
         with pytest.raises((ValueError, TypeError)):
             TieredState({}, {}, folder, warm_budget_bytes=budget)
 

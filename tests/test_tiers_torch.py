@@ -61,7 +61,7 @@ def test_numpy_arrays_become_tensors_on_a_device(folder):
 @pytest.mark.torch
 def test_copies_have_memory_of_their_own_and_the_same_bits():
     torch = pytest.importorskip("torch")
-    from mlstate.integrations.torch import in_memory
+    from mlstate.integrations.torch._tiers import in_memory
 
     conjugated = torch.tensor([1 + 2j, 3 - 1j]).conj()
     for tensor in (

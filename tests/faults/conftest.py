@@ -3,18 +3,18 @@
 import contextlib
 from typing import NamedTuple
 
-import harness
+import fault_harness
 import pytest
 import scenarios
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out, in the ordinary test run, what is not a scenario's turn: see harness.turns."""
+    """Leave out of the ordinary test run what is not a scenario's turn: see fault_harness.turns."""
     others = []
     for function, cases in marked(items).items():
         for scenario, name in enumerate(dict.fromkeys(name for name, _ in cases)):
             own = [item for other, item in cases if other == name]
-            turns = harness.turns(scenario, len(own), function.turns)
+            turns = fault_harness.turns(scenario, len(own), function.turns)
             others += [item for number, item in enumerate(own) if number not in turns]
     if others:
         config.hook.pytest_deselected(items=others)
@@ -44,20 +44,20 @@ def marked(items):
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory):
     """The preloaded library that fails calls and records them."""
-    reason = harness.unsupported()
+    reason = fault_harness.unsupported()
     if reason:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("shim")
-    return harness.build(folder, "shim", "shim.c", "calls.c", "record.c")
+    return fault_harness.build(folder, "shim", "shim.c", "calls.c", "record.c")
 
 
 @pytest.fixture(scope="session")
 def alloc_shim(tmp_path_factory):
     """The preloaded library that fails allocations."""
-    reason = harness.unsupported()
+    reason = fault_harness.unsupported()
     if reason:
         pytest.skip(reason)
-    return harness.build(tmp_path_factory.mktemp("alloc"), "alloc", "alloc.c")
+    return fault_harness.build(tmp_path_factory.mktemp("alloc"), "alloc", "alloc.c")
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +69,7 @@ def make_bench(shim, tmp_path_factory):
         reason = scenario.missing()
         if reason:
             pytest.skip(reason)
-        bench = harness.Bench(shim, scenario, tmp_path_factory.mktemp(scenario.name))
+        bench = fault_harness.Bench(shim, scenario, tmp_path_factory.mktemp(scenario.name))
         yield bench
         bench.close()
 

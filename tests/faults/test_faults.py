@@ -4,7 +4,7 @@ Afterwards a reader finds A or B whole; B, if the save returned.  Errors are exc
 The next save works and leaves no litter.
 """
 
-import harness
+import fault_harness
 import pytest
 import scenarios
 
@@ -58,7 +58,7 @@ def points(bench, call, most, start="A"):
     return [
         (rank, n)
         for rank, counts in enumerate(bench.counts(start=start))
-        for n in harness.spread(counts[call], most)
+        for n in fault_harness.spread(counts[call], most)
     ]
 
 
@@ -78,11 +78,11 @@ def test_what_is_made_to_fail_stores_layers(make_bench, name, most):
 
 
 @pytest.mark.turns(2)
-@pytest.mark.parametrize("call", harness.amount(USUAL, ERRORS, ERRORS))
+@pytest.mark.parametrize("call", fault_harness.amount(USUAL, ERRORS, ERRORS))
 def test_each_call_fails_once(bench, call):
     complaints = []
     for rank, n in points(bench, call, bench.most(1, 2)):
-        for how in ERRORS[call][: harness.amount(1, 2)]:
+        for how in ERRORS[call][: fault_harness.amount(1, 2)]:
             complaints += bench.try_fault(f"{call}:{n}:{how}", rank)
     complain(complaints)
 

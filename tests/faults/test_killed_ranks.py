@@ -1,6 +1,7 @@
 """A rank is killed at a moment that nobody chose: the others learn of it, and nothing is left.
 
-How many times is set by MLSTATE_FAULTS, with which moments by MLSTATE_FAULTS_SEED (harness.py).
+How many times is set by MLSTATE_FAULTS, with which moments by MLSTATE_FAULTS_SEED: see
+fault_harness.py.
 """
 
 import multiprocessing
@@ -12,7 +13,7 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import harness
+import fault_harness
 import numpy as np
 import pytest
 
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
 ]
 
-RUNS = harness.amount(10, 40, 200)
+RUNS = fault_harness.amount(10, 40, 200)
 SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
 MEETING_SECONDS = 1.0  # that ranks wait for one that was killed before it came
 LIMIT = 30.0

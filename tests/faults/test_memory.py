@@ -3,7 +3,7 @@ MemoryError and nothing lost, or the same result with fewer threads."""
 
 import contextlib
 
-import harness
+import fault_harness
 import pytest
 import scenarios
 from test_faults import complain
@@ -16,7 +16,7 @@ CASES = [
     for number, (name, scenario) in enumerate(scenarios.ALL.items())
     for where in OBJECTS
     # NumPy's requests fail in a third of the scenarios of the ordinary test run
-    if where == "library" or number % harness.amount(3, 1, 1) == harness.amount(1, 0, 0)
+    if where == "library" or number % fault_harness.amount(3, 1, 1) == fault_harness.amount(1, 0, 0)
 ]
 # Python's own allocations fail wherever they come from: one object and light scenarios do.
 LIGHT = [
@@ -31,7 +31,7 @@ def bench(request, alloc_shim, tmp_path_factory):
     if scenario.missing():
         pytest.skip(scenario.missing())
     folder = tmp_path_factory.mktemp(scenario.name)
-    bench = harness.Bench(alloc_shim, scenario, folder, MLS_ALLOC_OBJECT=OBJECTS[where])
+    bench = fault_harness.Bench(alloc_shim, scenario, folder, MLS_ALLOC_OBJECT=OBJECTS[where])
     with contextlib.closing(bench):
         yield bench
 
@@ -40,7 +40,7 @@ def bench(request, alloc_shim, tmp_path_factory):
 def test_saving_without(bench, call, how):
     complaints = []
     for rank, counts in enumerate(bench.counts()):
-        for n in harness.spread(counts[call], bench.most(2, 8)):
+        for n in fault_harness.spread(counts[call], bench.most(2, 8)):
             complaints += bench.try_fault(f"{call}:{n}:{how}", rank)
     complain(complaints)
 
@@ -48,7 +48,7 @@ def test_saving_without(bench, call, how):
 @pytest.mark.parametrize(("call", "how"), [("memory", "ENOMEM"), ("thread", "EAGAIN")])
 def test_loading_without(bench, call, how):
     complaints = []
-    for n in harness.spread(bench.counts(None)[0][call], bench.most(2, 6)):
+    for n in fault_harness.spread(bench.counts(None)[0][call], bench.most(2, 6)):
         complaints += bench.try_loading(f"{call}:{n}:{how}")
     complain(complaints)
 
@@ -60,6 +60,6 @@ def test_python_has_no_memory(bench, action):
     pytest.importorskip("_testcapi", reason="CPython's own hooks are not installed")
     attempt = bench.try_fault if action == "saving" else bench.try_loading
     complaints = []
-    for n in harness.amount((0, 7, 30), range(0, 200, 20), range(400)):
+    for n in fault_harness.amount((0, 7, 30), range(0, 200, 20), range(400)):
         complaints += attempt(f"python:{n}:ENOMEM")
     complain(complaints)

@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 
-import harness
+import fault_harness
 import pytest
 import replay
 import scenarios
@@ -49,8 +49,8 @@ def judge_states(bench, disk, rng, samples, seen, allowed):
         root = bench.folder / f"power-{len(seen)}"
         root.mkdir()
         replay.materialise(state, root)
-        found = harness.judge_content(bench.scenario, root, allowed)
-        if len(seen) % harness.amount(10, 5, 2) == 0:
+        found = fault_harness.judge_content(bench.scenario, root, allowed)
+        if len(seen) % fault_harness.amount(10, 5, 2) == 0:
             found += bench.judge_next(root, True)
         if found and os.environ.get("MLSTATE_FAULTS_KEEP"):
             found.append(f"see {root}")
@@ -64,9 +64,9 @@ def fail_everywhere(bench, start="A"):
     """Complaints about the states after each entry, and how many states there were."""
     _, disk, entries = record(bench, start)
     rng = random.Random(SEED)
-    chosen = set(harness.spread(len(entries), bench.most(3, 10)))
+    chosen = set(fault_harness.spread(len(entries), bench.most(3, 10)))
     telling = [number for number, entry in enumerate(entries, 1) if entry.kind in "RDSN"]
-    chosen.update(telling[n - 1] for n in harness.spread(len(telling), bench.most(8, 16)))
+    chosen.update(telling[n - 1] for n in fault_harness.spread(len(telling), bench.most(8, 16)))
     chosen.add(len(entries))
     complaints, seen, allowed = [], set(), start + "B"
     for number, entry in enumerate(entries, 1):
@@ -74,7 +74,7 @@ def fail_everywhere(bench, start="A"):
         if (entry.kind, entry.name) == ("N", "returned"):
             allowed = "B"
         if number in chosen:
-            samples = harness.amount(1, 2, 20)
+            samples = fault_harness.amount(1, 2, 20)
             for text in judge_states(bench, disk, rng, samples, seen, allowed):
                 complaints.append(f"after entry {number} ({entry}): {text}")
     return complaints, len(seen)

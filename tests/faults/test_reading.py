@@ -1,6 +1,6 @@
 """Calls fail while a checkpoint is loaded: the arrays come whole, or an exception does."""
 
-import harness
+import fault_harness
 import pytest
 from test_faults import ERRORS, complain
 
@@ -8,12 +8,12 @@ USUAL = ["open", "pread"]  # in the ordinary test run
 READING = ["open", "open_folder", "close_read", "read", "pread", "stat", "list"]
 
 
-@pytest.mark.parametrize("call", harness.amount(USUAL, READING, READING))
+@pytest.mark.parametrize("call", fault_harness.amount(USUAL, READING, READING))
 def test_each_call_fails_once(bench, call):
     complaints = []
     (counts, *_) = bench.counts(None)
-    for n in harness.spread(counts[call], bench.most(1, 2)):
-        for how in ERRORS[call][: harness.amount(1, 2)]:
+    for n in fault_harness.spread(counts[call], bench.most(1, 2)):
+        for how in ERRORS[call][: fault_harness.amount(1, 2)]:
             complaints += bench.try_loading(f"{call}:{n}:{how}")
     complain(complaints)
 
@@ -31,6 +31,6 @@ def test_mapping_fails(bench, fault):
 def test_reading_the_headers_of_what_is_mapped_fails(bench):
     complaints = []
     for call in ("open", "pread"):
-        for n in harness.spread(bench.counts(None)[0][call], bench.most(1, 2)):
+        for n in fault_harness.spread(bench.counts(None)[0][call], bench.most(1, 2)):
             complaints += bench.try_loading(f"{call}:{n}:EIO", mmap=True)
     complain(complaints)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 
-import harness
+import fault_harness
 import pytest
 import scenarios
 
@@ -54,7 +54,7 @@ def run_child(shim, tmp_path, fault="", trace=()):
     root.mkdir()
     return subprocess.run(
         [*trace, sys.executable, "-c", CHILD, str(root), CALLS],
-        env=harness.environment(shim, MLS_FAULT_ROOT=str(root), MLS_FAULT=fault),
+        env=fault_harness.environment(shim, MLS_FAULT_ROOT=str(root), MLS_FAULT=fault),
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_a_fault_happens_where_it_should_and_nowhere_else(shim, tmp_path, fault,
     ],
 )
 def test_a_kill_comes_before_in_or_after_the_call(shim, tmp_path, fault, left):
-    assert run_child(shim, tmp_path, fault).returncode == harness.KILLED
+    assert run_child(shim, tmp_path, fault).returncode == fault_harness.KILLED
     assert (tmp_path / "root" / "a").read_bytes() == left
 
 
@@ -164,7 +164,7 @@ def test_no_change_to_a_file_goes_past_the_shim(bench, shim, tmp_path):
     done = subprocess.run(
         [strace, "-f", "-y", "-qq", "-s", "0", "-o", str(log), "-e", f"trace={CHANGES}",
          sys.executable, "-c", code, bench.scenario.name, str(root)],
-        env=harness.environment(shim, MLS_FAULT_ROOT=str(root)),
+        env=fault_harness.environment(shim, MLS_FAULT_ROOT=str(root)),
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -83,7 +83,7 @@ def everything(victim):
     yield lambda: mlstate.load(folder, verify="first")
     yield lambda: mlstate.load(folder, names="w")
     yield lambda: mlstate.load(folder, into={"model": arrays})
-    yield lambda: reshard(folder, f"{folder}-other", layout="rows", world_size=2)
+    yield lambda: reshard(folder, f"{folder}-other", layout="rows", world_size=2, overwrite=True)
 
 
 @pytest.mark.parametrize("codec", ["zlib", "zstd"])

@@ -319,7 +319,7 @@ def test_a_folder_or_a_loop_in_place_of_a_file(tmp_path, which):
 
 def test_a_folder_that_is_no_package_says_so(tmp_path):
     (tmp_path / "m.mlmodelc").mkdir()
-    refused(tmp_path / "m.mlmodelc", "compiled .mlmodelc cannot be read")
+    refused(tmp_path / "m.mlmodelc", "compiled .mlmodelc cannot be read without its metadata.json")
 
 
 @pytest.mark.parametrize(

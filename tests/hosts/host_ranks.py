@@ -6,6 +6,7 @@ for each scenario: its name, the rank, what the scenario returned or what went w
 """
 
 import hashlib
+import importlib
 import json
 import socket
 import sys
@@ -66,11 +67,8 @@ def function_of(name):
     """The function of a scenario; those of groups in general are shared with other tests."""
     if name in SCENARIOS:
         return SCENARIOS[name]
-    if name in hook_ranks.SCENARIOS:
-        return hook_ranks.SCENARIOS[name]
-    from group_ranks import SCENARIOS as SHARED
-
-    return SHARED[name]
+    module = hook_ranks if hasattr(hook_ranks, name) else importlib.import_module("group_ranks")
+    return getattr(module, name)
 
 
 def say(name, rank, what):

@@ -1,20 +1,14 @@
-"""What each rank does in test_checkpoint_ranks.py: one process, started with its rank.
+"""What each rank does in test_checkpoint_ranks.py, each scenario in a folder of its own."""
 
-`python checkpoint_ranks.py STORE FOLDER RANK RANKS SCENARIO...` runs scenarios over gloo, each
-in a folder of its own, and prints one line of JSON for each: its name and "ok" or what went
-wrong.
-"""
-
-import json
+import functools
 import os
 import signal
 import sys
-import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import torch_processes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
@@ -24,12 +18,16 @@ import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
 from mlstate.integrations.torch import TorchGroup
 
-SCENARIOS = {}
-
 
 def scenario(function):
-    SCENARIOS[function.__name__] = function
-    return function
+    """Mark a function that every rank calls with its group, a folder, and a barrier behind."""
+
+    @functools.wraps(function)
+    def run(group):
+        function(group, f"{sys.argv[1]}-{function.__name__}")
+        group.barrier()
+
+    return torch_processes.scenario(run)
 
 
 def whole(step=0):
@@ -275,36 +273,9 @@ def a_killed_rank_leaves_the_old_checkpoint(group, folder):
         mlstate.save(folder, {"alone": np.ones(2)})
         report = mlstate.verify(folder)
         assert report and not report.leftover, report
-    tell("a_killed_rank_leaves_the_old_checkpoint", "ok")
+    torch_processes.tell("a_killed_rank_leaves_the_old_checkpoint", "ok")
     os._exit(0)  # the group is of no use any more
 
 
-def tell(name, outcome):
-    print(json.dumps({name: outcome}), flush=True)
-
-
-def main():
-    store, folder, rank, world, *names = sys.argv[1:]
-    warnings.simplefilter("error")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, int(world)),
-        rank=int(rank),
-        world_size=int(world),
-        timeout=timedelta(seconds=20),
-    )
-    group = TorchGroup()
-    for name in names:
-        try:
-            SCENARIOS[name](group, f"{folder}/{name}")
-            group.barrier()
-            tell(name, "ok")
-        except BaseException:
-            tell(name, traceback.format_exc())
-            os._exit(1)  # ranks are not at one place any more
-    group.close()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    torch_processes.main(default=True, warn="error", timeout_seconds=20)

@@ -2,7 +2,8 @@
 
 import warnings
 
-from torch_processes import main, raises, scenario
+from group_model import raises
+from torch_processes import main, scenario
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals

@@ -8,7 +8,8 @@ import time
 import warnings
 import weakref
 
-from torch_processes import main, raises, scenario
+from group_model import raises
+from torch_processes import main, scenario
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
@@ -216,6 +217,154 @@ def full_gradients_are_kept_where_asked_for(group):
         assert torch.equal(model.get_parameter(name).grad, gradient)
     same(units, in_rank_order(group, own_gradients(loss_of)))
     assert hook.verify_gradients(units, unreduced=own)
+
+
+def trained(group, steps=3, **settings):
+    """A model that plain SGD trains with reduced full gradients, and what it must become."""
+    model, expected = layers(), layers()
+    hook = FSDPBackwardHook(FSDP(group, op="mean", **settings))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.01)
+    for _ in range(steps):
+        sgd.zero_grad()
+        square_of(model, group.rank).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        sgd.step()
+        state = expected.state_dict()
+
+        def make(state=state):
+            copy = layers()
+            copy.load_state_dict(state)
+            return copy
+
+        sums = in_rank_order(group, own_gradients(square_of, make), group.world_size)
+        for name, parameter in expected.named_parameters():
+            parameter.grad = sums[name]
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        plain.step()
+    return model, expected, hook
+
+
+@scenario
+def reduced_full_gradients_train_a_plain_module(group):
+    for bucket_bytes in (0, 300, 25 << 20):
+        model, expected, hook = trained(group, bucket_bytes=bucket_bytes)
+        first = layers().state_dict()
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, expected.state_dict()[name]), name
+            assert not torch.equal(weight, first[name]), name
+        hook.close()
+
+
+@scenario
+def reduced_full_gradients_have_the_dtype_of_their_parameters(group):
+    def make():
+        return language().bfloat16()
+
+    model = make()
+    hook = FSDPBackwardHook(FSDP(group, op="mean", reduce_dtype="float32"))
+    hook.register_hooks(model, sharding_units(model, group, layout="rows"), gradients="full")
+    loss_of(model, group.rank).backward()
+    sums = in_rank_order(group, own_gradients(loss_of, make), group.world_size)
+    for name, total in sums.items():
+        found = model.get_parameter(name).grad
+        assert found.dtype == torch.bfloat16 and torch.equal(found, total), name
+
+
+@scenario
+def reduced_full_gradients_add_up_as_those_of_torch(group):
+    sums = in_rank_order(group, own_gradients(square_of, layers))
+    model = layers()
+    hook = FSDPBackwardHook(FSDP(group))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+
+    def times(number):
+        for name, total in sums.items():
+            found = model.get_parameter(name).grad
+            assert torch.allclose(found, number * total, rtol=1e-5), (name, number)
+
+    square_of(model, group.rank).backward()
+    times(1)
+    square_of(model, group.rank).backward()  # without zero_grad
+    times(2)
+    with hook.no_sync():
+        square_of(model, group.rank).backward()
+    square_of(model, group.rank).backward()
+    times(4)
+    model.zero_grad(set_to_none=False)
+    square_of(model, group.rank).backward()
+    times(1)
+    hook.close()
+    model.zero_grad()
+    square_of(model, group.rank).backward()
+    own = own_gradients(square_of, layers)(group.rank)
+    assert all(torch.equal(p.grad, own[name]) for name, p in model.named_parameters())
+
+
+@scenario
+def parameters_without_a_gradient_keep_their_reduced_ones(group):
+    model = language()
+    hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    loss_of(model, group.rank).backward()
+    before = model.extra.weight.grad.clone()
+    loss_of(model, group.rank, extra=False).backward()
+    assert torch.equal(model.extra.weight.grad, before) and before.any()
+
+
+@scenario
+def no_gradient_is_left_where_one_could_not_be_reduced(group):
+    model = layers()
+    hook = FSDPBackwardHook(FSDP(group))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    square_of(model, group.rank).backward()
+    factor = float("nan") if group.rank else 1.0
+    raises(*FAULTS, (factor * square_of(model, group.rank)).backward)
+    assert all(p.grad is None for p in model.parameters())
+    square_of(model, group.rank).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@scenario
+def an_optimizer_without_gradients_is_warned_of_once(group):
+    model = layers()
+    _, hook = hooked(group, model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    other = torch.optim.SGD(layers().parameters(), lr=0.01)
+    with SEEDED, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sgd.step()  # before any backward pass
+        other.step()
+        assert not caught
+    square_of(model, group.rank).backward()
+    with SEEDED, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.step()
+        sgd.step()
+        sgd.step()
+    (found,) = caught
+    assert found.category is RuntimeWarning and found.filename == __file__, found
+    assert "SGD.step changes nothing in 6 parameters (0.weight" in str(found.message), found
+    assert "gradients='full'" in str(found.message), found
+    hook.close()
+
+
+@scenario
+def two_objects_have_no_hooks_on_one_parameter(group):
+    model = layers()
+    units, first = hooked(group, model)
+    second = FSDPBackwardHook(FSDP(group))
+    again = sharding_units(model, group)
+    raises(ValueError, "0.weight: another FSDPBackwardHook", second.register_hooks, model, again)
+    raises(ValueError, "weight: another", second.register_hooks, model[0],
+           sharding_units(model[0], group))  # fmt: skip
+    square_of(model, group.rank).backward()
+    same(units, in_rank_order(group, own_gradients(square_of, layers)))
+    first.close()
+    second.register_hooks(model, again)
+    square_of(model, group.rank).backward()
+    same(again, in_rank_order(group, own_gradients(square_of, layers)))
 
 
 @scenario

@@ -51,6 +51,7 @@ def same_bits(found, expected):
 
 
 def raises(error, text, call, *args, **keywords):
+    """Call, and return the error whose message has the text."""
     try:
         call(*args, **keywords)
     except error as caught:

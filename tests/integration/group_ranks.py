@@ -1,15 +1,9 @@
-"""What each rank does in test_torch_group.py: one process, started with its rank.
+"""What each rank does in test_torch_group.py; MPI jobs run some of it too."""
 
-`python group_ranks.py STORE RANK RANKS SCENARIO...` runs the scenarios and prints one line of
-JSON: each one's name and "ok" or what went wrong.
-"""
-
-import contextlib
 import json
 import sys
 import threading
 import time
-import traceback
 import warnings
 from datetime import timedelta
 
@@ -25,6 +19,7 @@ from group_model import (
     reduced,
     same_bits,
 )
+from torch_processes import SCENARIOS, main, scenario
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
@@ -34,14 +29,6 @@ with warnings.catch_warnings():
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import ProcessGroup, Work
 from mlstate.integrations.torch import TorchGroup
-
-SCENARIOS = {}
-
-
-def scenario(function):
-    SCENARIOS[function.__name__] = function
-    return function
-
 
 # ---- operations ----
 
@@ -109,6 +96,15 @@ def any_bytes_travel(group):
         copy = whole.copy() if rank == 1 else np.zeros_like(whole)
         assert group.broadcast(copy, root=1) is copy
         same_bits(copy, whole)
+
+
+@scenario
+def a_broadcast_may_have_any_length(group):
+    for size in [0, 1, (64 << 10) // group.world_size, 70_001, 1 << 20]:
+        for root in range(group.world_size):
+            whole = np.random.default_rng(size).integers(0, 255, size, np.uint8)
+            copy = whole.copy() if group.rank == root else np.zeros_like(whole)
+            same_bits(group.broadcast(copy, root=root), whole)
 
 
 @scenario
@@ -379,6 +375,48 @@ def a_rank_that_does_not_come_is_a_timeout(group):
         sys.stdin.readline()  # until rank 0 is through
 
 
+def stop_at_once(name):
+    import os
+
+    print(json.dumps({name: "ok"}), flush=True)
+    os._exit(0)
+
+
+@scenario
+def a_barrier_names_the_rank_that_does_not_come(group):
+    if group.rank == 0:
+        text = "barrier on rank 0: not done after 0.5 s: rank 1 did not call it"
+        raises(CollectiveError, text, group.barrier, timeout=0.5)
+    else:
+        sys.stdin.readline()
+
+
+@scenario
+def a_barrier_names_the_rank_that_dies(group):
+    group.barrier()
+    if group.rank == 1:
+        stop_at_once("a_barrier_names_the_rank_that_dies")
+    raises(CollectiveError, "barrier on rank 0: rank 1 is gone", group.barrier, timeout=15)
+
+
+@scenario
+def a_broadcast_names_the_rank_that_does_not_come(group):
+    if group.rank == 0:
+        text = "broadcast on rank 0: not done after 0.5 s: rank 1 did not call it"
+        raises(CollectiveError, text, group.broadcast, np.zeros(1 << 20), root=1, timeout=0.5)
+    else:
+        sys.stdin.readline()
+
+
+@scenario
+def a_broadcast_names_the_rank_that_dies(group):
+    group.barrier()
+    if group.rank == 1:
+        stop_at_once("a_broadcast_names_the_rank_that_dies")
+    text = "broadcast on rank 0: rank 1 is gone"
+    raises(CollectiveError, text, group.broadcast, np.zeros(3), root=1, timeout=15)
+
+
 @scenario
 def an_async_operation_times_out_too(group):
     if group.rank == 0:
@@ -395,10 +433,7 @@ def an_async_operation_times_out_too(group):
 def a_rank_that_dies_is_seen(group):
     group.barrier()
     if group.rank == group.world_size - 1:
-        print(json.dumps({"a_rank_that_dies_is_seen": "ok"}), flush=True)
-        import os
-
-        os._exit(0)
+        stop_at_once("a_rank_that_dies_is_seen")
     began = time.monotonic()
     caught = raises(
         CollectiveError,
@@ -439,28 +474,5 @@ def an_abort_ends_what_waits(group):
         sys.stdin.readline()
 
 
-def main():
-    store, rank, world, *names = sys.argv[1:]
-    warnings.simplefilter("error")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, int(world)),
-        rank=int(rank),
-        world_size=int(world),
-        timeout=timedelta(seconds=20),
-    )
-    group = TorchGroup()
-    for name in names:
-        try:
-            SCENARIOS[name](group)
-            outcome = "ok"
-        except BaseException:
-            outcome = traceback.format_exc()
-        print(json.dumps({name: outcome}), flush=True)
-    group.close()
-    with contextlib.suppress(RuntimeError):  # of a group that a scenario broke
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(default=True, warn="error", timeout_seconds=20)

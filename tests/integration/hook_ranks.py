@@ -11,21 +11,14 @@ from group_model import raises
 from mlstate import CollectiveError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, sharding_units
 
-SCENARIOS = {}
 # Nothing, less than there are ranks, rows that do not come out even, more than one message.
 SHAPES = {"empty": (0, 4), "scale": (), "bias": (2,), "rows": (7, 5), "large": (700, 301)}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def scenario(function):
-    SCENARIOS[function.__name__] = function
-    return function
-
-
 # ---- what goes well ----
 
 
-@scenario
 def scattered_gradients_are_sums_in_the_order_of_ranks(group):
     ways = [{}, {"op": "mean"}, {"reduce_dtype": "float32"}, {"bucket_bytes": 0},
             {"bucket_bytes": 4000, "op": "max"}]  # fmt: skip
@@ -69,7 +62,6 @@ def numpy_of(tensor):
     return tensor.contiguous().view(torch.int16).numpy().view(bfloat16)
 
 
-@scenario
 def hooks_of_a_model_scatter_sums_in_the_order_of_ranks(group):
     import torch
 
@@ -164,7 +156,6 @@ def scatter_with(group, fault, bad, **settings):
         assert unit.local_gradient.tobytes() == part.tobytes(), name
 
 
-@scenario
 def a_wrong_gradient_is_named_on_every_rank(group):
     for fault in FAULTS:
         for bad in (0, group.world_size - 1):

@@ -5,6 +5,7 @@ rank and for each scenario: its name, the rank, and "ok" or what went wrong. Wha
 must do is in group_ranks.py and hook_ranks.py, what an MPI job alone does is here.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -397,11 +398,7 @@ def function_of(name):
     """The function of a scenario; only shared ones need torch to be loaded."""
     if name in OWN:
         return OWN[name]
-    if name in HOOKS:
-        from hook_ranks import SCENARIOS
-    else:
-        from group_ranks import SCENARIOS
-    return SCENARIOS[name]
+    return getattr(importlib.import_module("hook_ranks" if name in HOOKS else "group_ranks"), name)
 
 
 def say(line):

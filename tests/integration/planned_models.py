@@ -47,6 +47,53 @@ class Language(nn.Module):
         return self.head(x)
 
 
+class Cache:
+    """Keys of all blocks so far, in an object that every block changes in place."""
+
+    def __init__(self):
+        self.layers = []
+        self.tokens = None  # as a static cache has it: one tensor, written to
+
+    def update(self, layer, keys):
+        if self.tokens is None:
+            self.tokens = torch.zeros_like(keys)
+        self.tokens[:] = keys
+        while len(self.layers) <= layer:
+            self.layers.append([])
+        self.layers[layer].append(keys)
+        return torch.cat([self.tokens, *self.layers[layer]], 1)
+
+
+class CachedBlock(nn.Module):
+    """Attends to what a cache holds after this block added to it."""
+
+    def __init__(self, layer, width):
+        super().__init__()
+        self.layer = layer
+        self.keys, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x, cache=None):
+        keys = self.keys(x)
+        if cache is not None:
+            keys = cache.update(self.layer, keys)
+        return x + self.out(nn.functional.scaled_dot_product_attention(x, keys, keys).tanh())
+
+
+class Cached(nn.Module):
+    """A loop over blocks that share a cache, as decoders of language models do."""
+
+    def __init__(self, blocks=3, width=8):
+        super().__init__()
+        self.layers = nn.ModuleList(CachedBlock(i, width) for i in range(blocks))
+
+    def forward(self, x, use_cache=True, cache=None):
+        cache = (cache or Cache()) if use_cache else None
+        for layer in self.layers:
+            x = layer(x, cache=cache)
+        assert cache is None or [len(keys) for keys in cache.layers] == [1] * len(self.layers)
+        return x
+
+
 def transformer(blocks=6, width=32):
     """Blocks and an input."""
     torch.manual_seed(0)

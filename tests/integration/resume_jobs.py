@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from torch_processes import run_ranks
+from rank_jobs import run_ranks
 
 RANKS = Path(__file__).with_name("resume_ranks.py")
 SAVED, UNTIL = 3, 6  # steps

@@ -1,23 +1,17 @@
-"""What each rank does in test_torch_sharded.py: one process, started with its rank.
+"""What each rank does in test_torch_sharded.py."""
 
-`python sharded_ranks.py STORE RANK RANKS SCENARIO...` runs the scenarios and prints one line of
-JSON: each one's name and "ok" or what went wrong.
-"""
-
-import json
 import pickle
 import sys
-import traceback
 import tracemalloc
 import warnings
-from datetime import timedelta
 
 import numpy as np
+from group_model import raises
+from torch_processes import main, scenario
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
     import torch
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
     from torch.distributed.tensor import (
@@ -39,14 +33,6 @@ import mlstate
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.checkpoint import Layout
 from mlstate.distributed import DistributedStateCollector
-from mlstate.integrations.torch import TorchGroup
-
-SCENARIOS = {}
-
-
-def scenario(function):
-    SCENARIOS[function.__name__] = function
-    return function
 
 
 class Recording:
@@ -92,15 +78,6 @@ def same(found, expected):
         tensor = torch.as_tensor(np.asarray(found[name]) if name not in found else found[name])
         assert tensor.dtype == value.dtype, (name, tensor.dtype, value.dtype)
         assert torch.equal(tensor, value.detach()), (name, tensor, value)
-
-
-def raises(error, text, call, *args, **keywords):
-    try:
-        call(*args, **keywords)
-    except error as caught:
-        assert text in str(caught), str(caught)
-        return caught
-    raise AssertionError(f"{call} raised nothing")
 
 
 def gathered(group, source, **keywords):
@@ -501,28 +478,5 @@ def tensor_parallel_modules_under_fsdp_are_assembled(group):
     same(merged(group, module), plain.state_dict())
 
 
-def main():
-    store, rank, world, *names = sys.argv[1:]
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, int(world)),
-        rank=int(rank),
-        world_size=int(world),
-        timeout=timedelta(seconds=30),
-    )
-    group = TorchGroup(check=int(world) == 4)
-    for name in names:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch: its wrappers warn of themselves
-                SCENARIOS[name](group)
-            outcome = "ok"
-        except BaseException:
-            outcome = traceback.format_exc()
-        print(json.dumps({name: outcome}), flush=True)
-    group.close()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(default=True, check=sys.argv[3] == "4")

@@ -1,5 +1,6 @@
 """What is measured of a model's blocks: a plan's predicted peak is the measured one."""
 
+import time
 import warnings
 from itertools import pairwise
 
@@ -9,7 +10,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
     torch = pytest.importorskip("torch", reason="its models are what is measured here")
 
-from planned_models import Language, loss_of, perceptron, pyramid, segments, transformer
+import child
+from planned_models import (
+    Cache,
+    Cached,
+    Language,
+    loss_of,
+    perceptron,
+    pyramid,
+    segments,
+    transformer,
+)
 from torch import nn
 
 from mlstate.activation import Chain, Plan, plan
@@ -143,6 +154,50 @@ def test_blocks_inside_a_model_and_arguments_by_name():
     assert chain.gradient_bytes[0] == 2 * 12 * 32 * 4
 
 
+class Sleeps(nn.Linear):
+    """A block whose runs take as long as it is told."""
+
+    def __init__(self, seconds, width=8):
+        super().__init__(width, width)
+        self.seconds = iter(seconds)
+
+    def forward(self, x):
+        time.sleep(next(self.seconds, 0))
+        return super().forward(x)
+
+
+def test_equal_blocks_are_measured_together():
+    slow = [0.1] * 4  # one is disturbed while it is measured
+    model = nn.Sequential(nn.Tanh(), *(Sleeps(s) for s in ([], [], slow, [])))
+    chain = Chain.from_torch(model, torch.ones(4, 8, requires_grad=True), repeats=3)
+    assert len(set(chain.forward_seconds[1:].tolist())) == 1
+    assert len(set(chain.backward_seconds[1:].tolist())) == 1
+    assert chain.forward_seconds[1] < 0.05
+    assert chain.seconds_spread.shape == (5,)
+    assert chain.seconds_spread[1] == chain.seconds_spread[4] > 0
+    assert "measured times vary by up to " in repr(chain)
+    assert "spread of time" in str(chain) and "spread of time" in chain._repr_html_()
+
+
+def test_blocks_that_differ_are_measured_apart():
+    slow = [0.1] * 3
+    model = nn.Sequential(Sleeps([]), Sleeps(slow), Sleeps([]).requires_grad_(False))
+    model[1].eval()  # not the same as the first one
+    chain = Chain.from_torch(model, torch.ones(4, 8), repeats=2)
+    assert chain.forward_seconds[1] > 0.05 > chain.forward_seconds[[0, 2]].max()
+
+
+def test_blocks_that_share_a_cache():
+    model, x = Cached(), torch.randn(2, 5, 8)
+    cached = Chain.from_torch(model, x, repeats=2)
+    plain = Chain.from_torch(model, {"x": x, "use_cache": False}, repeats=1)
+    assert cached.activation_bytes.tolist() == plain.activation_bytes.tolist()
+    assert (cached.saved_bytes >= plain.saved_bytes + x.nbytes).all()
+    given = Cache()
+    Chain.from_torch(model, {"x": x, "cache": given}, repeats=1)
+    assert given.layers == [] and given.tokens is None
+
+
 def test_functions_and_in_place_blocks():
     blocks = [nn.Linear(8, 8), nn.ReLU(inplace=True), lambda x: (x * 2, x), lambda x, y: x + y]
     chain = Chain.from_torch(blocks, torch.ones(4, 8), repeats=1)
@@ -247,6 +302,19 @@ def test_what_was_there_before_is_not_counted():
         if kept[0].data_ptr() == address:
             break
     assert measure_peak(kept.clear)[:2] == (0, 0)
+
+
+@pytest.mark.parametrize("level", [None, "0"])
+def test_the_profiler_prints_what_the_user_asked_for(level):
+    code = (
+        "import os, torch; from mlstate.activation import Chain\n"
+        "before = dict(os.environ)\n"
+        "Chain.from_torch([torch.nn.Tanh()], torch.ones(4), repeats=1)\n"
+        "assert dict(os.environ) == before\n"
+    )
+    done = child.attempt(code, **({} if level is None else {"KINETO_LOG_LEVEL": level}))
+    assert done.returncode == 0, done.stderr
+    assert (done.stderr == "") == (level is None), done.stderr
 
 
 def test_measure_peak_refuses_what_it_cannot_measure():

@@ -9,7 +9,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
     torch = pytest.importorskip("torch", reason="its models are what is measured here")
 
-from planned_models import perceptron, pyramid, random_steps, segments, transformer
+from planned_models import Cache, Cached, perceptron, pyramid, random_steps, segments, transformer
 from torch import nn
 
 from mlstate.activation import Chain, Plan, plan
@@ -121,6 +121,14 @@ def test_nothing_is_changed_and_lists_of_blocks_do():
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(ValueError, match="the plan is for 3 blocks"):
         measure_plan(made, list(model)[:2], x)
+
+
+def test_blocks_that_share_a_cache():
+    model, x = Cached(3), torch.randn(2, 5, 8)
+    sample = {"x": x, "cache": Cache()}
+    made = Plan(Chain.from_torch(model, sample, repeats=1), segments(3, 1))
+    assert measure_plan(made, model, sample).measured_bytes > 0
+    assert sample["cache"].layers == []
 
 
 def test_a_report_of_given_steps():

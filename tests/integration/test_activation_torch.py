@@ -13,6 +13,7 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch", reason="its models are what is planned here")
 
 from planned_models import (
+    Cached,
     Language,
     TransformerBlock,
     assert_same_bits,
@@ -133,6 +134,15 @@ def test_a_model_finds_its_blocks_and_passes_other_arguments_on():
     for blocks in (None, "layers.*"):
         for size in (1, 2):
             compare(make, segments(4, size), blocks=blocks)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_cache_is_for_each_run_as_it_was_for_the_first(size):
+    def make():
+        torch.manual_seed(0)
+        return Cached(4), torch.randn(2, 5, 8)
+
+    compare(make, segments(4, size))
 
 
 def test_the_state_dict_and_the_class_stay():

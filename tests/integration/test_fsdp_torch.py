@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch_processes import check, run_ranks, scenarios
+import rank_jobs
 
 from mlstate import _core
 from mlstate.collectives import LocalGroup
@@ -20,13 +20,9 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch", reason="its models are what has gradients here")
 
 RANKS = Path(__file__).with_name("fsdp_torch_ranks.py")
-NAMES = scenarios(RANKS)
+NAMES = rank_jobs.scenarios(RANKS)
 WANTED = {2: NAMES, 3: [name for name in NAMES if "compiled" not in name]}
-CASES = [
-    pytest.param(world, name, marks=[pytest.mark.long] if world == 3 else [])
-    for world, names in WANTED.items()
-    for name in names
-]
+outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=220)
 SECONDS = 60
 
 
@@ -60,24 +56,9 @@ def test_ranks_that_are_threads(world, name):
     in_threads(getattr(importlib.import_module(RANKS.stem), name), world)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("this torch was built without gloo")
-    done = {}
-
-    def of(world):
-        if world not in done:
-            store = tmp_path_factory.mktemp("store") / "ranks"
-            done[world] = run_ranks(RANKS, world, WANTED[world], store, limit_seconds=220)
-        return done[world]
-
-    return of
-
-
-@pytest.mark.parametrize(("world", "name"), CASES)
+@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
 def test_ranks_that_are_processes(outcomes, world, name):
-    check(outcomes(world), name)
+    rank_jobs.check(outcomes(world), name)
 
 
 # ---- tensors that the core sees by itself ----

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import re
@@ -445,7 +446,7 @@ def test_a_place_that_cannot_be_is_refused(arguments, error):
 
 
 def speak(name, said):
-    """Come to the meeting place as a stranger who says this, and wait until it is shut."""
+    """Come to the meeting place as a stranger, say this, and return the answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
 
         def there():
@@ -456,9 +457,11 @@ def speak(name, said):
         wait_until(there, "rank 0 does not listen")
         stranger.settimeout(LIMIT)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            stranger.sendall(said)  # or sent away before all is said
+            if said:
+                socket.send_fds(stranger, [said], [stranger.fileno()])
             stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(100) == b""
+            return stranger.recv(4096)
+    return b""
 
 
 @pytest.mark.skipif(not LINUX, reason="knows where the socket is, and how it refuses")
@@ -470,8 +473,20 @@ def test_who_speaks_something_else_is_sent_away():
     with here, there:
         first = context.Process(target=joined, args=(name, 0, 2, LIMIT, there))
         first.start()
-        for said in (b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"x" * 10_000, b""):
-            speak(name, said)
+        for said in (b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"x" * 10_000, b"", b"[" * 4000 + b"\n"):
+            assert speak(name, said) == b""
+        for hello in ({}, {"version": 1}, {"rank": 1, "version": [], "world_size": 2}):
+            assert speak(name, json.dumps(hello).encode() + b"\n") == b""
+        for rank in (99, -1, 2, True, 1.0, None, "1", [1], 10**3000):
+            hello = {"rank": rank, "version": 1, "world_size": 2}
+            error = json.loads(speak(name, json.dumps(hello).encode() + b"\n"))["error"]
+            assert error.startswith(f"rank {json.dumps(rank)[:40]} is not a rank of a group with ")
+            assert error.endswith("world_size=2; pass an int from 0 to 1")
+        descriptors = Path(f"/proc/{first.pid}/fd")
+        kept = len(list(descriptors.iterdir()))
+        for _ in range(20):  # descriptors that strangers send are closed
+            speak(name, b"{}\n")
+        assert len(list(descriptors.iterdir())) <= kept + 1
         results = join_all(name, [(1, 2)])
         first.join(LIMIT)
         first.close()

@@ -10,7 +10,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own internals
     torch = pytest.importorskip("torch", reason="its models are what is checked here")
 
-from planned_models import Language, chain_of, perceptron, pyramid, segments, transformer
+from planned_models import (
+    Cache,
+    Cached,
+    Language,
+    chain_of,
+    perceptron,
+    pyramid,
+    segments,
+    transformer,
+)
 from torch import nn
 
 from mlstate.activation import Plan, RecomputeReport, check
@@ -59,6 +68,13 @@ def test_blocks_of_a_model_by_pattern():
     assert report.checked == ["layers.0", "layers.1"]
     assert report
     assert isinstance(report, RecomputeReport)
+
+
+def test_blocks_that_share_a_cache():
+    x = torch.randn(2, 5, 8)
+    report = check(Cached(3), plan_of(3), {"x": x, "cache": Cache()})
+    assert report, str(report)
+    assert check(Cached(3), None, x)
 
 
 def test_a_plan_that_keeps_all_has_nothing_to_check():

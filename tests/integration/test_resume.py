@@ -4,19 +4,13 @@ Each case trains a small transformer on real processes, saves, kills them by sig
 on new ones. What torch gathers before and after is compared bit for bit.
 """
 
-import warnings
-
 import pytest
+import rank_jobs
 import resume_jobs
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
-    torch = pytest.importorskip("torch", reason="it trains what is saved")
-
-if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-    pytest.skip("this torch was built without gloo", allow_module_level=True)
+rank_jobs.skip_without_gloo()
 
 FEW = [("plain", "adafactor"), ("fsdp1", "adam"), ("fsdp2", "adamw")]
 KINDS = ["plain", "fsdp1", "fsdp1-orig", "fsdp2"]

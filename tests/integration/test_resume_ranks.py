@@ -1,23 +1,14 @@
 """Sharded modules and their optimizers in checkpoints: two and four real processes over gloo."""
 
-import warnings
 from pathlib import Path
 
 import pytest
-from torch_processes import check, run_ranks, scenarios
+import rank_jobs
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
-    torch = pytest.importorskip("torch", reason="its modules are what is saved")
-
-if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-    pytest.skip("this torch was built without gloo", allow_module_level=True)
-
 RANKS = Path(__file__).with_name("training_ranks.py")
-LIMIT_SECONDS = 170
-NAMES = scenarios(RANKS)
+NAMES = rank_jobs.scenarios(RANKS)
 MESHES = [
     "hybrid_sharding_stores_each_part_once",
     "tensor_parallel_modules_under_fsdp_are_filled",
@@ -30,27 +21,11 @@ FOUR = [
     "a_rank_without_elements_is_a_rank_all_the_same",
     *MESHES,
 ]
-CASES = [
-    *((2, name) for name in TWO),
-    *(pytest.param(4, name, marks=pytest.mark.long) for name in FOUR),
-]
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    done = {}
-
-    def of(world):
-        if world not in done:
-            store = tmp_path_factory.mktemp("ranks") / "store"
-            names = TWO if world == 2 else FOUR
-            done[world] = run_ranks(RANKS, world, names, store, LIMIT_SECONDS)
-        return done[world]
-
-    return of
+WANTED = {2: TWO, 4: FOUR}
+outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=170)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "name"), CASES)
+@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
 def test_ranks_save_and_load(outcomes, world, name):
-    check(outcomes(world), name)
+    rank_jobs.check(outcomes(world), name)

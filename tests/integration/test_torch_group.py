@@ -1,84 +1,32 @@
 """Groups of torch.distributed: two and three real processes over gloo."""
 
-import ast
-import json
-import os
 import time
-import warnings
 from pathlib import Path
 
-import forked
 import pytest
-
-import mlstate
+import rank_jobs
 
 pytestmark = pytest.mark.torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
-    torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
-
-if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-    pytest.skip("this torch was built without gloo", allow_module_level=True)
+rank_jobs.skip_without_gloo()
 pytest.importorskip("ml_dtypes", reason="ranks compare bfloat16 in NumPy")
 
 RANKS = Path(__file__).with_name("group_ranks.py")
-LIMIT_SECONDS = 240
-
-
-def scenarios():
-    """Names of the functions that ranks run, in the file's order."""
-    tree = ast.parse(RANKS.read_text(encoding="utf-8"))
-    return [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and any(isinstance(d, ast.Name) and d.id == "scenario" for d in node.decorator_list)
-    ]
-
-
-NAMES = scenarios()
+NAMES = rank_jobs.scenarios(RANKS)
 FAILURES = NAMES[NAMES.index("a_rank_that_does_not_come_is_a_timeout") :]
 WORKING = [name for name in NAMES if name not in FAILURES]
-
-
-def environment():
-    """The variables for a process that imports the same mlstate."""
-    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def run_ranks(world, names, store):
-    """Run scenarios on `world` processes; return each rank's outcomes by name.
-
-    Every process has ended when this returns: those that take too long are killed.
-    """
-    arguments = [(store, rank, world, *names) for rank in range(world)]
-    outcomes = []
-    # the first rank to end lets the others go on: their input ends
-    for status, out, err in forked.run(RANKS, arguments, environment(), LIMIT_SECONDS):
-        found = {}
-        for line in out.splitlines():
-            if line.startswith("{"):
-                found.update(json.loads(line))
-        outcomes.append((found, f"exit {status}\n{err[-3000:]}"))
-    return outcomes
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def worked(request, tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "ranks"
-    return run_ranks(request.param, WORKING, store)
+outcomes = rank_jobs.jobs(RANKS, {2: WORKING, 3: WORKING}, limit_seconds=240)
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_ranks_agree(worked, name):
-    for rank, (found, log) in enumerate(worked):
-        assert found.get(name) == "ok", f"rank {rank}: {found.get(name)}\n{log}"
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_agree(outcomes, world, name):
+    rank_jobs.check(outcomes(world), name)
 
 
-def test_processes_end_well(worked):
-    for _, log in worked:
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_end_well(outcomes, world):
+    for _, log in outcomes(world):
         assert log.strip() == "exit 0"
 
 
@@ -97,16 +45,14 @@ def test_a_process_may_end_with_operations_under_way(tmp_path):
     program = tmp_path / "under_way.py"
     program.write_text(UNDER_WAY, encoding="utf-8")
     arguments = [[tmp_path / f"store{number}"] for number in range(2)]
-    for status, _, err in forked.run(program, arguments, environment(), 60):
+    for status, _, err in rank_jobs.run(program, arguments, 60):
         assert (status, err) == (0, "")
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_is_an_error_on_every_rank_that_is_left(name, tmp_path):
     began = time.monotonic()
-    outcomes = run_ranks(2, [name], tmp_path / "ranks")
-    for rank, (found, log) in enumerate(outcomes):
-        assert found.get(name) == "ok", f"rank {rank}: {found.get(name)}\n{log}"
+    rank_jobs.check(rank_jobs.run_ranks(RANKS, 2, [name], tmp_path / "ranks"), name)
     assert time.monotonic() - began < 60
 
 
@@ -116,3 +62,47 @@ def test_torch_must_be_initialised():
 
     with pytest.raises(CollectiveError, match="init_process_group first"):
         TorchGroup()
+
+
+def test_on_a_device_the_backend_moves_the_bytes():
+    """A process group that notes what it is asked for, with tensors that need no device."""
+    import torch
+
+    from mlstate.integrations.torch import TorchGroup
+    from mlstate.integrations.torch._exchange import Link
+
+    calls = []
+
+    class Backend:
+        def rank(self):
+            return 1
+
+        def size(self):
+            return 3
+
+        def wait(self, *timeout):
+            calls.append(timeout[0].total_seconds() if timeout else None)
+
+        def alltoall(self, receives, sends, options):
+            calls.append([[part.nbytes for part in parts] for parts in (receives, sends)])
+            return self
+
+        def broadcast(self, tensors, options):
+            calls.append((options.rootRank, tensors[0].dtype, tensors[0].nbytes))
+            return self
+
+        def barrier(self, options):
+            calls.append(options.device_ids)
+            return self
+
+    device = torch.device("meta")
+    group, link = object.__new__(TorchGroup), Link(Backend(), device, None)
+    group._device = device
+    memory = torch.empty(6, dtype=torch.float32, device=device)
+    group._trade(link, memory, [1, 2, 3], torch.empty_like(memory), [2, 2, 2])
+    group._broadcast(link, memory, 2)
+    group._barrier(link)
+    assert calls == [[[8, 0, 8], [4, 0, 12]], None, (2, torch.uint8, 24), None, [0], None]
+    late = Link(Backend(), device, 0.0)
+    group._barrier(late)
+    assert calls[-1] == 0.001 and late.began and not link.meanwhile

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tries import tries
 
 from mlstate import CompatibilityError, ModelStateDict, OptimizerStateDict, StateDict
-from mlstate.integrations.torch import arrays_of, note_written, restore_state, tensors_of
+from mlstate.integrations.torch import arrays_of, restore_state, tensors_of
+from mlstate.integrations.torch._memory import note_written
 from mlstate.state import load_into
 
 pytestmark = pytest.mark.torch
@@ -215,16 +216,38 @@ def test_a_dtype_that_numpy_lacks_is_refused_by_name():
     assert (caught.value.name, caught.value.got) == ("w", "complex32")
 
 
-def test_a_module_is_no_state():
-    with pytest.raises(TypeError, match=r"such as module\.state_dict\(\), got Linear"):
-        StateDict.from_torch(torch.nn.Linear(1, 1))
+def test_a_module_stands_for_its_state():
+    layer = torch.nn.Linear(1, 1)
+    assert StateDict.from_torch(layer) == StateDict.from_torch(layer.state_dict())
+    with pytest.raises(TypeError, match=r"a torch.nn.Module or a mapping .* got int"):
+        StateDict.from_torch(3)
 
 
-def test_bfloat16_without_ml_dtypes_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize("kind", [StateDict, ModelStateDict])
+@pytest.mark.parametrize(
+    "module", [torch.nn.Linear(1, 1), torch.nn.Sequential(), torch.nn.ModuleDict()]
+)
+def test_a_module_is_no_mapping_of_arrays(kind, module):
+    match = rf"'{type(module).__name__}' .* use StateDict\.from_torch\(module\)"
+    with pytest.raises(TypeError, match=match):
+        kind(module)
+    with pytest.raises(TypeError, match=match):
+        kind().update(module)
+
+
+def test_an_optimizer_is_no_mapping_of_arrays():
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+    with pytest.raises(TypeError, match=r"OptimizerStateDict\.from_torch\(optimizer, module\)"):
+        StateDict(optimizer)
+
+
+def test_bfloat16_without_ml_dtypes_is_labelled_integers(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(ImportError, match=r"bfloat16 .*mlstate\[dtypes\]"):
-        arrays_of({"w": torch.ones(1, dtype=torch.bfloat16)})
-    assert list(arrays_of({"w": torch.ones(1)})["w"]) == [1]
+    tensor = torch.ones(1, dtype=torch.bfloat16)
+    array = arrays_of({"w": tensor})["w"]
+    assert array.tolist() == [0x3F80] and array.dtype.metadata == {"mlstate.dtype": "bfloat16"}
+    array[0] = 0x4000
+    assert tensor.tolist() == [2]
 
 
 # ---- arrays as tensors ----

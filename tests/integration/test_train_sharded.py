@@ -1,25 +1,15 @@
 """The example that trains: its losses have the same bits with every method and engine."""
 
 import json
-import os
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 
 import mpi_jobs
 import pytest
-
-import mlstate
+import rank_jobs
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
-    torch = pytest.importorskip("torch", reason="the example trains a model of torch")
-
-if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-    pytest.skip("this torch was built without gloo", allow_module_level=True)
+rank_jobs.skip_without_gloo()
 
 JOB = Path(__file__).with_name("train_ranks.py")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_sharded.py"
@@ -29,17 +19,11 @@ if not EXAMPLE.exists():
     pytest.skip("no examples beside these tests: they are not installed", allow_module_level=True)
 
 
-def run(*arguments):
+def run(program, *arguments):
     """Run a program with the package under test; return what it printed."""
-    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=290,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    return done.stdout
+    ((status, out, err),) = rank_jobs.run(program, [arguments], 290)
+    assert status == 0, out[-1000:] + err[-3000:]
+    return out
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,16 @@
-"""Processes of torch.distributed over gloo, for tests: each runs the same scenarios.
+"""One process of torch.distributed over gloo, for tests: a rank, which runs scenarios.
 
-A file of ranks marks its functions with `scenario` and ends with ``main()``; the file of tests
-starts its processes by `run_ranks`.
+A file of ranks marks its functions with `scenario` and ends with ``main()``. rank_jobs.py starts
+it as `python FILE STORE RANK RANKS SCENARIO...`.
 """
 
-import ast
+import contextlib
 import json
-import os
 import sys
 import traceback
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
-import forked
-
-import mlstate
-
-LIMIT_SECONDS = 100
-MODULES = forked.TORCH + forked.OPTIMIZERS
 SCENARIOS = {}
 
 
@@ -28,55 +20,18 @@ def scenario(function):
     return function
 
 
-def scenarios(file):
-    """Names of the functions that ranks run, in the file's order."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and any(isinstance(d, ast.Name) and d.id == "scenario" for d in node.decorator_list)
-    ]
+def tell(name, outcome):
+    """Print what became of a scenario."""
+    print(json.dumps({name: outcome}), flush=True)
 
 
-def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS, modules=MODULES):
-    """Run scenarios on `world` processes; return each rank's outcomes by name, and its log.
+def main(default=False, warn="ignore", check=False, timeout_seconds=30):
+    """Run scenarios as one rank; print one line of JSON for each: "ok" or what went wrong.
 
-    Every process has ended when this returns: those that take too long are killed.
+    Their group is a new one, or torch's default group. Warnings are ignored, as torch's wrappers
+    warn of themselves, or are errors.
     """
-    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(filter(None, paths))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    arguments = [(store, rank, world, *names) for rank in range(world)]
-    outcomes = []
-    for status, out, err in forked.run(file, arguments, environment, limit_seconds, modules):
-        found = {}
-        for line in out.splitlines():
-            if line.startswith("{"):
-                found.update(json.loads(line))
-        outcomes.append((found, f"exit {status}\n{err[-3000:]}"))
-    return outcomes
-
-
-def check(outcomes, name):
-    """Fail with what a rank said, unless all are well."""
-    for rank, (found, log) in enumerate(outcomes):
-        assert found.get(name) == "ok", f"rank {rank}: {found.get(name)}\n{log}"
-        assert log.startswith("exit 0"), log
-
-
-def raises(error, text, call, *args, **keywords):
-    """Call, and return the error whose message has the text."""
-    try:
-        call(*args, **keywords)
-    except error as caught:
-        assert text in str(caught), str(caught)
-        return caught
-    raise AssertionError(f"{call} raised nothing")
-
-
-def main():
-    """Run scenarios as one rank; print one line of JSON for each: "ok" or what went wrong."""
+    warnings.simplefilter(warn)
     import torch
     import torch.distributed as dist
 
@@ -89,19 +44,19 @@ def main():
         store=dist.FileStore(store, int(world)),
         rank=int(rank),
         world_size=int(world),
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=timeout_seconds),
     )
-    group = TorchGroup(dist.new_group())
+    group = TorchGroup(None if default else dist.new_group(), check=check)
     for name in names:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch: its wrappers warn of themselves
                 SCENARIOS[name](group)
             outcome = "ok"
         except BaseException:
             outcome = traceback.format_exc()
-        print(json.dumps({name: outcome}), flush=True)
+        tell(name, outcome)
         if outcome != "ok":
             break  # the others may wait for this rank
     group.close()
-    dist.destroy_process_group()
+    with contextlib.suppress(RuntimeError):  # of a group that a scenario broke
+        dist.destroy_process_group()

@@ -23,7 +23,8 @@ with warnings.catch_warnings():
     )
     from torch.nn.parallel import DistributedDataParallel
 
-from torch_processes import main, raises, scenario
+from group_model import raises
+from torch_processes import main, scenario
 
 import mlstate
 from mlstate import CompatibilityError

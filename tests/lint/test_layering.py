@@ -33,6 +33,7 @@ OPTIONAL = {
     "mpi4py",
     "tqdm",
     "rich",
+    "shtab",
 }
 ALLOWED = {"numpy"}
 

@@ -177,8 +177,8 @@ class Bench:
         """Save B over A with one fault; complaints about what happened, each a line."""
         root = self.fresh(start)
         ends = self.server.run(root, "B", fault=fault, rank=rank, **self.settings)
-        call, _, how = fault.split(":")
-        complaints = judge_ends(self.scenario, ends, call, how, rank)
+        call = fault.partition(":")[0]
+        complaints = judge_ends(self.scenario, ends, fault, rank)
         complaints += self.judge_folder(root, ends, call, start)
         shutil.rmtree(root, ignore_errors=True)
         where = f"{self.scenario.name} {fault}" + (f" in rank {rank}" if len(ends) > 1 else "")
@@ -189,9 +189,8 @@ class Bench:
         """Load A with one fault; complaints."""
         root = self.fresh()
         ends = self.server.run(root, None, fault=fault, **how_to_load, **self.settings)
-        call, _, how = fault.split(":")
         told = ends[0]["told"]
-        complaints = judge_ends(self.scenario, ends, call, how, 0)
+        complaints = judge_ends(self.scenario, ends, fault, 0)
         good = ["A", self.scenario.older] if told.get("warned") else ["A"]
         if told.get("returned") and (told["loaded"] not in good or told["wrong"]):
             complaints.append(f"loaded {told['loaded']} with wrong {told['wrong']}")
@@ -224,13 +223,14 @@ class Bench:
         self.server.close()
 
 
-def judge_ends(scenario, ends, call, how, rank):
+def judge_ends(scenario, ends, fault, rank):
     """Complaints about how the processes ended.
 
     A save that returns has promised what only unfailing calls can keep, so it may not go
     on over an error.  A load is judged by its arrays, and so is whoever got no memory.
     """
     complaints = []
+    call, turn, how = fault.split(":")
     for number, end in enumerate(ends):
         if end["exit"] == KILLED and number == rank and how.startswith("kill"):
             continue
@@ -240,7 +240,7 @@ def judge_ends(scenario, ends, call, how, rank):
             complaints += judge_exception(end["told"], number == rank, call, how)
     told = ends[rank]["told"]
     harmless = {"memory", "python", *scenario.harmless}
-    may_go_on = how == "EINTR" or not harmless.isdisjoint((call, f"{call}:{how}"))
+    may_go_on = how == "EINTR" or not harmless.isdisjoint((call, f"{call}:{how}", f"{call}:{turn}"))
     may_go_on = may_go_on or told.get("warned") or "loaded" in told
     if how.startswith("kill"):
         if ends[rank]["exit"] != KILLED and told.get("hits"):

@@ -1,0 +1,64 @@
+"""What `test_leaks` calls of Core ML states."""
+
+from pathlib import Path
+
+import numpy as np
+from leak_cases import case, each, raises
+
+import mlstate
+from mlstate import coreml, errors
+
+PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage"
+
+
+@case(
+    "state_specs",
+    "StateSpec",
+    "StateSpecs",
+    "plan_transition",
+    "TransitionPlan",
+    "TransitionPlan.to_dict",
+    "StateMove",
+)
+def specs(_):
+    path = str(PACKAGE)
+
+    def run():
+        found = coreml.state_specs(path)
+        plan = coreml.plan_transition(found, found, 5)
+        plan.to_dict()
+        str(plan)
+        plan._repr_html_()
+
+    return each(run, raises(OSError, coreml.state_specs, path + "x")), [path]
+
+
+@case()
+def hostile_specs(tmp_path):
+    # Readable as protobuf, but no Core ML specification: rejected deep in the reader.
+    folder = tmp_path / "bad.mlpackage"
+    for name in ("Manifest.json", "Data/com.apple.CoreML/model.mlmodel"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        data = (PACKAGE / name).read_bytes()
+        (folder / name).write_bytes(data if name.endswith("json") else data[: len(data) // 2])
+    return raises(errors.FormatError, coreml.state_specs, folder), [folder]
+
+
+@case(
+    "FakeMLState",
+    "FakeMLState.read_state",
+    "FakeMLState.write_state",
+    "transition_coreml_state",
+    "compact_coreml_state",
+)
+def carried(_):
+    small, large = (coreml.FakeMLState({"kv": (2, 3, n, 4)}) for n in (8, 16))
+    specs = {"kv": coreml.StateSpec("kv", (2, 3, 16, 4), np.dtype(np.float16))}
+    return each(
+        lambda: coreml.transition_coreml_state(small, large, "kv", 5),
+        lambda: coreml.transition_coreml_state(small, large, "kv", 5, specs=specs),
+        lambda: coreml.compact_coreml_state(large, small, "kv", 5),
+        raises(ValueError, coreml.compact_coreml_state, large, small, "kv", 9),
+        raises(RuntimeError, small.read_state, "none"),
+        lambda: coreml.FakeMLState({"kv": (1, 1, 2, 3)}),
+    ), [small, large, specs]

@@ -1,0 +1,83 @@
+"""Completion scripts: shells read them, and complete what the parser knows."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from mlstate.cli import main
+
+COMPLETE = """
+source ./script
+COMP_WORDS=({words}) COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+COMP_LINE="${{COMP_WORDS[*]}}" COMP_POINT=${{#COMP_LINE}}
+_shtab_mlstate
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture
+def script(tmp_path, capsys):
+    """Write the script for a shell."""
+    pytest.importorskip("shtab", reason="writes the scripts")
+
+    def write(shell):
+        assert main(["--print-completion", shell]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        (tmp_path / "script").write_text(out)
+        return out
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("mlstate ins", "inspect"),
+        ("mlstate verify --all", "--all-steps"),
+        ("mlstate convert --to saf", "safetensors"),
+        ("mlstate coreml sta", "states"),
+        ("mlstate inspect check", "checkpoint"),
+        ("mlstate reshard check", "checkpoint"),
+    ],
+)
+def test_bash_completes(script, tmp_path, words, found):
+    if shutil.which("bash") is None:
+        pytest.skip("no bash here")
+    script("bash")
+    (tmp_path / "checkpoint").mkdir()
+    done = subprocess.run(
+        ["bash", "-c", COMPLETE.format(words=words)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout.split(), done.stderr) == ([found], "")
+
+
+@pytest.mark.parametrize(("shell", "start"), [("zsh", "#compdef mlstate\n"), ("tcsh", "# AUTO")])
+def test_scripts_for_other_shells(script, tmp_path, shell, start):
+    text = script(shell)
+    assert text.startswith(start)
+    assert "inspect" in text and "all-steps" in text
+    if shutil.which(shell):
+        command = [shell, "-n", "script"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+
+def test_without_shtab_it_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "",
+        "mlstate: shell completion needs shtab: pip install 'mlstate[completion]'\n",
+    )
+
+
+def test_an_unknown_shell_is_wrong_usage(capsys):
+    assert main(["--print-completion", "bsh"]) == 2
+    assert "; did you mean 'bash'?" in capsys.readouterr().err

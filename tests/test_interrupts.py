@@ -1,0 +1,63 @@
+"""Ctrl-C at any line leaves no lock, descriptor, thread or file; interrupts.py tries the lines.
+
+MLSTATE_FAULTS sets how much is tried: "few" (the default) some lines and signals of each case,
+"slice" more of them, "all" every line.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+AMOUNT = os.environ.get("MLSTATE_FAULTS", "few")
+SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
+LINES = {"few": 8, "slice": 100, "all": 0}[AMOUNT]
+SIGNALS = {"few": 8, "slice": 100, "all": 1000}[AMOUNT]
+SECONDS = {"few": 100, "slice": 200, "all": 3000}[AMOUNT]
+CASES = ("save", "async", "prune", "manager_async")
+MORE = ("new", "incremental", "load", "verify", "repair", "mend", "manager", "reshard", "convert")
+STORMS = ("save", "async")
+MORE_STORMS = ("incremental", "manager", "manager_async", "prune")
+
+
+def few_of(names, more):
+    """Cases of the ordinary test run, and others that only a longer one tries."""
+    marks = [pytest.mark.long] if AMOUNT == "few" else []
+    return [*names, *(pytest.param(name, marks=marks) for name in more)]
+
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc"),
+    pytest.mark.timeout(SECONDS + 20),
+]
+
+
+def attempt(*arguments):
+    """Run interrupts.py, which must end, and return what it found."""
+    command = [sys.executable, str(Path(__file__).with_name("interrupts.py"))]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", few_of(CASES, MORE))
+def test_an_interrupt_at_any_line_leaves_nothing(case):
+    found = attempt("lines", case, LINES)
+    assert not found["failures"], "\n".join(found["failures"])
+    assert found["tried"] and sum(found["tried"].values()) <= found["count"]
+
+
+@pytest.mark.parametrize("case", few_of(STORMS, MORE_STORMS))
+def test_an_interrupt_at_any_moment_leaves_nothing(case):
+    found = attempt("signals", case, SIGNALS, SEED)
+    assert not found["failures"], "\n".join(found["failures"])
+    assert AMOUNT == "few" or found["came"]

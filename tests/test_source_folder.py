@@ -1,0 +1,53 @@
+"""Sources without a compiled module, as in a clone after `pip install .`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+
+PACKAGE = Path(mlstate.__file__).parent
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for path in PACKAGE.rglob("*.py"):
+        target = tmp_path / "mlstate" / path.relative_to(PACKAGE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    return tmp_path
+
+
+def started(folder, *arguments):
+    """Run Python there, with NumPy and without what an editable installation adds."""
+    paths = [str(folder), str(Path(np.__file__).parents[1])]
+    return subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("how", [("-c", "import mlstate"), ("-m", "mlstate", "info")])
+def test_sources_without_a_compiled_module_say_what_to_do(folder, how):
+    done = started(folder, *how)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert f"{folder}{os.sep}mlstate has no compiled module" in last
+    for part in ("from its source folder", "Leave the folder", "`make dev`"):
+        assert part in last
+
+
+def test_a_compiled_module_that_cannot_be_loaded_says_so_itself(folder):
+    (folder / "mlstate" / "_core.so").write_text("none")
+    done = started(folder, "-c", "import mlstate.kv")
+    assert done.returncode == 1
+    assert "_core.so" in done.stderr.splitlines()[-1] and "source folder" not in done.stderr

@@ -1,0 +1,33 @@
+"""Public names of `mlstate.integrations.torch`; importing it needs no torch."""
+
+from mlstate.integrations import torch as integration
+
+PUBLIC = [
+    "MemoryUse",
+    "OperatorProfile",
+    "PlanUse",
+    "PlannedModel",
+    "StepUse",
+    "TorchGroup",
+    "all_reduce_with",
+    "apply_plan",
+    "apply_strategy",
+    "arrays_of",
+    "check_recompute",
+    "cuda_memory",
+    "measure_peak",
+    "measure_plan",
+    "operator_contexts",
+    "optimizer_dict",
+    "optimizer_state",
+    "profile_chain",
+    "profile_operators",
+    "reduce_scatter_with",
+    "tensors_of",
+]
+
+
+def test_only_what_users_call_is_public():
+    assert integration.__all__ == PUBLIC
+    named = {name for name in vars(integration) if not name.startswith("_")}
+    assert named == {*PUBLIC, "restore_state"}  # files of torch.save name that function
