@@ -25,7 +25,6 @@ class Found:
     persistent_us: list[float] = field(default_factory=list)
     any_us: list[float] = field(default_factory=list)
     gains: list[float] = field(default_factory=list)  # of those that are faster
-    proven: int = 0
 
 
 def random_chain(blocks: int, random: np.random.Generator) -> Chain:
@@ -54,7 +53,8 @@ def try_one(chain: Chain, random: np.random.Generator, found: Found) -> None:
             raise RuntimeError(f"{made!r} exceeds its budget")
     if free.predicted_seconds > persistent.predicted_seconds:
         raise RuntimeError(f"{free!r} is slower than {persistent!r}")
-    found.proven += free.exact
+    if not free.exact:
+        raise RuntimeError(f"{free!r} was not searched for")
     if free.predicted_seconds < persistent.predicted_seconds:
         found.gains.append(1 - free.predicted_seconds / persistent.predicted_seconds)
 
@@ -70,26 +70,24 @@ def any_chains(report: Report, quick: bool) -> list[str]:
             try_one(random_chain(blocks, random), random, found)
         rows += rows_of_size(blocks, found)
         every.gains += found.gains
-        every.proven += found.proven
     report.table(
         f'schedules="any" and "persistent": {count * len(SIZES)} random chains, {count} a row',
         rows,
         unit="us",
-        note="time to plan; proven: no schedule is faster; won: the persistent one is slower",
+        note="time to plan; won: the persistent one is slower",
     )
     tried = count * len(SIZES)
     line = f'schedules="any" is faster in {len(every.gains)} of {tried} chains'
     if every.gains:
         middle = 100 * float(np.median(every.gains))
         line += f", by {middle:.1f} % in the middle and {100 * max(every.gains):.1f} % at most"
-    return [line, f"proven to be the fastest of all valid schedules: {every.proven} of {tried}"]
+    return [line]
 
 
 def rows_of_size(blocks: int, found: Found) -> list[Row]:
     persistent = Row(f"{blocks} blocks, persistent", found.persistent_us)
     free = Row(f"{blocks} blocks, any", found.any_us)
     free.extra["slowest us"] = show(max(found.any_us))
-    free.extra["proven"] = found.proven
     free.extra["won"] = len(found.gains)
     free.extra["by up to"] = f"{100 * max(found.gains):.1f} %" if found.gains else ""
     return [persistent, free]

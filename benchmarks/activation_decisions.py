@@ -312,6 +312,12 @@ def other_ways(report: Report, repeats: int, loops: int) -> None:
     except ImportError:
         return
 
+    class Bytes:
+        """What torch takes for a tensor's bytes, in the shortest method there is."""
+
+        def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
+            return bool(activation.nbytes)
+
     class Torch(SizeBased):
         def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
             if layer_id in self.exclude_layers:
@@ -321,8 +327,14 @@ def other_ways(report: Report, repeats: int, loops: int) -> None:
             return chosen
 
     tensor = torch.zeros(4, 64)
-    rows = [("plain Python", Torch(4096), None), ("mlstate", SizeBasedStrategy(4096), None)]
-    table(report, "SizeBased on a torch tensor", rows, (question[0], tensor, 5), repeats, loops)
+    for title, other, strategy in (
+        ("SizeBased", Torch(4096), SizeBasedStrategy(4096)),
+        ("Smart", None, SmartStrategy()),
+    ):
+        rows = [("plain Python", other, None)] if other else []
+        rows.append(("mlstate", strategy, None))
+        rows.append(("its bytes alone", Bytes(), None))
+        table(report, f"{title} on a torch tensor", rows, (question[0], tensor, 5), repeats, loops)
 
 
 if __name__ == "__main__":

@@ -35,14 +35,9 @@ COMPILED = "torch.compile, partitioned"
 BUDGET = "torch.compile, activation_memory_budget 0.5"
 AT_SECOND = "mlstate plan, at Interval(2)'s peak"
 AT_SEQUENTIAL = "mlstate plan, at sequential's peak"
-ANY_SECOND = 'schedules="any", at Interval(2)\'s peak'
-ANY_SEQUENTIAL = 'schedules="any", at sequential\'s peak'
 LAYERS_SECOND = "plan of single layers, Interval(2)'s peak"
 LAYERS_SEQUENTIAL = "plan of single layers, sequential's peak"
-MINE = (
-    *(AT_SECOND, ANY_SECOND, LAYERS_SECOND),
-    *(AT_SEQUENTIAL, ANY_SEQUENTIAL, LAYERS_SEQUENTIAL),
-)
+MINE = (AT_SECOND, LAYERS_SECOND, AT_SEQUENTIAL, LAYERS_SEQUENTIAL)
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -167,22 +162,21 @@ class Ways:
 
     def plans(self) -> None:
         """Add the planner's schedules, at the peaks that were measured."""
-        for other, *names in (
-            (SECOND, AT_SECOND, ANY_SECOND, LAYERS_SECOND),
-            (self.sequential, AT_SEQUENTIAL, ANY_SEQUENTIAL, LAYERS_SEQUENTIAL),
+        for other, mine, layers in (
+            (SECOND, AT_SECOND, LAYERS_SECOND),
+            (self.sequential, AT_SEQUENTIAL, LAYERS_SEQUENTIAL),
         ):
             budget = self.ways[other].peak_bytes
-            self.add_plan(names[0], self.chain, budget, "persistent")
-            self.add_plan(names[1], self.chain, budget, "any")
+            self.add_plan(mine, self.chain, budget)
             if self.layers:
                 chain = Chain.from_torch(nn.Sequential(*self.layers), self.model.sample, repeats=15)
-                self.add_plan(names[2], chain, budget, "persistent")
+                self.add_plan(layers, chain, budget)
 
-    def add_plan(self, name: str, chain: Chain, budget: int, schedules: Any) -> None:
+    def add_plan(self, name: str, chain: Chain, budget: int) -> None:
         """Add a plan for a chain of the blocks, or of the layers."""
         began = time.perf_counter()
         try:
-            made = plan(chain, budget, schedules=schedules)
+            made = plan(chain, budget)
         except CapacityError as error:
             self.say(f"{name} is left out: {error}")
             return

@@ -243,6 +243,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small models, few rounds")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--store", action="store_true", help="store the figures in results/")
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--repeats", type=int, help="rounds, if not each part's own number")
     return parser.parse_args()
@@ -250,7 +251,9 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
-    report = Report("mlstate: activation checkpointing", given.json)
+    report = Report(
+        "mlstate: activation checkpointing", given.json, "activation" if given.store else None
+    )
     report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
     run = Run(report, given.quick, given.repeats)
     began = time.perf_counter()

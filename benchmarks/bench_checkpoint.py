@@ -393,6 +393,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small states, one repeat")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--store", action="store_true", help="store the figures in results/")
     parser.add_argument("--only", help=f"crc, A, B, {', '.join(PARTS)}, or both, as A.save")
     parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
     parser.add_argument("--folder", type=Path, help="where, on a disk; default: here")
@@ -404,7 +405,7 @@ def main() -> None:
     given = options()
     keep_memory()
     warnings.filterwarnings("ignore", module="torch")
-    report = Report("mlstate: checkpoints", given.json)
+    report = Report("mlstate: checkpoints", given.json, "checkpoint" if given.store else None)
     report.say(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )

@@ -322,6 +322,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model, two rounds")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--store", action="store_true", help="store the figures in results/")
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
     return parser.parse_args()
@@ -335,7 +336,7 @@ def interrupted(*_: object) -> None:
 def main() -> None:
     given = options()
     signal.signal(signal.SIGTERM, interrupted)
-    report = Report("mlstate: gradients across ranks", given.json)
+    report = Report("mlstate: gradients across ranks", given.json, "dist" if given.store else None)
     report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
     chosen = [given.only] if given.only else list(PARTS)
     repeats = given.repeats or (2 if given.quick else 5)

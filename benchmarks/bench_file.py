@@ -111,8 +111,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--store", action="store_true", help="store the figures in results/")
     options = parser.parse_args()
-    report = Report("mlstate: one state file", options.json)
+    report = Report("mlstate: one state file", options.json, "file" if options.store else None)
     random = np.random.default_rng(1)
     state = {
         f"layer.{i}": random.standard_normal(TENSOR_BYTES // 4, np.float32) for i in range(TENSORS)

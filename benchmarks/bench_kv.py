@@ -401,9 +401,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--store", action="store_true", help="store the figures in results/")
     parser.add_argument("--only", choices=PARTS, help="one part of it")
     options = parser.parse_args()
-    report = Report("mlstate: KV-cache transitions", options.json)
+    report = Report("mlstate: KV-cache transitions", options.json, "kv" if options.store else None)
     report.say("figures are medians; 'x base': times faster than the first line of the table")
     report.say("'/limit': times the duration of what the C library needs for the same bytes")
     for name, part in PARTS.items():

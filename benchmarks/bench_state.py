@@ -478,9 +478,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--store", action="store_true", help="store the figures in results/")
     parser.add_argument("--only", choices=ALL, help="one part")
     options = parser.parse_args()
-    report = Report("mlstate: state dicts", options.json)
+    report = Report("mlstate: state dicts", options.json, "state" if options.store else None)
     for name, part in ALL.items():
         if options.only in (None, name):
             part(report, 3 if options.quick else 9)

@@ -26,7 +26,14 @@ SETS = ("scalar", "avx2", "avx512", "neon")  # in the order of csrc/core/cpu.h
 COMPILER_OPTIONS = ("-O2", "-std=c11", "-ffp-contract=off", "-D_GNU_SOURCE", "-fPIC", "-shared")
 COPY, CHECKSUM = "memcpy, 1 thread", "core: CRC32C"
 FUSED, TWO_PASSES = "core: copy with CRC32C", "memcpy, then core: CRC32C"
-AIM_GBS, AIM_SHARE = 15.0, 0.6
+STORES = ("plain", "stream1")  # in the order of csrc/core/store_choice.h
+AIM_GBS, AIM_SHARE = 15.0, 0.9
+
+
+class Destination(ctypes.Structure):
+    """The destination of csrc/core/store_choice.h."""
+
+    _fields_ = (("bytes", ctypes.c_size_t), ("is_fresh", ctypes.c_bool))
 
 
 class Kernels(ctypes.Structure):
@@ -40,9 +47,15 @@ class Kernels(ctypes.Structure):
         (
             "copy",
             ctypes.CFUNCTYPE(
-                ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+                ctypes.c_uint32,
+                ctypes.c_uint32,
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_int,
             ),
         ),
+        ("copy_variants", ctypes.c_uint),
     )
 
 
@@ -52,11 +65,32 @@ def build(folder: Path) -> Any:
     if compiler is None or not CORE.is_dir():
         return None
     library = folder / "crc32c.so"
-    sources = [*sorted(CORE.glob("crc32c*.c")), CORE / "cpu.c", CORE / "status.c"]
+    names = ("cpu.c", "status.c", "store_choice.c")
+    sources = [*sorted(CORE.glob("crc32c*.c")), *(CORE / name for name in names)]
     subprocess.run([compiler, *COMPILER_OPTIONS, "-o", library, *sources], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.mls_crc_of.restype = ctypes.POINTER(Kernels)
-    return loaded.mls_crc_of(SETS.index(_core.cpu_name())).contents
+    return loaded
+
+
+def copier(library: Any, kernels: Any, forced: bytes | None) -> Any:
+    """The core's copy with a checksum, with choices of its own."""
+    choices, status = (ctypes.create_string_buffer(4096) for _ in range(2))
+    assert library.mls_store_choices_init(choices, forced, status) == 0
+    library.mls_crc_copy.argtypes = (
+        *(ctypes.c_void_p,) * 2,
+        ctypes.c_uint32,
+        *(ctypes.c_void_p,) * 2,
+        ctypes.c_size_t,
+        Destination,
+    )
+
+    def copy(to: int, at: int, size: int) -> None:
+        library.mls_crc_copy(
+            ctypes.byref(kernels), choices, 0, to, at, size, Destination(size, False)
+        )
+
+    return copy
 
 
 def candidates(folder: Path, mib: int) -> list[Candidate]:
@@ -70,9 +104,10 @@ def candidates(folder: Path, mib: int) -> list[Candidate]:
     ]
     if hasattr(_core, "crc32c"):
         found.append(Candidate("the extension: CRC32C", partial(_core.crc32c, source)))
-    kernels = build(folder)
-    if kernels is None:
+    library = build(folder)
+    if library is None:
         return found
+    kernels = library.mls_crc_of(SETS.index(_core.cpu_name())).contents
 
     def two_passes() -> None:
         np.copyto(target, source)
@@ -81,7 +116,11 @@ def candidates(folder: Path, mib: int) -> list[Candidate]:
     return [
         *found,
         Candidate(CHECKSUM, partial(kernels.update, 0, at, size)),
-        Candidate(FUSED, partial(kernels.copy, 0, to, at, size)),
+        Candidate(FUSED, partial(copier(library, kernels, None), to, at, size)),
+        *(
+            Candidate(f"{FUSED}, {store}", partial(kernels.copy, 0, to, at, size, number))
+            for number, store in enumerate(STORES[: kernels.copy_variants])
+        ),
         Candidate(TWO_PASSES, two_passes),
     ]
 

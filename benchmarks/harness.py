@@ -15,8 +15,8 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 import numpy as np
+import stored
 
 Action = Callable[[], object]
 
@@ -152,9 +153,13 @@ class Report:
 
     WIDTH = 46
 
-    def __init__(self, title: str, as_json: bool) -> None:
+    def __init__(self, title: str, as_json: bool, store_as: str | None = None) -> None:
         self.as_json = as_json
+        self.store_as = store_as
+        self.where = stored.processor()
         self.document: dict[str, object] = {"title": title, "machine": machine()}
+        self.document["command"] = shlex.join(["python", *map(relative, sys.argv)])
+        self.document["load"] = load()
         self.tables: list[dict[str, object]] = []
         self.say(f"{title}\n")
         for name, value in machine().items():
@@ -196,10 +201,20 @@ class Report:
         self.tables[-1]["aims"] = verdicts
 
     def close(self) -> None:
-        """Say how busy the machine was at the end; print the JSON."""
+        """Say how busy the machine was at the end; print the JSON; store the results."""
         self.say(f"\n{'busy':<8} {load()}")
+        self.document["load"] = [self.document["load"], load()]
+        document = self.document | {"tables": self.tables}
+        if self.store_as is not None:
+            path = stored.store(self.store_as, document, time.strftime("%Y-%m-%d"), self.where)
+            self.say(f"{'stored':<8} {relative(str(path))}")
         if self.as_json:
-            print(json.dumps(self.document | {"tables": self.tables}, indent=2))
+            print(json.dumps(document, indent=2))
+
+
+def relative(path: str) -> str:
+    """Return a path as from the working folder: results do not say where a checkout is."""
+    return os.path.relpath(path) if os.path.isabs(path) else path  # noqa: PTH117
 
 
 def as_dict(row: Row) -> dict[str, object]:
@@ -238,19 +253,6 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
-def processor_model() -> str:
-    """The processor's name, where the system tells."""
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
-            lines = [line for line in file if line.startswith("model name")]
-        return lines[0].partition(":")[2].strip()
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
-
-
 def versions() -> str:
     """Python and the packages that take part."""
     found = [f"Python {platform.python_version()}"]
@@ -281,7 +283,7 @@ def machine() -> dict[str, str]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{processor_model()}, {processors()} processors, {memory:.0f} GiB",
+        "machine": f"{stored.describe()}, {processors()} processors, {memory:.0f} GiB",
         "system": f"{platform.system()} {platform.machine()}, huge pages: {huge_pages()}",
         "software": versions(),
     }

@@ -6,6 +6,8 @@ whole target, make a converted copy of the tokens, copy that into the target.
 
 from __future__ import annotations
 
+import mmap
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,17 @@ def numpy_compact(source: Any, length: int, position: int, dtype: Any) -> Any:
 def numpy_zeros(source: Any, length: int, position: int, dtype: Any) -> Any:
     """Do it in the way of a careful NumPy user: no fill, no temporary."""
     target = np.zeros(longer(source.shape, length), dtype)
+    target[:, :, :position] = source[:, :, :position]
+    return target
+
+
+def numpy_mapped(source: Any, length: int, position: int, *, small_pages: bool = False) -> Any:
+    """Copy the tokens into memory that a process maps for them alone."""
+    shape = longer(source.shape, length)
+    memory = mmap.mmap(-1, prod(shape) * source.itemsize, flags=mmap.MAP_PRIVATE)
+    if small_pages and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    target = np.frombuffer(memory, source.dtype).reshape(shape)
     target[:, :, :position] = source[:, :, :position]
     return target
 

@@ -1,0 +1,119 @@
+"""Each kernel with each instruction set that this processor offers: which variants pay?
+
+`MLSTATE_CPU` is read at import, so each instruction set has a process of its own.  The processes
+take turns: one call each per round, in a shuffled order.  All data fits the second-level cache,
+where the differences are largest; one thread.
+
+Run one row with ``python benchmarks/bench_kernels.py --only diff``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+from forced import Server, answer, take_turns
+from harness import Candidate, Report, rows_of
+
+from mlstate import _core
+
+COUNT = 1 << 16  # elements of an array
+REPEATS = 20  # calls that are timed together
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+CONVERSIONS = (
+    ("float32", "float16"),
+    ("float32", "bfloat16"),
+    ("float16", "float32"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "float16"),
+)
+CASES = (
+    "copy float32",
+    *(f"convert {source} to {target}" for source, target in CONVERSIONS),
+    "CRC32C",
+    *(f"diff {name}, all changed" for name in DTYPES),
+    *(f"add {name} in place" for name in DTYPES),
+    *(f"add {name} in place, with norm" for name in DTYPES),
+    "add bfloat16 to float32, scaled",
+    "plan of 60 blocks",
+)
+
+
+def values(name: str, seed: int) -> np.ndarray:
+    """Random values of a dtype."""
+    return np.random.default_rng(seed).random(COUNT, np.float32).astype(DTYPES[name])
+
+
+def plan_call() -> Callable[[], object]:
+    """Plan a chain of 60 blocks for half of what they save."""
+    from activation_planning import random_chain
+
+    from mlstate.activation import plan
+
+    chain = random_chain(60)
+    budget = int(chain.saved_bytes.sum()) // 2
+    return lambda: plan(chain, budget, slots=500)
+
+
+def call_of(case: str) -> Callable[[], object]:
+    """Prepare the call of a case."""
+    from mlstate.kv import transition_kv_state
+    from mlstate.state import diff, load_into
+
+    words = case.replace(",", "").split()
+    if words[0] == "plan":
+        return plan_call()
+    if words[0] == "CRC32C":
+        data = values("float32", 1)
+        return lambda: _core.crc32c(data)
+    first, second = values(words[1], 1), values(words[1], 2)
+    if words[0] == "copy":
+        return lambda: load_into({"w": first}, {"w": second})
+    if words[0] == "diff":
+        return lambda: diff({"w": first}, {"w": second})
+    if words[0] == "convert":
+        source = first.reshape(1, 1, -1, 64)
+        out = np.zeros(source.shape, DTYPES[words[3]])
+        return lambda: transition_kv_state(source, source.shape[2], out=out)
+    target = np.zeros(COUNT, DTYPES["float32" if words[-1] == "scaled" else words[1]])
+    scale = 0.5 if words[-1] == "scaled" else 1.0
+    tallies = words[-1] == "norm"
+    small = (first.astype(np.float32) * 1e-6).astype(first.dtype)
+    return lambda: _core.accumulate(["w"], [target], [small], scale, tallies)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--store", action="store_true", help="store the figures in results/")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        answer(lambda case: {"ours": call_of(case)}, threads=1, repeats=REPEATS)
+        return
+    title = "mlstate: kernels with each instruction set"
+    report = Report(title, options.json, "kernels" if options.store else None)
+    sets = _core.cpu_offered()
+    servers = {name: Server(__file__, {"MLSTATE_CPU": name}) for name in sets}
+    candidates = [Candidate(n, lambda: None, baseline=n == sets[0]) for n in sets]
+    for case in CASES:
+        if options.only in case:
+            asks = {name: (server, "ours") for name, server in servers.items()}
+            samples = take_turns(case, asks, 5 if options.quick else 41, 1e-3 / REPEATS)
+            report.table(case, rows_of(candidates, samples), unit="us")
+    for server in servers.values():
+        server.close()
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""What `bench_guard.py` compares: operations on files, each with the simple way it replaces.
+
+`operations` is the table. A durable write of the simple way does what a careful user does: a
+temporary file, fsync, rename, fsync of the folder. Files that are read are in the system's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from guard_rows import GIB, MIB, SIZES, Arrays, Operation, state_of, touched_state
+from paired import Case
+
+import mlstate
+from mlstate.checkpoint import Staging, save_async
+
+try:
+    import safetensors.numpy as safetensors
+except ImportError:
+    safetensors = None
+
+FILE_SIZES = tuple(size for size in SIZES if size < GIB)
+PARTS = 4  # arrays of a checkpoint that has not 1,000
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_durably(path: Path, temporary: Path) -> None:
+    """Put a written file in the place of another one."""
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def file_of(array: Any, folder: Path) -> None:
+    """Save one array with NumPy, atomically and durably."""
+    temporary = folder / "simple.npy.tmp"
+    with temporary.open("wb") as file:
+        np.save(file, array)
+    replace_durably(folder / "simple.npy", temporary)
+
+
+def safetensors_of(state: Arrays, folder: Path) -> None:
+    """Save a state with safetensors, atomically and durably."""
+    temporary = folder / "simple.safetensors.tmp"
+    safetensors.save_file(state, temporary)
+    replace_durably(folder / "simple.safetensors", temporary)
+
+
+def check_sum(array: Any, expected: int | None) -> None:
+    """Refuse an array whose bytes are not those that were saved, if it has a checksum."""
+    if expected is not None and zlib.crc32(array) != expected:
+        raise ValueError("the file is damaged")
+
+
+def write_each(state: Arrays, folder: Path, *, sums: bool = False) -> None:
+    """Save each array to a file of its own, and a manifest last; all of it durable."""
+    folder.mkdir()
+    for name, array in state.items():
+        with (folder / name).open("wb", buffering=0) as file:
+            array.tofile(file)
+            os.fsync(file.fileno())
+    temporary = folder / "manifest.tmp"
+    entries = {n: [a.dtype.str, a.shape, zlib.crc32(a) if sums else None] for n, a in state.items()}
+    temporary.write_text(json.dumps(entries))
+    replace_durably(folder / "manifest.json", temporary)
+
+
+def read_each(folder: Path) -> Arrays:
+    """Load what `write_each` wrote."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    found = {}
+    for name, (dtype, shape, expected) in manifest.items():
+        array = np.fromfile(folder / name, dtype)
+        check_sum(array, expected)
+        found[name] = array.reshape(shape)
+    return found
+
+
+def map_each(folder: Path) -> Arrays:
+    """Map what `write_each` wrote."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return {
+        name: np.memmap(folder / name, dtype, "r", shape=tuple(shape))
+        for name, (dtype, shape, _) in manifest.items()
+    }
+
+
+def read_into(folder: Path, target: Arrays) -> None:
+    """Load what `write_each` wrote into arrays that exist."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, (_, _, expected) in manifest.items():
+        with (folder / name).open("rb", buffering=0) as file:
+            view, done = memoryview(target[name]).cast("B"), 0
+            while done < len(view):
+                done += file.readinto(view[done:])
+        check_sum(target[name], expected)
+
+
+def read_npy(path: Path, expected: int) -> Any:
+    """Load one array, and compare its checksum."""
+    array = np.load(path)
+    check_sum(array, expected)
+    return array
+
+
+def read_safetensors(path: Path, sums: dict[str, int]) -> Arrays:
+    """Load a state with safetensors, and compare the checksums."""
+    state: Arrays = safetensors.load_file(path)
+    for name, array in state.items():
+        check_sum(array, sums[name])
+    return state
+
+
+def fresh_folder(root: Path, name: str) -> Path:
+    """Return an empty folder of this name."""
+    folder = root / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def saving_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
+    """Save one state file."""
+    folder = fresh_folder(root, "file")
+    state = state_of(nbytes, tensors)
+    simple = partial(safetensors_of, state, folder)
+    if how == "numpy":
+        simple = partial(file_of, next(iter(state.values())), folder)
+    ours = partial(mlstate.save_file, state, folder / "ours.safetensors")
+    return Case(simple, ours, tensors, close=partial(shutil.rmtree, folder))
+
+
+def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
+    """Load one state file."""
+    folder = fresh_folder(root, "file")
+    state = state_of(nbytes, tensors)
+    path, npy = folder / "ours.safetensors", folder / "simple.npy"
+    mlstate.save_file(state, path)
+    np.save(npy, next(iter(state.values())))
+    sums = {name: zlib.crc32(array) for name, array in state.items()}
+    ways = {
+        "numpy": (
+            partial(read_npy, npy, next(iter(sums.values()))),
+            partial(mlstate.load_file, path),
+        ),
+        "verify=False": (partial(np.load, npy), partial(mlstate.load_file, path, verify=False)),
+        "mmap": (partial(np.load, npy, mmap_mode="r"), partial(mlstate.load_file, path, mmap=True)),
+    }
+    if safetensors is not None:
+        ours = partial(mlstate.load_file, path)
+        ways["safetensors"] = (partial(read_safetensors, path, sums), ours)
+    simple, ours = ways[how]
+    return Case(simple, ours, tensors, close=partial(shutil.rmtree, folder))
+
+
+def saving(root: Path, nbytes: int, tensors: int) -> Case:
+    """Save a checkpoint to a folder that does not exist."""
+    folder = fresh_folder(root, "save")
+    parts = tensors if tensors > 1 else PARTS
+    state = state_of(nbytes, parts)
+
+    def clear(name: str) -> None:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+    return Case(
+        partial(write_each, state, folder / "simple"),
+        partial(mlstate.save, folder / "ours", state),
+        parts,
+        before_simple=partial(clear, "simple"),
+        before_ours=partial(clear, "ours"),
+        close=partial(shutil.rmtree, folder),
+    )
+
+
+def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
+    """Load a checkpoint."""
+    folder = fresh_folder(root, "load")
+    parts = tensors if tensors > 1 else PARTS
+    state = state_of(nbytes, parts)
+    simple, ours = folder / "simple", folder / "ours"
+    write_each(state, simple, sums=how in ("fresh", "into="))
+    mlstate.save(ours, state)
+    ways: dict[str, Any] = {
+        "fresh": (partial(read_each, simple), partial(mlstate.load, ours)),
+        "verify=False": (partial(read_each, simple), partial(mlstate.load, ours, verify=False)),
+        "mmap": (partial(map_each, simple), partial(mlstate.load, ours, mmap=True)),
+    }
+    if how == "into=":
+        targets = [touched_state(state) for _ in range(2)]
+        ways[how] = (
+            partial(read_into, simple, targets[0]),
+            partial(mlstate.load, ours, into={"model": targets[1]}),
+        )
+    return Case(*ways[how], parts, close=partial(shutil.rmtree, folder))
+
+
+def staging(root: Path, nbytes: int, tensors: int) -> Case:
+    """Begin to save, and wait until training may go on; the writing is not timed."""
+    folder = fresh_folder(root, "async")
+    state = state_of(nbytes, tensors)
+    target = touched_state(state)
+    memory = Staging(nbytes)
+    handle: list[Any] = [None]
+
+    def clear() -> None:
+        shutil.rmtree(folder / "ours", ignore_errors=True)
+
+    def stage() -> None:
+        handle[0] = save_async(folder / "ours", state, staging=memory)
+        handle[0].staged()
+
+    def copy() -> None:
+        for name, array in target.items():
+            np.copyto(array, state[name])
+
+    return Case(
+        copy,
+        stage,
+        tensors,
+        before_ours=clear,
+        after_ours=lambda: handle[0].wait(),
+        close=partial(shutil.rmtree, folder),
+    )
+
+
+def operations(root: Path) -> tuple[Operation, ...]:
+    """Return the table; files are written below `root`, and to memory below `shared`."""
+    shared = Path("/dev/shm") / root.name if Path("/dev/shm").is_dir() else root
+    durable = "temporary file, fsync, os.replace, fsync of the folder"
+    each = "for each tensor: array.tofile, fsync; then a JSON manifest in the same way"
+    read = "json.load of the manifest; for each tensor: np.fromfile"
+    check = ", zlib.crc32 compared with the stored value"
+    have = safetensors
+    return (
+        Operation(
+            "save_file", f"np.save, {durable}", partial(saving_file, root, "numpy"), FILE_SIZES
+        ),
+        Operation(
+            "save_file, safetensors",
+            f"safetensors.save_file, {durable}",
+            partial(saving_file, root, "safetensors"),
+            FILE_SIZES,
+            many=True,
+            needs=have,
+        ),
+        Operation("load_file", f"np.load{check}", partial(loading_file, root, "numpy"), FILE_SIZES),
+        Operation(
+            "load_file verify=False",
+            "np.load",
+            partial(loading_file, root, "verify=False"),
+            FILE_SIZES,
+        ),
+        Operation(
+            "load_file, safetensors",
+            f"safetensors.load_file; for each tensor{check}",
+            partial(loading_file, root, "safetensors"),
+            FILE_SIZES,
+            many=True,
+            needs=have,
+        ),
+        Operation(
+            "load_file mmap=True",
+            'np.load(mmap_mode="r")',
+            partial(loading_file, root, "mmap"),
+            FILE_SIZES,
+        ),
+        Operation(
+            "save",
+            each,
+            partial(saving, root),
+            FILE_SIZES,
+            many=True,
+            fixed_us=4000.0,
+            why="lock, index, manifest and commit record: extra syncs",
+        ),
+        Operation(
+            "load",
+            read + check,
+            partial(loading, root, "fresh"),
+            FILE_SIZES,
+            many=True,
+            fixed_us=30.0,
+            why="commit record, index and manifest are read and checked",
+        ),
+        Operation(
+            "load verify=False",
+            read,
+            partial(loading, root, "verify=False"),
+            FILE_SIZES,
+            fixed_us=60.0,
+            why="commit record, index and manifest are read and checked",
+        ),
+        Operation(
+            "load into=",
+            f"the same, file.readinto(target){check}",
+            partial(loading, root, "into="),
+            FILE_SIZES,
+            many=True,
+            fixed_us=180.0,
+            why="the same, and the targets are checked against the manifest; threads start",
+        ),
+        Operation(
+            "load mmap=True",
+            "the same, np.memmap",
+            partial(loading, root, "mmap"),
+            FILE_SIZES,
+            many=True,
+        ),
+        Operation(
+            "save_async, staged",
+            "for each tensor: np.copyto(kept, tensor)",
+            partial(staging, shared),
+            tuple(size for size in FILE_SIZES if size <= 64 * MIB),
+            many=True,
+            fixed_us=550.0,
+            why="a thread starts that writes, and the memory for it is shared out",
+        ),
+    )

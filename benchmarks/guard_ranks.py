@@ -1,0 +1,136 @@
+"""What `bench_guard.py` compares: collectives of two threads, each with its simple way.
+
+`RANKS` is the table. The simple way is two threads that meet at a `threading.Barrier`, do half of
+the work each with NumPy, and meet again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from guard_rows import SINGLE, UP_TO_256, Operation, filled, touched
+from paired import Case
+
+from mlstate.collectives import LocalGroup
+
+
+class Peer:
+    """A thread that runs rank 1's part of each call while the caller runs rank 0's."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+            self.ends.put(None)
+
+    def run(self, mine: Callable[[], object], other: Callable[[], object]) -> None:
+        """Run both, and return when both have ended."""
+        self.jobs.put(other)
+        mine()
+        self.ends.get()
+
+    def close(self, groups: list[Any]) -> None:
+        self.jobs.put(None)
+        self.thread.join()
+        for group in groups:
+            group.close()
+
+
+def simple_part(
+    operation: str, rank: int, sources: tuple[Any, Any], wholes: list[Any], barrier: Any
+) -> Callable[[], None]:
+    """Return one thread's part of the simple way: a half of what both threads have to do."""
+    half = len(sources[0]) // 2
+    part = slice(half * rank, half * (rank + 1))
+    a, b = (source[part] for source in sources)
+    outs = [whole[part] for whole in wholes]
+
+    def add() -> None:
+        np.add(a, b, out=outs[rank])
+
+    def add_and_copy() -> None:
+        np.add(a, b, out=outs[0])
+        np.copyto(outs[1], outs[0])
+
+    def gather() -> None:
+        for out in outs:
+            np.copyto(out, (a, b)[rank])
+
+    def send() -> None:
+        np.copyto(outs[1], a)
+
+    ways = {"reduce_scatter": add, "all_reduce": add_and_copy, "all_gather": gather}
+    work = ways.get(operation, send)
+
+    def meet_and_work() -> None:
+        barrier.wait()
+        work()
+        barrier.wait()
+
+    return meet_and_work
+
+
+def on_two_ranks(operation: str, nbytes: int, tensors: int) -> Case:
+    """Run a collective of two threads of `nbytes` each."""
+    groups = LocalGroup.threads(2, timeout=60)
+    peer = Peer()
+    sources = filled(nbytes, SINGLE, 1), filled(nbytes, SINGLE, 2)
+    a, b = sources
+    half = len(a) // 2
+    calls = [getattr(group, operation) for group in groups]
+    wholes = [touched(a) for _ in range(4)]  # two for the simple way, two for ours
+    barrier = threading.Barrier(2)
+    simple = [simple_part(operation, rank, sources, wholes[:2], barrier) for rank in range(2)]
+    given, outs = sources, wholes[2:]
+    if operation == "reduce_scatter":
+        outs = [whole[:half] for whole in outs]
+    elif operation == "all_gather":
+        given = a[:half], b[half:]
+    ours = [partial(calls[i], given[i], out=outs[i]) for i in range(2)]
+    if operation == "broadcast":
+        ours = [partial(calls[0], a), partial(calls[1], outs[1])]
+    return Case(
+        partial(peer.run, *simple),
+        partial(peer.run, *ours),
+        close=partial(peer.close, groups),
+    )
+
+
+# ---- the table ----
+
+WAKING = "the threads sleep until both are there, and wake each other"
+FIXED_US = {
+    "reduce_scatter out=": 250.0,
+    "all_reduce out=": 250.0,
+    "all_gather out=": 180.0,
+    "broadcast": 90.0,
+}
+SIMPLE = {
+    "reduce_scatter out=": "np.add(a, b, out=)",
+    "all_reduce out=": "np.add(a, b, out=); np.copyto",
+    "all_gather out=": "np.copyto to each rank",
+    "broadcast": "np.copyto",
+}
+
+RANKS = tuple(
+    Operation(
+        f"collectives.{name}",
+        f"each of two threads: barrier, its half of the work, barrier: {simple}",
+        partial(on_two_ranks, name.partition(" ")[0]),
+        UP_TO_256,
+        threads=(2,),
+        fixed_us=FIXED_US[name],
+        why=WAKING,
+    )
+    for name, simple in SIMPLE.items()
+)

@@ -1,0 +1,510 @@
+"""What `bench_guard.py` compares: operations in memory, each with the simple way it replaces.
+
+`MEMORY` is the table. A size is the number of bytes of the result, or of the target if there
+is no result. Both ways read the same source, and each writes to a target of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import peers
+from paired import Case
+
+from mlstate import StateDict
+from mlstate.fsdp import GradientAccumulator
+from mlstate.kv import (
+    KVState,
+    compact_kv_state,
+    create_attention_size_mask,
+    create_decode_mask,
+    transition_kv_state,
+)
+from mlstate.state import diff, load_into
+
+try:
+    import torch
+except ImportError:
+    torch = None
+try:
+    import ml_dtypes
+
+    BFLOAT16: Any = np.dtype(ml_dtypes.bfloat16)
+except ImportError:
+    BFLOAT16 = None
+
+HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
+HEAD_DIM = 128
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SIZES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
+UP_TO_256 = SIZES[:-1]
+MANY = 1000
+MANY_SIZES = (MANY * KIB, MANY * 64 * KIB)  # bytes of all tensors together
+
+Arrays = dict[str, Any]
+Build = Callable[[int, int], Case]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of the table: the operation, the line it replaces, and how to make both."""
+
+    name: str
+    simple: str
+    build: Build
+    sizes: tuple[int, ...] = SIZES
+    many: bool = False  # also with 1,000 tensors
+    threads: tuple[int, ...] = (1, 2)
+    needs: object = True  # None or False: a package is missing
+    fixed_us: float = 0.0  # microseconds that a call may cost besides
+    why: str = ""  # what takes them
+
+
+# ---- sources ----
+
+
+def filled(nbytes: int, dtype: Any, seed: int = 1) -> Any:
+    """Make a flat array of normal values by repeating a block of 1 MiB."""
+    kind = np.dtype(dtype)
+    count = nbytes // kind.itemsize
+    block = np.random.default_rng(seed).standard_normal(min(count, 1 << 18), np.float32)
+    block = block.astype(kind)
+    found = np.empty(count, kind)
+    for start in range(0, count, len(block)):
+        found[start : start + len(block)] = block[: count - start]
+    return found
+
+
+def touched(array: Any) -> Any:
+    """Make a target of the array's shape and dtype whose pages were written."""
+    target = np.empty_like(array)
+    target.reshape(-1).view(np.uint8)[...] = 1
+    return target
+
+
+def state_of(nbytes: int, tensors: int, dtype: Any = SINGLE, seed: int = 1) -> Arrays:
+    """Make a state of equal tensors."""
+    return {f"layer.{i}.weight": filled(nbytes // tensors, dtype, seed) for i in range(tensors)}
+
+
+def touched_state(state: Arrays, dtype: Any = None) -> Arrays:
+    """Make target arrays for a state."""
+    return {n: touched(np.empty(a.shape, dtype or a.dtype)) for n, a in state.items()}
+
+
+def cache_shape(nbytes: int) -> tuple[int, int, int, int]:
+    """Return the shape of a float16 cache of `nbytes` bytes."""
+    length = 256 if nbytes < MIB else 512 if nbytes < 16 * MIB else 1024
+    length = length if nbytes < 64 * MIB else 4096
+    blocks = nbytes // (2 * HEAD_DIM * length)
+    heads = min(blocks, 8)
+    return blocks // heads, heads, length, HEAD_DIM
+
+
+def random_cache(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Make a cache of normal values."""
+    count = int(np.prod(shape))
+    return filled(count * np.dtype(dtype).itemsize, dtype).reshape(shape)
+
+
+# ---- KV caches ----
+
+
+def numpy_into(source: Any, position: int, out: Any) -> None:
+    """Copy the tokens into a target and clear the rest."""
+    out[:, :, :position] = source[:, :, :position]
+    out[:, :, position:] = 0
+
+
+def expanding(dtype: Any, how: str, nbytes: int, tensors: int) -> Case:
+    """Double the length; the result is float16."""
+    layers, heads, length, dim = cache_shape(nbytes)
+    source = random_cache((layers, heads, length // 2, dim), dtype)
+    used = length // 2
+    if how == "out=":
+        simple_out = touched(np.empty((layers, heads, length, dim), HALF))
+        out = touched(simple_out)
+        return Case(
+            partial(numpy_into, source, used, simple_out),
+            partial(transition_kv_state, source, length, used, out=out),
+        )
+    if how == "low_memory":
+        return Case(
+            partial(peers.numpy_mapped, source, length, used, small_pages=True),
+            partial(transition_kv_state, source, length, used, low_memory=True),
+        )
+    options: dict[str, Any] = {} if source.dtype == HALF else {"dtype": HALF}
+    return Case(
+        partial(peers.numpy_zeros, source, length, used, HALF),
+        partial(transition_kv_state, source, length, used, **options),
+    )
+
+
+def compacting(how: str, nbytes: int, tensors: int) -> Case:
+    """Halve the length, nine tenths of which hold tokens."""
+    layers, heads, length, dim = cache_shape(nbytes)
+    source = random_cache((layers, heads, 2 * length, dim), HALF)
+    used = length * 9 // 10
+    if how == "out=":
+        simple_out = touched(np.empty((layers, heads, length, dim), HALF))
+        out = touched(simple_out)
+        return Case(
+            partial(numpy_into, source, used, simple_out),
+            partial(compact_kv_state, source, length, used, out=out),
+        )
+    return Case(
+        partial(peers.numpy_zeros, source, length, used, HALF),
+        partial(compact_kv_state, source, length, used),
+    )
+
+
+def torch_expanding(dtype: str, nbytes: int, tensors: int) -> Case:
+    """Double the length of a torch cache into a target, with torch's threads as ours."""
+    layers, heads, length, dim = cache_shape(nbytes)
+    used = length // 2
+    plain = torch.from_numpy(random_cache((layers, heads, used, dim), SINGLE))
+    source = plain.to(getattr(torch, dtype))
+    outs = [torch.ones((layers, heads, length, dim), dtype=torch.float16) for _ in range(2)]
+    return Case(
+        partial(numpy_into, source, used, outs[0]),
+        partial(transition_kv_state, source, length, used, out=outs[1]),
+        rest=True,
+        use_threads=torch.set_num_threads,
+        simple_per_thread=True,
+    )
+
+
+def from_array(nbytes: int, tensors: int) -> Case:
+    """Make a state from an array."""
+    source = random_cache(cache_shape(nbytes), HALF)
+    length = source.shape[2]
+    simple = partial(peers.numpy_mapped, source, length, length)
+    return Case(simple, partial(KVState.from_array, source))
+
+
+def contiguous(nbytes: int, tensors: int) -> Case:
+    """Copy half of a state's capacity to a contiguous array."""
+    source = random_cache(cache_shape(nbytes), HALF)
+    state = KVState.from_array(source, 2 * source.shape[2])
+    return Case(partial(np.ascontiguousarray, state.array), state.contiguous)
+
+
+def shrinking(nbytes: int, tensors: int) -> Case:
+    """Clear the second half of the positions: `nbytes` are cleared."""
+    layers, heads, length, dim = cache_shape(nbytes)
+    state = KVState.from_array(random_cache((layers, heads, 2 * length, dim), HALF))
+    plain = touched(np.empty((layers, heads, 2 * length, dim), HALF))
+
+    def simple() -> None:
+        plain[:, :, length:] = 0
+
+    def shrink() -> None:
+        state.resize(length)
+        state.resize(2 * length)
+
+    return Case(simple, shrink)
+
+
+def reserving(nbytes: int, tensors: int) -> Case:
+    """Double the capacity of a full state, to `nbytes`."""
+    layers, heads, length, dim = cache_shape(nbytes)
+    source = random_cache((layers, heads, length // 2, dim), HALF)
+    kept: list[Any] = [None]
+
+    def prepare() -> None:
+        kept[0] = KVState.from_array(source)
+
+    def drop() -> None:
+        kept[0] = None
+
+    simple = partial(peers.numpy_mapped, source, length, length // 2)
+    return Case(simple, lambda: kept[0].reserve(length), before_ours=prepare, after_ours=drop)
+
+
+def appending(nbytes: int, tensors: int) -> Case:
+    """Append the entries of one token."""
+    layers, heads, length, dim = cache_shape(nbytes)
+    source = random_cache((layers, heads, length - 1, dim), HALF)
+    token = random_cache((layers, heads, 1, dim), HALF)
+    state = KVState.from_array(source, length)
+
+    def append() -> None:
+        state.resize(length)
+        state.array[:, :, -1:] = token
+
+    def drop_last() -> None:
+        state.resize(length - 1)
+
+    simple = partial(np.concatenate, (source, token), axis=2)
+    return Case(simple, append, after_ours=drop_last)
+
+
+def masking(how: str, nbytes: int, tensors: int) -> Case:
+    """Make a full mask with a window of a quarter of its length."""
+    length = int((nbytes // 2) ** 0.5)
+    reach = length // 4
+    if how == "fresh":
+        return Case(
+            partial(peers.mask_by_rows, length, reach),
+            partial(create_attention_size_mask, length, reach, length),
+        )
+    outs = [touched(np.empty((1, 1, length, length), HALF)) for _ in range(2)]
+
+    def simple() -> None:
+        outs[0][...] = float("-inf")
+        for row in range(length):
+            outs[0][0, 0, row, max(0, row - reach) : row + 1] = 0
+
+    return Case(simple, partial(create_attention_size_mask, length, reach, length, out=outs[1]))
+
+
+def decode_masking(nbytes: int, tensors: int) -> Case:
+    """Make one row of a mask."""
+    length = nbytes // 2
+    return Case(
+        partial(peers.decode_row, length, length // 4, length // 2),
+        partial(create_decode_mask, length, length // 4, length // 2),
+    )
+
+
+# ---- states ----
+
+
+def copy_each(target: Arrays, source: Arrays) -> None:
+    """Copy a state with NumPy."""
+    for name, array in target.items():
+        np.copyto(array, source[name], casting="same_kind")
+
+
+def loading(source_dtype: Any, target_dtype: Any, nbytes: int, tensors: int) -> Case:
+    """Copy a state into another of `nbytes`."""
+    factor = np.dtype(source_dtype).itemsize / np.dtype(target_dtype).itemsize
+    source = state_of(int(nbytes * factor), tensors, source_dtype)
+    simple, ours = (touched_state(source, target_dtype) for _ in range(2))
+    cast = {} if source_dtype == target_dtype else {"cast": True}
+    return Case(
+        partial(copy_each, simple, source), partial(load_into, ours, source, **cast), tensors
+    )
+
+
+def torch_loading(nbytes: int, tensors: int) -> Case:
+    """Copy a state of torch tensors."""
+    source = {n: torch.from_numpy(a) for n, a in state_of(nbytes, tensors).items()}
+    simple, ours = ({n: torch.ones_like(t) for n, t in source.items()} for _ in range(2))
+
+    def copy_torch() -> None:
+        for name, tensor in simple.items():
+            tensor.copy_(source[name])
+
+    return Case(
+        copy_torch,
+        partial(load_into, ours, source),
+        tensors,
+        rest=True,
+        use_threads=torch.set_num_threads,
+        simple_per_thread=True,
+    )
+
+
+def numpy_diff(a: Arrays, b: Arrays) -> None:
+    """Find the largest difference and the number of changed elements of each tensor."""
+    for name, array in a.items():
+        distance = np.abs(array - b[name])
+        np.nanmax(distance)
+        np.count_nonzero(distance)
+
+
+def differing(dtype: Any, factor: float, nbytes: int, tensors: int) -> Case:
+    """Compare two states of `nbytes` each."""
+    a = state_of(nbytes, tensors, dtype)
+    scale = np.array(factor, dtype)
+    b = {name: array * scale for name, array in a.items()}
+    return Case(partial(numpy_diff, a, b), partial(diff, a, b), tensors)
+
+
+def all_equal(a: Arrays, b: Arrays) -> bool:
+    """Compare two states with NumPy."""
+    return a.keys() == b.keys() and all(np.array_equal(array, b[n]) for n, array in a.items())
+
+
+def equality(nbytes: int, tensors: int) -> Case:
+    """Compare two equal states."""
+    a = state_of(nbytes, tensors)
+    b = {name: array.copy() for name, array in a.items()}
+    mine = StateDict(a)
+    return Case(partial(all_equal, a, b), lambda: mine == b, tensors)
+
+
+def copying(nbytes: int, tensors: int) -> Case:
+    """Copy a state, arrays included."""
+    plain = state_of(nbytes, tensors)
+    mine = StateDict(plain)
+    return Case(
+        lambda: {name: array.copy() for name, array in plain.items()},
+        partial(copy.deepcopy, mine),
+        tensors,
+    )
+
+
+def sha256_each(state: Arrays) -> str:
+    """Hash names and bytes with hashlib."""
+    found = hashlib.sha256()
+    for name in sorted(state):
+        found.update(name.encode())
+        found.update(state[name])
+    return found.hexdigest()
+
+
+def digesting(nbytes: int, tensors: int) -> Case:
+    """Hash a state."""
+    plain = state_of(nbytes, tensors)
+    return Case(partial(sha256_each, plain), StateDict(plain).digest, tensors)
+
+
+# ---- gradients ----
+
+
+def adding(dtype: Any, nbytes: int, tensors: int) -> Case:
+    """Add the gradients of a further micro-batch, and ask for the norm and what is not finite."""
+    gradients = state_of(nbytes, tensors, dtype)
+    sums = {name: array.copy() for name, array in gradients.items()}
+    accumulator = GradientAccumulator()
+    accumulator.add_gradients(gradients)
+
+    def simple() -> tuple[float, int]:
+        squares, nonfinite = 0.0, 0
+        for name, gradient in gradients.items():
+            sums[name] += gradient
+            wide = sums[name].astype(SINGLE, copy=False)  # squares of halves overflow
+            squares += float(np.vdot(wide, wide))
+            nonfinite += int(np.count_nonzero(~np.isfinite(wide)))
+        return math.sqrt(squares), nonfinite
+
+    def ours() -> tuple[float, dict[str, int]]:
+        accumulator.add_gradients(gradients)
+        return accumulator.norm, accumulator.nonfinite
+
+    return Case(simple, ours, tensors)
+
+
+def starting(nbytes: int, tensors: int) -> Case:
+    """Add the gradients of the first micro-batch, and take the sums."""
+    gradients = state_of(nbytes, tensors)
+    accumulator = GradientAccumulator()
+
+    def start() -> None:
+        accumulator.add_gradients(gradients)
+        accumulator.get_and_clear_gradients()
+
+    return Case(lambda: {name: array.copy() for name, array in gradients.items()}, start, tensors)
+
+
+# ---- the table ----
+
+ZEROS = "new = np.zeros(...); new[:, :, :n] = cache"
+INTO = "out[:, :, :n] = cache[:, :, :n]; out[:, :, n:] = 0"
+TORCH_INTO = "the same two lines on torch tensors, as many threads"
+COPYTO = "for each tensor: np.copyto(target, source)"
+NUMPY_DIFF = "for each tensor: d = np.abs(a - b); np.nanmax(d); np.count_nonzero(d)"
+ROWS = "np.full(-inf); for each row: mask[row, low:high] = 0"
+MAPPED = "new = mmap.mmap(-1, ...) as an array; new[:, :, :n] = cache"
+SMALL_PAGES = MAPPED + ", after madvise(MADV_NOHUGEPAGE)"
+SUM = "sum += gradient; np.vdot(sum, sum); np.count_nonzero(~np.isfinite(sum))"
+
+MEMORY = (
+    Operation("kv.expand fresh", ZEROS, partial(expanding, HALF, "fresh")),
+    Operation("kv.expand out=", INTO, partial(expanding, HALF, "out=")),
+    Operation(
+        "kv.expand low_memory", SMALL_PAGES, partial(expanding, HALF, "low_memory"), UP_TO_256
+    ),
+    Operation("kv.expand f32-f16 fresh", ZEROS, partial(expanding, SINGLE, "fresh"), UP_TO_256),
+    Operation("kv.expand f32-f16 out=", INTO, partial(expanding, SINGLE, "out="), UP_TO_256),
+    Operation(
+        "kv.expand bf16-f16 fresh",
+        ZEROS,
+        partial(expanding, BFLOAT16, "fresh"),
+        UP_TO_256,
+        needs=BFLOAT16,
+    ),
+    Operation(
+        "kv.expand bf16-f16 out=",
+        INTO,
+        partial(expanding, BFLOAT16, "out="),
+        UP_TO_256,
+        needs=BFLOAT16,
+    ),
+    Operation(
+        "kv.expand torch f32-f16 out=",
+        TORCH_INTO,
+        partial(torch_expanding, "float32"),
+        UP_TO_256,
+        needs=torch,
+    ),
+    Operation(
+        "kv.expand torch bf16-f16 out=",
+        TORCH_INTO,
+        partial(torch_expanding, "bfloat16"),
+        UP_TO_256,
+        needs=torch,
+    ),
+    Operation("kv.compact fresh", ZEROS, partial(compacting, "fresh"), UP_TO_256),
+    Operation("kv.compact out=", INTO, partial(compacting, "out="), UP_TO_256),
+    Operation("kv.KVState.from_array", MAPPED, from_array),
+    Operation("kv.KVState.contiguous", "np.ascontiguousarray(state.array)", contiguous),
+    Operation("kv.KVState.resize shrink", "array[:, :, n:] = 0", shrinking),
+    Operation("kv.KVState.reserve", MAPPED, reserving),
+    Operation("kv.KVState append", "np.concatenate((cache, token), axis=2)", appending, UP_TO_256),
+    Operation("kv.mask fresh", ROWS, partial(masking, "fresh"), UP_TO_256),
+    Operation("kv.mask out=", ROWS, partial(masking, "out="), UP_TO_256),
+    Operation("kv.decode_mask", "np.full(-inf); row[low:high] = 0", decode_masking, SIZES[:3]),
+    Operation("state.load_into f32", COPYTO, partial(loading, SINGLE, SINGLE), many=True),
+    Operation("state.load_into f32-f16", COPYTO, partial(loading, SINGLE, HALF), UP_TO_256, True),
+    Operation("state.load_into f16-f32", COPYTO, partial(loading, HALF, SINGLE), UP_TO_256),
+    Operation(
+        "state.load_into bf16-f32",
+        COPYTO,
+        partial(loading, BFLOAT16, SINGLE),
+        UP_TO_256,
+        needs=BFLOAT16,
+    ),
+    Operation(
+        "state.load_into torch f32",
+        "for each tensor: target.copy_(source), as many threads",
+        torch_loading,
+        UP_TO_256,
+        many=True,
+        needs=torch,
+    ),
+    Operation("state.diff f32 changed", NUMPY_DIFF, partial(differing, SINGLE, 1.01), many=True),
+    Operation("state.diff f32 same", NUMPY_DIFF, partial(differing, SINGLE, 1.0), many=True),
+    Operation("state.diff f16 changed", NUMPY_DIFF, partial(differing, HALF, 1.01), UP_TO_256),
+    Operation(
+        "state.diff bf16 changed",
+        NUMPY_DIFF,
+        partial(differing, BFLOAT16, 1.01),
+        SIZES[:-2],
+        needs=BFLOAT16,
+    ),
+    Operation("state.StateDict ==", "all(np.array_equal(a, b))", equality, UP_TO_256, True),
+    Operation("state.StateDict deepcopy", "{n: a.copy() for ...}", copying, UP_TO_256, True),
+    Operation(
+        "state.StateDict.digest", "hashlib.sha256, updated by each", digesting, SIZES[:-2], True
+    ),
+    Operation("fsdp.GradientAccumulator f32", SUM, partial(adding, SINGLE), UP_TO_256, True),
+    Operation("fsdp.GradientAccumulator f16", SUM, partial(adding, HALF), SIZES[:-2]),
+    Operation(
+        "fsdp.GradientAccumulator bf16",
+        SUM,
+        partial(adding, BFLOAT16),
+        SIZES[:-2],
+        needs=BFLOAT16,
+    ),
+    Operation("fsdp.GradientAccumulator first", "{n: g.copy() for ...}", starting, UP_TO_256, True),
+)

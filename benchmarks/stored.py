@@ -1,0 +1,129 @@
+"""Results of benchmarks as files: benchmarks/results/PROCESSOR/DATE.json.
+
+One file has all benchmarks of one day and processor, by name. Storing a benchmark again
+replaces its tables by title: those of other parts, and other benchmarks, are kept. Each table
+has the command that made it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CPU_INFO = Path("/proc/cpuinfo")
+SYSCTL = "machdep.cpu."
+
+Document = dict[str, Any]
+
+
+def slug(text: str) -> str:
+    """Turn a name into lower-case words with hyphens."""
+    plain = re.sub(r"\((r|tm|c)\)", "", text.lower())
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "unknown"
+
+
+def parse_cpu_info(text: str) -> dict[str, str]:
+    """Return name, family and model of the first processor in /proc/cpuinfo's text."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip().lower(), value.strip())
+    if "model name" in fields:
+        found = {"name": fields["model name"]}
+        names = {"family": "cpu family", "model": "model"}
+    else:  # arm64: numbers only
+        found = {"name": "arm64"}
+        names = {"implementer": "cpu implementer", "part": "cpu part"}
+        if "cpu part" not in fields:
+            return {}
+    return found | {name: fields[key] for name, key in names.items() if fields.get(key)}
+
+
+def ask_sysctl(name: str) -> str:
+    """Return a value of macOS, empty if it has none of this name."""
+    command = ["sysctl", "-n", SYSCTL + name]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def processor() -> dict[str, str]:
+    """Return the processor's name, what else identifies it, and the name of its folder."""
+    found: dict[str, str] = {}
+    if sys.platform == "darwin":
+        found = {"name": ask_sysctl("brand_string")}
+        found |= {n: v for n in ("family", "model") if (v := ask_sysctl(n))}
+    elif CPU_INFO.exists():
+        found = parse_cpu_info(CPU_INFO.read_text(encoding="utf-8", errors="replace"))
+    if not found.get("name"):
+        found = {"name": platform.processor() or platform.machine() or "unknown"}
+    return found | {"slug": slug_of(found)}
+
+
+def describe() -> str:
+    """Return the processor's name with what else identifies it: `AMD EPYC (family 25 model 1)`."""
+    found = processor()
+    more = [f"{key} {value}" for key, value in found.items() if key not in ("name", "slug")]
+    return found["name"] + (f" ({' '.join(more)})" if more else "")
+
+
+def slug_of(found: dict[str, str]) -> str:
+    """Return the folder's name: the processor's name alone is ambiguous on virtual machines."""
+    parts = [found["name"]]
+    for key in ("family", "model", "implementer", "part"):
+        if key in found:
+            parts.append(f"{key} {found[key]}")
+    return slug(" ".join(parts))
+
+
+def store(
+    benchmark: str, run: Document, date: str, where: dict[str, str], root: Path = RESULTS
+) -> Path:
+    """Store one benchmark's run in the day's file, and return the file's path."""
+    path = root / where["slug"] / f"{date}.json"
+    document: Document = {"processor": where, "date": date, "benchmarks": {}}
+    if path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
+    before = document["benchmarks"].get(benchmark, {"tables": []})
+    titles = {table["title"] for table in run["tables"]}
+    kept = [table for table in before["tables"] if table["title"] not in titles]
+    tables = [table | {"command": run["command"]} for table in run["tables"]]
+    document["benchmarks"][benchmark] = run | {"tables": kept + tables}
+    document["benchmarks"] = dict(sorted(document["benchmarks"].items()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(compact(document) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def compact(document: Document) -> str:
+    """Return JSON with one line for each row, which keeps changes readable."""
+    rows: list[str] = []
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.4g}")
+        if isinstance(value, list):
+            return [replace(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        plain = {key: replace(item) for key, item in value.items()}
+        if "name" in plain and any(isinstance(v, float) for v in plain.values()):
+            rows.append(json.dumps(plain))
+            return f"@row {len(rows) - 1}@"
+        return plain
+
+    text = json.dumps(replace(document), indent=1)
+    return re.sub(r'"@row (\d+)@"', lambda found: rows[int(found[1])], text)
+
+
+def stored_files(root: Path = RESULTS) -> list[Document]:
+    """Read all stored results, by processor and date."""
+    return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(root.glob("*/*.json"))]

@@ -1,0 +1,328 @@
+"""The tables of docs/benchmarks.md, from the stored results.
+
+``python benchmarks/summary.py`` prints them; ``--write`` puts them into the page, between the
+markers. Each processor has a column. A cell shows the median of our way, and how many times
+faster it is than the way it is compared with, both from the processor's newest stored run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import stored
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One line of the summary: where our row is, and the row that it is compared with."""
+
+    label: str
+    benchmark: str
+    table: str  # the beginning of the table's title
+    ours: str
+    other: str
+    named: str  # the other way, in the label
+
+
+PEER, BACK = "NumPy peer: full + astype + copy", "NumPy peer: zeros + astype + copy"
+EXPAND = "expand float16, (28, 8, 2048, 128) -> 4096"
+CONVERT = "expand float32 -> float16, (28, 8, 512, 128)"
+SYNCED = "safetensors + fsync"
+SAVE = "mlstate.save (durable, checksums)"
+FLOAT32 = "reduce-scatter: 148 parameters, 124 M elements, f32"
+BFLOAT16 = "reduce-scatter: 148 parameters, 124 M elements, bf16"
+
+KEYS = (
+    Key("expand a 112 MiB cache, `out=`", "kv", EXPAND, "mlstate out=, 2 threads", PEER, "NumPy"),
+    Key("the same, new result", "kv", EXPAND, "mlstate fresh, 2 threads", PEER, "NumPy"),
+    Key(
+        "the same, `low_memory`",
+        "kv",
+        EXPAND,
+        "mlstate fresh, low_memory, 2 threads",
+        PEER,
+        "NumPy",
+    ),
+    Key(
+        "expand f32 to f16, 56 MiB, `out=`", "kv", CONVERT, "mlstate out=, 2 threads", PEER, "NumPy"
+    ),
+    Key(
+        "compact 224 to 112 MiB, `out=`",
+        "kv",
+        "compact float16, (28, 8, 4096, 128)",
+        "mlstate out=, 2 threads",
+        BACK,
+        "NumPy",
+    ),
+    Key(
+        "`load_into`, 1 GB, 1 thread",
+        "state",
+        "load_into, 1 GB in 1,008 tensors, 1 thread",
+        "load_into",
+        "memcpy",
+        "memcpy",
+    ),
+    Key(
+        "`diff`, 1 GB of f32, 1 thread",
+        "state",
+        "differences of two states of 1 GB, float32, 1 thread",
+        "diff, all changed",
+        "reading both (memcmp)",
+        "reading both",
+    ),
+    Key(
+        "`save_file`, 256 MiB, durable",
+        "file",
+        "save: 16 tensors",
+        "mlstate.save_file (durable, checksums)",
+        SYNCED,
+        "safetensors",
+    ),
+    Key(
+        "`load_file`, 256 MiB, verified",
+        "file",
+        "load, files in",
+        "mlstate.load_file",
+        "safetensors",
+        "safetensors",
+    ),
+    Key(
+        "copy with CRC32C, 64 MiB",
+        "checkpoint",
+        "CRC32C of 64 MiB",
+        "core: copy with CRC32C",
+        "memcpy, 1 thread",
+        "memcpy",
+    ),
+    Key(
+        "`save`, 996 MB in 296 arrays",
+        "checkpoint",
+        "A: save, disk",
+        SAVE,
+        "raw: one file, O_DIRECT + fsync",
+        "one O_DIRECT file",
+    ),
+    Key(
+        "`save`, 665 MB in 20,000 arrays",
+        "checkpoint",
+        "B: save, disk",
+        SAVE,
+        SYNCED,
+        "safetensors",
+    ),
+    Key(
+        "`load`, 996 MB, verified",
+        "checkpoint",
+        "A: load, disk",
+        "mlstate.load",
+        "safetensors",
+        "safetensors",
+    ),
+    Key(
+        "`save_async`, until staged, 2 ranks",
+        "training",
+        "time that a save blocks training",
+        "mlstate.save_async, staging 100 %",
+        "memcpy, touched memory",
+        "memcpy",
+    ),
+    Key(
+        "reduce-scatter, 498 MB of f32, 2 ranks",
+        "dist",
+        FLOAT32,
+        "mlstate LocalGroup: hook",
+        "limit: C add, memory that is shared",
+        "adding in place",
+    ),
+    Key(
+        "the same, 249 MB of bf16",
+        "dist",
+        BFLOAT16,
+        "mlstate LocalGroup: hook",
+        "limit: C add, memory that is shared",
+        "adding in place",
+    ),
+    Key(
+        "gradients of 4 micro-batches, 124 M f32",
+        "dist",
+        "4 micro-batches of float32",
+        "mlstate.fsdp.GradientAccumulator",
+        "clone per micro-batch (torch)",
+        "clones",
+    ),
+    Key(
+        "activation plan, 100 blocks",
+        "activation",
+        "planning, 100 blocks",
+        "mlstate, 2 threads, budget at 0.2",
+        "NumPy, budget at 0.2",
+        "NumPy",
+    ),
+)
+
+
+def title_of(processor: dict[str, str]) -> str:
+    """Name a processor in a table's head."""
+    plain = re.sub(r"\((R|TM)\)", "", processor["name"]).replace(" Processor", "")
+    if "family" in processor:
+        plain += f", family {processor['family']} model {processor['model']}"
+    return f"{plain}, {processor['short']}" if "short" in processor else plain
+
+
+def show(value: float) -> str:
+    """Show three significant digits at most."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def newest(documents: list[dict[str, Any]]) -> dict[str, dict[str, tuple[str, Any]]]:
+    """Return the newest run of each benchmark, with its date, by the processor's slug."""
+    found: dict[str, dict[str, tuple[str, Any]]] = {}
+    for document in sorted(documents, key=lambda d: d["date"]):
+        runs = found.setdefault(document["processor"]["slug"], {})
+        runs |= {name: (document["date"], run) for name, run in document["benchmarks"].items()}
+    return found
+
+
+def row_of(run: dict[str, Any], table: str, name: str) -> dict[str, Any] | None:
+    """Find a row by the beginning of its table's title and by its name."""
+    for found in run["tables"]:
+        if found["title"].startswith(table):
+            for row in found["rows"]:
+                if row["name"] == name:
+                    return row | {"unit": found["unit"]}
+    return None
+
+
+def cell(runs: dict[str, tuple[str, Any]], key: Key) -> str:
+    """Show one figure, or that it was not measured."""
+    if key.benchmark not in runs:
+        return NONE
+    run = runs[key.benchmark][1]
+    ours, other = row_of(run, key.table, key.ours), row_of(run, key.table, key.other)
+    if ours is None or other is None:
+        return NONE
+    ratio = other["median"] / ours["median"]
+    text = f"{show(ours['median'])} {ours['unit']}, {ratio:.3g}x"
+    return f"**{text}**" if ratio < 0.95 else text
+
+
+def guard_rows(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a guard's run."""
+    return [row for table in run["tables"] for row in table["rows"]]
+
+
+def guard_cell(runs: dict[str, tuple[str, Any]]) -> str:
+    """Show how many rows of the guard passed."""
+    if "guard" not in runs:
+        return NONE
+    rows = guard_rows(runs["guard"][1])
+    slow = sum(row["verdict"] == "SLOW" for row in rows)
+    return f"{len(rows) - slow} of {len(rows)} rows"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """Make a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def summary(documents: list[dict[str, Any]]) -> str:
+    """Return the summary table, with a column for each processor."""
+    runs = newest(documents)
+    names = {d["processor"]["slug"]: title_of(d["processor"]) for d in documents}
+    rows = [
+        [f"{key.label} ({key.named})", *(cell(runs[slug], key) for slug in names)] for key in KEYS
+    ]
+    rows.append(["guard: as fast as the simple way", *(guard_cell(runs[slug]) for slug in names)])
+    return markdown(["operation (compared with)", *names.values()], rows)
+
+
+def losses(documents: list[dict[str, Any]]) -> str:
+    """Return the operations that the guard found slower than the simple way."""
+    lines: list[list[str]] = []
+    names = {d["processor"]["slug"]: title_of(d["processor"]) for d in documents}
+    for slug, runs in newest(documents).items():
+        if "guard" not in runs:
+            continue
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for row in guard_rows(runs["guard"][1]):
+            if row["verdict"] == "SLOW":
+                by_name.setdefault(row["name"], []).append(row)
+        for name, rows in by_name.items():
+            sizes = ", ".join(dict.fromkeys(row["size"] for row in rows))
+            worst = min(row["ratio"] for row in rows)
+            lines.append([f"`{name}`", sizes, f"{worst:.2g}x", names[slug]])
+    if not any("guard" in runs for runs in newest(documents).values()):
+        return "No run of the guard is stored yet.\n"
+    if not lines:
+        return "The newest runs of the guard found no slower operation.\n"
+    return markdown(["operation", "sizes", "lowest ratio", "processor"], lines)
+
+
+def copies(documents: list[dict[str, Any]]) -> str:
+    """Return what each way to store takes, with a column for each processor."""
+    ways = ("auto", "NumPy", "plain", "stream1", "stream4")
+    names = {d["processor"]["slug"]: title_of(d["processor"]) for d in documents}
+    stored_runs = {slug: runs for slug, runs in newest(documents).items() if "copy" in runs}
+    if not stored_runs:
+        return "No run of `bench_copy.py` is stored yet.\n"
+    cells: dict[str, dict[str, str]] = {}
+    for slug, runs in stored_runs.items():
+        for table in runs["copy"][1]["tables"]:
+            found = {row["name"]: row["median"] for row in table["rows"]}
+            cells.setdefault(table["title"], {})[slug] = " / ".join(show(found[w]) for w in ways)
+    lines = [[title, *(by.get(slug, NONE) for slug in stored_runs)] for title, by in cells.items()]
+    return markdown([f"ms: {' / '.join(ways)}", *(names[slug] for slug in stored_runs)], lines)
+
+
+def sources(documents: list[dict[str, Any]]) -> str:
+    """Return the list of stored results, with links."""
+    rows = []
+    for document in documents:
+        slug, date = document["processor"]["slug"], document["date"]
+        runs = document["benchmarks"].values()
+        about = next(iter(runs))["machine"]
+        link = f"[{date}](../benchmarks/results/{slug}/{date}.json)"
+        note = document["processor"].get("note")
+        name = document["processor"]["name"] + (f" ({note})" if note else "")
+        names = ", ".join(document["benchmarks"])
+        rows.append([name, link, names, about["system"], about["software"]])
+    return markdown(["processor", "results", "benchmarks", "system", "software"], rows)
+
+
+TABLES = {"summary": summary, "copies": copies, "losses": losses, "sources": sources}
+
+
+def filled_in(page: str, documents: list[dict[str, Any]]) -> str:
+    """Return the page with its tables made anew."""
+    for name, table in TABLES.items():
+        start, end = f"<!-- {name}: made by benchmarks/summary.py -->\n", "<!-- end -->"
+        before, found, rest = page.partition(start)
+        if not found:
+            raise ValueError(f"{PAGE.name} has no marker for the table {name!r}")
+        page = before + start + "\n" + table(documents) + "\n" + end + rest.partition(end)[2]
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the tables to the page")
+    options = parser.parse_args()
+    documents = stored.stored_files()
+    if options.write:
+        PAGE.write_text(filled_in(PAGE.read_text(encoding="utf-8"), documents), encoding="utf-8")
+        return
+    print("\n".join(table(documents) for table in TABLES.values()), end="")
+
+
+if __name__ == "__main__":
+    main()
