@@ -4,6 +4,7 @@ Pages are Markdown (MyST).  The reference, docs/api/, is written here at each bu
 the `__all__` of every public module, so that a new public name needs no line of its own.
 """
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -14,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import mlstate  # noqa: E402
+from mlstate._set_module import set_module  # noqa: E402
 
 project = "mlstate"
 copyright = "the mlstate authors, Apache-2.0"
@@ -122,4 +124,16 @@ def write_reference():
     (folder / "index.rst").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def report_source_modules():
+    """Undo `set_module`: Sphinx needs the files to link to sources and to keep their order."""
+    for info in pkgutil.walk_packages(mlstate.__path__, "mlstate."):
+        if info.name.endswith(("._core", ".__main__")) or info.name.startswith(INTERNAL):
+            continue
+        module = importlib.import_module(info.name)
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                set_module(info.name)(getattr(module, node.name))
+
+
 write_reference()
+report_source_modules()
