@@ -28,16 +28,17 @@ C_SOURCES := csrc csrc/core csrc/python $(wildcard csrc/*/*.c csrc/*/*.h)
 PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE_WERROR
 # Each MPI has a folder of its own: no two of them fit into one environment.
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
+BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
 .PHONY: help demo test test-long test-hosts core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
-	faults faults-slice fuzz fuzz-slice bench docs cross cross-slice wheel wheel-test wheel-slice install dev clean
+	faults faults-slice fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
-	@$(RUN) -m mlstate demo
+	@$(RUN) -m mlstate demo --force
 
 test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools and both MPIs.
 	@$(RUN) -m pytest $(PYTEST_ARGS)
@@ -87,8 +88,11 @@ fuzz: ## Fuzz each parser for FUZZ_SECONDS (60).
 fuzz-slice: ## Fuzz for FUZZ_SECONDS (60) in all.
 	@tools/fuzz.sh "$(FUZZ_SECONDS)" shared
 
-bench: dev $(MPI) ## Run the benchmarks.
-	@for file in benchmarks/bench_*.py; do $(RUN) $$file || exit 1; done
+bench: dev $(MPI) ## Run the benchmarks; store their figures in benchmarks/results/.
+	@for file in $(BENCHMARKS); do $(RUN) $$file --store || exit 1; done
+
+bench-guard: dev ## Fail if an operation is slower than the simple way it replaces.
+	@$(RUN) benchmarks/bench_guard.py --store
 
 docs: dev ## Build the documentation: build/docs/index.html.
 	@tools/docs.sh $(RUN)
@@ -113,7 +117,7 @@ clean: ## Delete the environment and all that was built.
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 install: $(STAMP)-install
-dev: $(STAMP)-dev install
+dev: $(STAMP)-dev install ## Install with all tools, and compile the module into mlstate/.
 
 $(STAMP)-venv:
 	@PYTHON="$(PYTHON)" tools/check_machine.sh

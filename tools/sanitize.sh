@@ -33,6 +33,9 @@ marks=()
     --ignore=tests/test_docs_examples.py --ignore=tests/test_plot.py
     --ignore=tests/test_schema.py --ignore=tests/test_plan_search.py --ignore=tests/test_plan_model.py
     --ignore=tests/test_planned.py --ignore=tests/test_convert.py
+    --ignore=tests/test_benchmarks.py --ignore=tests/test_source_folder.py
+    --ignore=tests/test_public_names.py --ignore=tests/test_checkpoint_lock.py
+    --ignore=tests/test_interrupts.py --ignore=tests/test_path.py
     --ignore-glob="tests/test_cli*.py" --ignore-glob="tests/test_demo*.py" -m "not long and not slow and not torch and not coremltools"
     -k "not a_failing_call_leaves and not a_kill_leaves and not (test_compress and (forked or threads or interrupts or progress))")
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
