@@ -152,7 +152,7 @@ def test_a_process_without_mpiexec_is_a_job_of_one(engine):
     import subprocess
     import sys
 
-    code = "import doctest, mlstate.integrations.mpi._group as m; print(doctest.testmod(m))"
+    code = "import doctest, mlstate.integrations.mpi as m; print(doctest.testmod(m))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
         env=mpi_jobs.environment(engine), stdin=subprocess.DEVNULL,
