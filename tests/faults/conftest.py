@@ -22,6 +22,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Say how much was tried: a test tries many."""
+    for kind, count in fault_harness.TRIED.items():
+        terminalreporter.write_line(f"{count:,} {kind} tried")
+
+
 class Function(NamedTuple):
     """A test function, and how many of its cases a scenario tries."""
 

@@ -5,6 +5,7 @@ scenario and each kind of fault, but not each of the one with each of the other)
 minutes in all) or "all" (every call of every kind).
 """
 
+import collections
 import errno
 import json
 import os
@@ -24,6 +25,7 @@ WARNINGS = (
     "-Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla -Wundef -Werror"
 )
 KILLED = -signal.SIGKILL
+TRIED = collections.Counter()  # by kind; printed after the tests
 
 
 def amount(few, some, every=None):
@@ -175,6 +177,7 @@ class Bench:
 
     def try_fault(self, fault, rank=0, start="A"):
         """Save B over A with one fault; complaints about what happened, each a line."""
+        TRIED["faults"] += 1
         root = self.fresh(start)
         ends = self.server.run(root, "B", fault=fault, rank=rank, **self.settings)
         call = fault.partition(":")[0]
@@ -187,6 +190,7 @@ class Bench:
 
     def try_loading(self, fault, **how_to_load):
         """Load A with one fault; complaints."""
+        TRIED["faults"] += 1
         root = self.fresh()
         ends = self.server.run(root, None, fault=fault, **how_to_load, **self.settings)
         told = ends[0]["told"]

@@ -46,6 +46,7 @@ def judge_states(bench, disk, rng, samples, seen, allowed):
         if key in seen:
             continue
         seen.add(key)
+        fault_harness.TRIED["states after a power failure"] += 1
         root = bench.folder / f"power-{len(seen)}"
         root.mkdir()
         replay.materialise(state, root)
