@@ -52,6 +52,7 @@ def attempt(*arguments):
 @pytest.mark.parametrize("case", few_of(CASES, MORE))
 def test_an_interrupt_at_any_line_leaves_nothing(case):
     found = attempt("lines", case, LINES)
+    print(sum(found["tried"].values()), "lines tried,", len(found["skipped"]), "reasons to skip")
     assert not found["failures"], "\n".join(found["failures"])
     assert found["tried"] and sum(found["tried"].values()) <= found["count"]
 
@@ -59,5 +60,6 @@ def test_an_interrupt_at_any_line_leaves_nothing(case):
 @pytest.mark.parametrize("case", few_of(STORMS, MORE_STORMS))
 def test_an_interrupt_at_any_moment_leaves_nothing(case):
     found = attempt("signals", case, SIGNALS, SEED)
+    print(found["tried"], "signals tried,", found["came"], "came in the call")
     assert not found["failures"], "\n".join(found["failures"])
     assert AMOUNT == "few" or found["came"]
