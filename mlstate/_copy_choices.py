@@ -53,12 +53,13 @@ def choice_lines(choices: Choices) -> list[tuple[str, str]]:
         return [("copies", f"{forced}, forced by MLSTATE_COPY")]
     if choices["variants"] == 1:
         return [("copies", "plain, the only way of this instruction set")]
-    least = bytes_text(choices["least_bytes"])
+    least = {size: bytes_text(nbytes) for size, nbytes in choices["least_bytes"].items()}
     texts: dict[str, list[str]] = {"copy": []}
     for choice in choices["choices"]:
         if _is_measured(choice):
-            place = "fresh memory" if choice["destination"] == "fresh" else f"from {least}"
+            fresh = "fresh memory " if choice["destination"] == "fresh" else ""
+            place = f"{fresh}from {least[choice['cache']]}"
             line = f"{place}: {_choice_text(choice)}"
             texts.setdefault(choice["operation"], []).append(line)
-    texts["copy"] = [*(texts["copy"] or [f"from {least}: not measured"]), "smaller: plain"]
+    texts["copy"] = [*(texts["copy"] or [f"from {least['within']}: not measured"]), "smaller: plain"]
     return [(_LABELS.get(name, name), "; ".join(some)) for name, some in texts.items()]

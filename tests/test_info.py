@@ -18,9 +18,10 @@ from mlstate.cli import main
 STREAMS = ("plain", "stream1", "stream4")
 
 
-def choice(operation, destination, chosen, *speeds):
+def choice(operation, destination, chosen, *speeds, cache="past"):
     return {
         "operation": operation,
+        "cache": cache,
         "destination": destination,
         "chosen": chosen,
         "gigabytes_per_second": dict(zip(STREAMS, speeds or (None, None, None), strict=True)),
@@ -32,7 +33,7 @@ def choices(*some, forced="auto", variants=3):
         "forced": forced,
         "variants": variants,
         "cache_bytes": 32 << 20,
-        "least_bytes": 16 << 20,
+        "least_bytes": {"within": 2 << 20, "past": 16 << 20},
         "choices": list(some),
     }
 
@@ -166,7 +167,7 @@ def test_the_core_measures_once(core):
 
 def test_a_measurement_may_find_nothing(core):
     made = core(UNKNOWN, UNKNOWN)
-    assert lines_of(mlstate.info())["copies"] == "from 16.00 MiB: not measured; smaller: plain"
+    assert lines_of(mlstate.info())["copies"] == "from 2.00 MiB: not measured; smaller: plain"
     assert made.measured == 1
 
 
@@ -186,6 +187,7 @@ def test_one_strategy_needs_no_choice(core):
 def test_other_operations_are_shown_once_measured():
     some = choices(
         choice("copy", "touched", None),
+        choice("copy", "touched", "plain", 9.0, 8.0, None, cache="within"),
         choice("copy", "fresh", None, 5.0, None, None),
         choice("fill", "touched", None),
         choice("widen", "touched", "stream1", 4.0, 5.0, None),
@@ -193,9 +195,13 @@ def test_other_operations_are_shown_once_measured():
         choice("gather", "touched", "plain", 1.0, None, None),
     )
     assert _copy_choices.choice_lines(some) == [
-        ("copies", "fresh memory: not decided (plain 5.0 GB/s); smaller: plain"),
+        (
+            "copies",
+            "from 2.00 MiB: plain (plain 9.0, stream1 8.0 GB/s); "
+            "fresh memory from 16.00 MiB: not decided (plain 5.0 GB/s); smaller: plain",
+        ),
         ("widening", "from 16.00 MiB: stream1 (plain 4.0, stream1 5.0 GB/s)"),
-        ("checksums", "fresh memory: plain (plain 3.0, stream1 2.0 GB/s)"),
+        ("checksums", "fresh memory from 16.00 MiB: plain (plain 3.0, stream1 2.0 GB/s)"),
         ("gather", "from 16.00 MiB: plain (plain 1.0 GB/s)"),
     ]
 

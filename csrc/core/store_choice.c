@@ -17,6 +17,11 @@ const char *mls_store_name(mls_store store)
     return store_names[store];
 }
 
+const char *mls_store_size_name(mls_store_size size)
+{
+    return size == MLS_STORING_WITHIN ? "within" : "past";
+}
+
 const char *mls_store_operation_name(mls_store_operation operation)
 {
     return operation_names[operation];
@@ -42,6 +47,18 @@ static mls_code parse_forced(const char *text, int *out, mls_status *st)
         text);
 }
 
+/* A source of the same size shares the last level.  A forced variant also shows what it
+ * costs below the classes. */
+static void limit_sizes(mls_store_choices *choices)
+{
+    enum { FORCED_LEAST = 1 << 20 };
+    const size_t past = choices->cache_bytes / 2, within = 4 * mls_cpu_cache_bytes(2);
+    choices->least[MLS_STORING_PAST] = past;
+    choices->least[MLS_STORING_WITHIN] = choices->forced != UNDECIDED ? FORCED_LEAST
+                                         : within < past              ? within
+                                                                      : past;
+}
+
 mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
                                 mls_status *st)
 {
@@ -53,19 +70,13 @@ mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
     memset(out, 0, sizeof *out);
     out->forced = store;
     out->cache_bytes = mls_cpu_cache_bytes(3);
-    for (int operation = 0; operation < MLS_STORE_OPERATIONS; operation++) {
-        atomic_init(&out->choice[operation][0].chosen, UNDECIDED);
-        atomic_init(&out->choice[operation][1].chosen, UNDECIDED);
+    limit_sizes(out);
+    for (int i = 0; i < MLS_STORE_OPERATIONS * MLS_STORE_SIZES * 2; i++) {
+        mls_store_choice *choice = &out->choice[0][0][0] + i;
+        choice->size = (mls_store_size)(i / 2 % MLS_STORE_SIZES);
+        atomic_init(&choice->chosen, UNDECIDED);
     }
     return MLS_OK;
-}
-
-/* A source of the same size shares the cache.  A forced variant also shows what it costs
- * below that. */
-size_t mls_store_least(const mls_store_choices *choices)
-{
-    enum { FORCED_LEAST = 1 << 20 };
-    return choices->forced != UNDECIDED ? FORCED_LEAST : choices->cache_bytes / 2;
 }
 
 /* Nanoseconds of a clock that nobody sets. */
@@ -125,13 +136,16 @@ static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
 static void decide(mls_store_choice *choice, unsigned variants, uint64_t best)
 {
     const bool first = atomic_load(&choice->chosen) == UNDECIDED;
+    const bool within = choice->size == MLS_STORING_WITHIN;
+    const uint64_t enough = best - best / (within ? 5 : 16); /* a quarter more is best */
     for (unsigned store = 0; store < variants; store++) {
-        if (atomic_load(&choice->rate[store]) >= best - best / 16) {
+        if (atomic_load(&choice->rate[store]) >= enough) {
             atomic_store(&choice->chosen, (int)store);
             break;
         }
     }
-    const uint64_t lasts = first ? MLS_STORE_FIRST_LASTS : MLS_STORE_LASTS;
+    const uint64_t later = within ? MLS_STORE_LASTS_WITHIN : MLS_STORE_LASTS;
+    const uint64_t lasts = first ? MLS_STORE_FIRST_LASTS : later;
     atomic_store(&choice->lasts_until, atomic_load(&choice->stored) + lasts);
     atomic_store(&choice->is_decided, true);
 }
@@ -191,7 +205,8 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
                                 size_t bytes)
 {
     mls_store_trial trial = {.store = MLS_STORE_PLAIN, .left = SIZE_MAX};
-    if (choices == NULL || variants < 2 || destination.bytes < mls_store_least(choices)) {
+    if (choices == NULL || variants < 2 ||
+        destination.bytes < choices->least[MLS_STORING_WITHIN]) {
         return trial;
     }
     if (choices->forced != UNDECIDED) {
@@ -199,7 +214,10 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
         trial.store = (mls_store)(forced < variants ? forced : variants - 1);
         return trial;
     }
-    mls_store_choice *choice = &choices->choice[operation][destination.is_fresh];
+    const bool is_past = destination.bytes >= choices->least[MLS_STORING_PAST];
+    mls_store_choice *choice =
+        &choices->choice[operation][is_past ? MLS_STORING_PAST : MLS_STORING_WITHIN]
+                        [destination.is_fresh];
     note_stored(choice, bytes);
     if (bytes >= MLS_STORE_TRIAL_LEAST) {
         trial.choice = choice;

@@ -4,16 +4,20 @@
  * cache in four streams a page apart.  Which is fastest depends on the processor: four
  * streams took 27 % less time than one on an Intel Xeon and 3 to 8 times as long on an
  * AMD EPYC.  So nothing is assumed:
- * - A result that fits the caches together with its source is stored the plain way.
- *   Streaming would evict what is read next.  On the EPYC, "copy, then read" over warm
- *   memory was 1.2 to 3 times as fast with plain stores up to 8 MiB; with cold caches the
- *   two were alike, or streaming was up to a fifth faster (bench_copy.py).
+ * - A result below four times the second level's cache is stored the plain way.
  * - For a larger result, parts of the caller's own copy are trials: the variants take
  *   turns over parts of 256 KiB, and the fastest is used from then on.  There is one
- *   decision for each operation and kind of destination.  The bytes stored are the same
- *   whichever variant runs.
+ *   decision for each operation, size class and kind of destination.  The bytes stored
+ *   are the same whichever variant runs.
+ * - A result that fits the last level together with its source may be there already, and
+ *   is in the cache when it is read next, unless a stream evicts it.  So a stream must
+ * win by a quarter.  The size of the last level alone decides nothing: a virtual machine
+ *   with 2 processors reported 480 MiB that it shares with other machines, and one stream
+ *   was twice as fast over 224 MiB (bench_copy.py).
  * - The first copy may mislead: memory that the system has just cleared is in the cache.
- *   So a decision is made again after 64 MiB, and then after every GiB.
+ *   So a decision is made again after 64 MiB, and then after every GiB; within the last
+ *   level after every 256 MiB, because its memory may be cached once and not the next
+ * time.
  * - MLSTATE_COPY forces one variant.
  *
  * Trials are counted with atomics, so any number of threads may take part.  A child of
@@ -54,16 +58,25 @@ typedef struct mls_destination {
     bool is_fresh; /* its pages were never touched: the system clears them on the way */
 } mls_destination;
 
+/* The size of a result decides which measurements count.  Smaller ones are plain. */
+typedef enum mls_store_size {
+    MLS_STORING_WITHIN, /* the last level of the cache may hold source and result */
+    MLS_STORING_PAST,
+    MLS_STORE_SIZES
+} mls_store_size;
+
 enum {
-    MLS_STORE_TRIALS = 4,              /* of each variant */
-    MLS_STORE_TRIAL_BYTES = 256 << 10, /* of one trial, at most */
-    MLS_STORE_TRIAL_LEAST = 32 << 10,  /* of one trial that counts */
-    MLS_STORE_FIRST_LASTS = 64 << 20,  /* bytes stored by the first decision */
-    MLS_STORE_LASTS = 1 << 30          /* bytes stored by a later one */
+    MLS_STORE_TRIALS = 4,               /* of each variant */
+    MLS_STORE_TRIAL_BYTES = 256 << 10,  /* of one trial, at most */
+    MLS_STORE_TRIAL_LEAST = 32 << 10,   /* of one trial that counts */
+    MLS_STORE_FIRST_LASTS = 64 << 20,   /* bytes stored by the first decision */
+    MLS_STORE_LASTS_WITHIN = 256 << 20, /* by a later one, within the last level */
+    MLS_STORE_LASTS = 1 << 30           /* by a later one, past it */
 };
 
 /* One decision, and the trials that lead to it. */
 typedef struct mls_store_choice {
+    mls_store_size size;             /* of the results that it is for */
     atomic_int chosen;               /* an mls_store, or -1: none yet */
     atomic_bool is_decided;          /* no trials are going on */
     atomic_uint begun;               /* trials, of all variants */
@@ -75,13 +88,17 @@ typedef struct mls_store_choice {
 
 /* All decisions of a process.  The caller's storage; shared by all threads. */
 typedef struct mls_store_choices {
-    int forced;                                       /* an mls_store, or -1: measure */
-    size_t cache_bytes;                               /* of the last level */
-    mls_store_choice choice[MLS_STORE_OPERATIONS][2]; /* [1]: fresh destinations */
+    int forced;                    /* an mls_store, or -1: measure */
+    size_t cache_bytes;            /* of the last level */
+    size_t least[MLS_STORE_SIZES]; /* the smallest result of each class, in bytes */
+    mls_store_choice choice[MLS_STORE_OPERATIONS][MLS_STORE_SIZES][2]; /* [1]: fresh */
 } mls_store_choices;
 
 /* "plain", "stream1" or "stream4". */
 const char *mls_store_name(mls_store store);
+
+/* "within" or "past". */
+const char *mls_store_size_name(mls_store_size size);
 
 /* "copy", "fill", "narrow", "widen" or "checksum". */
 const char *mls_store_operation_name(mls_store_operation operation);
@@ -90,9 +107,6 @@ const char *mls_store_operation_name(mls_store_operation operation);
  * "auto", or NULL or "" for "auto".  MLS_E_VALUE: another text; `*out` is untouched. */
 mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
                                 mls_status *st);
-
-/* Results from this size on are measured; smaller ones are stored the plain way. */
-size_t mls_store_least(const mls_store_choices *choices);
 
 /* One thread's part of an operation.  Not shared. */
 typedef struct mls_store_trial {
@@ -120,7 +134,7 @@ void mls_store_end(mls_store_trial *trial);
 /* Count one trial: `bytes` in `nanoseconds`.  Decides once every variant has
  * MLS_STORE_TRIALS, or is hopeless: twice as slow as the best in two trials.  The best of
  * a variant's trials counts, because whatever disturbs a trial makes it slower.  A
- * variant must beat a simpler one by a sixteenth. */
+ * variant must beat a simpler one by a sixteenth; within the last level by a quarter. */
 void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
                      size_t bytes, uint64_t nanoseconds);
 

@@ -35,23 +35,25 @@ static PyObject *rates_dict(mls_store_choice *choice)
 static PyObject *choice_dict(mls_store_operation operation, bool is_fresh,
                              mls_store_choice *choice)
 {
-    return Py_BuildValue("{s:s,s:s,s:N,s:N}", "operation",
-                         mls_store_operation_name(operation), "destination",
+    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N}", "operation",
+                         mls_store_operation_name(operation), "cache",
+                         mls_store_size_name(choice->size), "destination",
                          is_fresh ? "fresh" : "touched", "chosen", chosen_name(choice),
                          "gigabytes_per_second", rates_dict(choice));
 }
 
-/* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"} */
+/* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"};
+ * least_bytes: {"within", "past"} */
 static PyObject *copy_choices(PyObject *module, PyObject *unused)
 {
     (void)unused;
     mlsp_state *state = mlsp_state_of(module);
     PyObject *list = PyList_New(0);
-    for (int i = 0; list != NULL && i < 2 * MLS_STORE_OPERATIONS; i++) {
-        const mls_store_operation operation = (mls_store_operation)(i / 2);
-        const bool is_fresh = i % 2 != 0;
+    for (int i = 0; list != NULL && i < 2 * MLS_STORE_SIZES * MLS_STORE_OPERATIONS; i++) {
+        const mls_store_operation operation =
+            (mls_store_operation)(i / (2 * MLS_STORE_SIZES));
         PyObject *entry =
-            choice_dict(operation, is_fresh, &state->choices.choice[operation][is_fresh]);
+            choice_dict(operation, i % 2 != 0, &state->choices.choice[0][0][0] + i);
         if (entry == NULL || PyList_Append(list, entry) < 0) {
             Py_CLEAR(list);
         }
@@ -61,19 +63,20 @@ static PyObject *copy_choices(PyObject *module, PyObject *unused)
         return NULL;
     }
     const int forced = state->choices.forced;
-    return Py_BuildValue("{s:s,s:I,s:n,s:n,s:N}", "forced",
+    const size_t *least = state->choices.least;
+    return Py_BuildValue("{s:s,s:I,s:n,s:{s:n,s:n},s:N}", "forced",
                          forced < 0 ? "auto" : mls_store_name((mls_store)forced),
                          "variants", state->kernels->copy_variants, "cache_bytes",
-                         (Py_ssize_t)state->choices.cache_bytes, "least_bytes",
-                         (Py_ssize_t)mls_store_least(&state->choices), "choices", list);
+                         (Py_ssize_t)state->choices.cache_bytes, "least_bytes", "within",
+                         (Py_ssize_t)least[MLS_STORING_WITHIN], "past",
+                         (Py_ssize_t)least[MLS_STORING_PAST], "choices", list);
 }
 
 /* Copy, convert, fill and checksum large ranges of our own, as long as it takes to
  * decide: each operation is decided by its first 3 MiB or so. */
 static void run_trials(const mlsp_state *state, unsigned char *to,
-                       const unsigned char *from, size_t bytes)
+                       const unsigned char *from, size_t bytes, mls_destination large)
 {
-    const mls_destination large = {.bytes = SIZE_MAX};
     const mls_element one = {.bytes = {1}, .size = 2};
     const mls_dtype pairs[][2] = {
         {MLS_F32, MLS_F32}, {MLS_F32, MLS_F16}, {MLS_F16, MLS_F32}};
@@ -96,7 +99,8 @@ static void run_trials(const mlsp_state *state, unsigned char *to,
                        from, bytes, large);
 }
 
-/* measure_copies(): decide what is not decided yet, over memory that is freed again */
+/* measure_copies(): decide what is not decided yet of copies of 16 MiB, over memory that
+ * is freed again */
 static PyObject *measure_copies(PyObject *module, PyObject *unused)
 {
     (void)unused;
@@ -109,7 +113,9 @@ static PyObject *measure_copies(PyObject *module, PyObject *unused)
         code = mls_pages_init(&pages, (size_t)2 * BYTES, &st);
         if (code == MLS_OK) {
             memset(pages.data, 1, (size_t)2 * BYTES);
-            run_trials(state, pages.data, pages.data + BYTES, BYTES);
+            const size_t least = state->choices.least[MLS_STORING_WITHIN];
+            const mls_destination large = {.bytes = BYTES > least ? BYTES : least};
+            run_trials(state, pages.data, pages.data + BYTES, BYTES, large);
             mls_pages_fini(&pages);
         }
     Py_END_ALLOW_THREADS

@@ -1,5 +1,6 @@
 /* How a way to store is chosen: with injected timings, and with real copies. */
 #include "copy.h"
+#include "cpu.h"
 #include "crc32c.h"
 #include "runner.h"
 
@@ -25,7 +26,7 @@ static mls_store_choice undecided(void)
     mls_store_choices choices;
     mls_status st;
     CHECK(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
-    return choices.choice[MLS_STORING_COPY][0];
+    return choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
 }
 
 /* Run trials until the choice is made; every third one takes `noise` times as long.
@@ -90,7 +91,7 @@ static void a_decision_is_made_again_after_some_bytes(void)
     const script cleared = {50, 100, 100}, usual = {100, 60, 100};
     const mls_destination large = {.bytes = SIZE_MAX};
     REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
-    mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][0];
+    mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
     CHECK(decide(choice, &cleared, ALL, 1) > 0);
     CHECK(atomic_load(&choice->chosen) == MLS_STORE_PLAIN);
     mls_store_trial trial;
@@ -153,23 +154,56 @@ static void the_environment_forces_a_variant(void)
     CHECK(choices.forced < 0);
 }
 
-static void results_that_fit_the_cache_are_stored_the_plain_way(void)
+/* A stream evicts what is read next, so within the last level it must win by a quarter.
+ */
+static void a_stream_must_win_by_a_quarter_where_the_cache_may_hold_the_result(void)
+{
+    const script by_a_fifth = {120, 100, 100}, by_a_third = {133, 100, 100};
+    mls_store_choices choices;
+    mls_status st;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    mls_store_choice(*some)[2] = choices.choice[MLS_STORING_COPY];
+    CHECK(decide(&some[MLS_STORING_WITHIN][0], &by_a_fifth, ALL, 1) > 0);
+    CHECK(decide(&some[MLS_STORING_WITHIN][1], &by_a_third, ALL, 1) > 0);
+    CHECK(decide(&some[MLS_STORING_PAST][0], &by_a_fifth, ALL, 1) > 0);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][0].chosen) == MLS_STORE_PLAIN);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_STREAM1);
+    CHECK(atomic_load(&some[MLS_STORING_PAST][0].chosen) == MLS_STORE_STREAM1);
+}
+
+/* 480 MiB of a last level that other machines share decide nothing by themselves. */
+static void a_large_cache_is_measured_too(void)
 {
     mls_store_choices choices;
     mls_status st;
     REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
-    choices.cache_bytes = 8 * MIB;
-    CHECK(mls_store_least(&choices) == 4 * MIB);
+    const size_t past = choices.least[MLS_STORING_PAST];
+    const size_t within = choices.least[MLS_STORING_WITHIN];
+    CHECK(past == choices.cache_bytes / 2);
+    CHECK(within ==
+          (4 * mls_cpu_cache_bytes(2) < past ? 4 * mls_cpu_cache_bytes(2) : past));
+}
+
+static void results_are_measured_by_their_size_and_their_pages(void)
+{
+    mls_store_choices choices;
+    mls_status st;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    choices.least[MLS_STORING_WITHIN] = 2 * MIB;
+    choices.least[MLS_STORING_PAST] = 4 * MIB;
     mls_destination d = {.bytes = 4 * MIB - 1};
+    CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB).choice ==
+          &choices.choice[MLS_STORING_COPY][MLS_STORING_WITHIN][0]);
+    d.bytes = 2 * MIB - 1;
     mls_store_trial trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
     CHECK(trial.choice == NULL && trial.store == MLS_STORE_PLAIN);
-    d.bytes++;
+    d.bytes = 4 * MIB;
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
-    CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][0]);
+    CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0]);
     CHECK(trial.left == MLS_STORE_TRIAL_BYTES);
     d.is_fresh = true;
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
-    CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][1]);
+    CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][1]);
     /* too little to be timed, and nothing is known yet */
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, 4096);
     CHECK(trial.choice == NULL && trial.store == MLS_STORE_PLAIN);
@@ -225,11 +259,12 @@ static void threads_decide_together_and_every_byte_arrives(void)
             continue;
         }
         REQUIRE(mls_store_choices_init(&choices, "auto", &st) == MLS_OK);
-        choices.cache_bytes = MIB;
+        choices.least[MLS_STORING_PAST] = MIB;
         mls_kernels kernels = *mls_kernels_of((mls_cpu)cpu);
         kernels.choices = &choices;
         CHECK(copy_by_threads(&kernels, to, from));
-        const int chosen = atomic_load(&choices.choice[MLS_STORING_COPY][0].chosen);
+        const int chosen =
+            atomic_load(&choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0].chosen);
         CHECK(kernels.copy_variants == 1 ? chosen < 0 : chosen >= 0 && chosen < ALL);
         CHECK(copy_by_threads(&kernels, to, from));
     }
@@ -269,7 +304,9 @@ static const test_case tests[] = {
     TEST(lost_trials_are_replaced),
     TEST(a_clock_that_stands_still_is_no_trouble),
     TEST(the_environment_forces_a_variant),
-    TEST(results_that_fit_the_cache_are_stored_the_plain_way),
+    TEST(a_stream_must_win_by_a_quarter_where_the_cache_may_hold_the_result),
+    TEST(a_large_cache_is_measured_too),
+    TEST(results_are_measured_by_their_size_and_their_pages),
     TEST(threads_decide_together_and_every_byte_arrives),
     TEST(checksums_go_on_over_trials),
 };
