@@ -1,5 +1,6 @@
 /* local_ops: what goes through the slots of each operation.
  *
+ * Threads tell each other where large arrays lie, and copy from there.
  * Where ranks send different bytes to each other, a slot has a piece for each peer; else
  * all read the whole slot.  A rank's own bytes go through no slot.
  * Sums are local_reduce.c's.
@@ -63,22 +64,48 @@ static bool more_spread(void *context)
     return s->sent < s->bytes;
 }
 
+/* The root's address. */
+static void tell_spread(void *context, unsigned char *slot)
+{
+    const spread *s = context;
+    memcpy(slot, &s->data, sizeof s->data);
+}
+
+/* From where the root has it. */
+static mls_code read_spread(void *context, uint64_t step, mls_status *st)
+{
+    const spread *s = context;
+    const unsigned char *from;
+    memcpy(&from, mls_local_slot(s->g, s->root, step), sizeof from);
+    if (s->g->rank == s->root) {
+        return MLS_OK;
+    }
+    if (!mls_local_begin_reading(s->g)) {
+        return mls_local_blamed(s->g, MLS_LOCAL_BROADCAST, "", st);
+    }
+    mls_local_copy(s->g, s->data, from, s->bytes);
+    mls_local_end_reading(s->g);
+    return MLS_OK;
+}
+
 /* After the first step the others wait for the root alone. */
 mls_code mls_local_broadcast(mls_local *g, const mls_local_call *call, void *data,
                              size_t bytes, size_t root, mls_status *st)
 {
+    const bool direct = mls_local_is_direct(g, bytes);
     spread s = {.g = g, .data = data, .bytes = bytes, .root = root};
     const mls_local_flow flow = {
         .kind = MLS_LOCAL_BROADCAST,
         .fingerprint =
             mls_local_mix(mls_local_mix(mls_local_mix_text(0, call->text), bytes), root),
         .source = (int)root,
-        .fill = fill_spread,
-        .drain = drain_spread,
+        .fill = direct ? tell_spread : fill_spread,
+        .drain = direct ? read_spread : drain_spread,
         .more = more_spread,
         .context = &s,
     };
-    return mls_local_run(g, &flow, call, st);
+    return direct ? mls_local_run_direct(g, &flow, call, st)
+                  : mls_local_run(g, &flow, call, st);
 }
 
 /* ---- all_gather ---- */
@@ -86,6 +113,7 @@ mls_code mls_local_broadcast(mls_local *g, const mls_local_call *call, void *dat
 /* Slots filled and read so far stand for bytes of every rank. */
 typedef struct gather {
     mls_local *g;
+    mls_local_kind kind;
     const unsigned char *data;
     unsigned char *out;
     const size_t *sizes;
@@ -131,10 +159,49 @@ static bool more_gather(void *context)
     return s->sent < s->most;
 }
 
-/* The state of a gather before its first step. */
-static gather gather_of(mls_local *g, const void *data, const size_t *sizes, void *out)
+/* This rank's address. */
+static void tell_gather(void *context, unsigned char *slot)
 {
-    gather s = {.g = g, .data = data, .out = out, .sizes = sizes};
+    const gather *s = context;
+    memcpy(slot, &s->data, sizeof s->data);
+}
+
+/* From where each rank has it. */
+static mls_code read_gather(void *context, uint64_t step, mls_status *st)
+{
+    const gather *s = context;
+    unsigned char *place = s->out;
+    if (!mls_local_begin_reading(s->g)) {
+        return mls_local_blamed(s->g, s->kind, "", st);
+    }
+    for (size_t rank = 0; rank < s->g->shape.world; rank++) {
+        const unsigned char *from;
+        memcpy(&from, mls_local_slot(s->g, rank, step), sizeof from);
+        mls_local_copy(s->g, place, from, s->sizes[rank]);
+        place += s->sizes[rank];
+    }
+    mls_local_end_reading(s->g);
+    return MLS_OK;
+}
+
+/* A gather of addresses; all ranks know the sizes. */
+static mls_code gather_direct(gather *s, uint64_t print, const mls_local_call *call,
+                              mls_status *st)
+{
+    const mls_local_flow flow = {.kind = s->kind,
+                                 .fingerprint = print,
+                                 .source = NOBODY,
+                                 .fill = tell_gather,
+                                 .drain = read_gather,
+                                 .context = s};
+    return mls_local_run_direct(s->g, &flow, call, st);
+}
+
+/* The state of a gather before its first step. */
+static gather gather_of(mls_local *g, mls_local_kind kind, const void *data,
+                        const size_t *sizes, void *out)
+{
+    gather s = {.g = g, .kind = kind, .data = data, .out = out, .sizes = sizes};
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         s.most = s.most < sizes[rank] ? sizes[rank] : s.most;
     }
@@ -145,10 +212,13 @@ static gather gather_of(mls_local *g, const void *data, const size_t *sizes, voi
 mls_code mls_local_all_gather(mls_local *g, const mls_local_call *call, const void *data,
                               const size_t *sizes, void *out, mls_status *st)
 {
-    gather s = gather_of(g, data, sizes, out);
+    gather s = gather_of(g, MLS_LOCAL_ALL_GATHER, data, sizes, out);
     uint64_t print = mls_local_mix_text(0, call->text);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         print = mls_local_mix(print, sizes[rank]);
+    }
+    if (mls_local_is_direct(g, s.most)) {
+        return gather_direct(&s, print, call, st);
     }
     const mls_local_flow flow = {
         .kind = MLS_LOCAL_ALL_GATHER,
@@ -163,11 +233,15 @@ mls_code mls_local_all_gather(mls_local *g, const mls_local_call *call, const vo
 }
 
 /* Nothing is compared: that was done when the operation began. */
-mls_code mls_local_gather_on(mls_local *g, mls_local_kind kind, const void *data,
+mls_code mls_local_gather_on(mls_local *g, mls_local_kind kind,
+                             const mls_local_call *call, const void *data,
                              const size_t *sizes, void *out, mls_local_clock *clock,
                              mls_status *st)
 {
-    gather s = gather_of(g, data, sizes, out);
+    gather s = gather_of(g, kind, data, sizes, out);
+    if (mls_local_is_direct(g, s.most)) {
+        return gather_direct(&s, 0, call, st);
+    }
     const mls_local_flow flow = {.kind = kind,
                                  .source = NOBODY,
                                  .fill = fill_gather,

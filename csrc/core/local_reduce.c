@@ -72,6 +72,7 @@ typedef struct scatter {
      * NULL where they are sent.  The rest is settled in the first steps. */
     const unsigned char **lie;
     bool offers, began, mapped;
+    mls_local_kind kind;
 } scatter;
 
 /* What one segment has in a piece. */
@@ -151,10 +152,27 @@ static size_t bytes_of(const scatter *s, size_t i)
     return n * mls_dtype_of(segment->reduction.dtype)->item_bytes;
 }
 
-/* Where others find an array of this rank, if they do. */
+/* Where others find an array of this rank, if they do: threads find each at its address.
+ */
 static mls_local_spot spot_of(const scatter *s, size_t i)
 {
-    return mls_local_blocks_find(s->g->blocks, s->segments[i].data, bytes_of(s, i));
+    const void *data = s->segments[i].data;
+    return s->g->fd < 0 ? (mls_local_spot){.start = 1, .at = (uintptr_t)data}
+                        : mls_local_blocks_find(s->g->blocks, data, bytes_of(s, i));
+}
+
+/* The array of another rank in this one's memory; NULL if it could not be mapped. */
+static const unsigned char *array_at(mls_local *g, size_t rank,
+                                     const mls_local_spot *spot, size_t bytes)
+{
+    const unsigned char *found = NULL;
+    mls_status unused;
+    if (g->fd < 0) {
+        return (const unsigned char *)(uintptr_t)spot->at;
+    }
+    (void)mls_local_views_find(&g->views[rank], g->fd, rank, spot, bytes, &found,
+                               &unused);
+    return found;
 }
 
 /* Whether all arrays of this rank are in memory that the others read, a slot has room to
@@ -192,7 +210,6 @@ static void tell_spots(const scatter *s, unsigned char *slot)
 static bool find_spots(scatter *s, uint64_t step)
 {
     mls_local *g = s->g;
-    mls_status unused;
     bool good = true;
     for (size_t rank = 0; rank < g->shape.world && good; rank++) {
         const unsigned char *slot = mls_local_slot(g, rank, step);
@@ -203,8 +220,8 @@ static bool find_spots(scatter *s, uint64_t step)
             if (rank == g->rank || bytes_of(s, i) == 0) {
                 *lies = s->segments[i].data;
             } else {
-                good = mls_local_views_find(&g->views[rank], g->fd, rank, &spot,
-                                            bytes_of(s, i), lies, &unused) == MLS_OK;
+                *lies = array_at(g, rank, &spot, bytes_of(s, i));
+                good = *lies != NULL;
             }
         }
     }
@@ -267,7 +284,7 @@ static mls_code check_whole(const scatter *s, mls_status *st)
 {
     atomic_thread_fence(memory_order_acquire);
     return s->lie != NULL && atomic_load(&mls_local_header_of(s->g)->broken) != 0
-               ? mls_local_blamed(s->g, MLS_LOCAL_REDUCE_SCATTER, "", st)
+               ? mls_local_blamed(s->g, s->kind, "", st)
                : MLS_OK;
 }
 
@@ -315,6 +332,9 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     if (!s->began && !agree_on_way(s, step)) {
         return MLS_OK;
     }
+    if (s->lie != NULL && !mls_local_begin_reading(s->g)) {
+        return mls_local_blamed(s->g, s->kind, "", st);
+    }
     const void *sources[MLS_LOCAL_MAX_RANKS];
     size_t used = 0;
     stretch part;
@@ -329,6 +349,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
                        (unsigned char *)segment->out + part.start * item, part.length,
                        &segment->tally);
     }
+    mls_local_end_reading(s->g);
     return check_whole(s, st);
 }
 
@@ -359,15 +380,14 @@ static uint64_t print_segments(const mls_local *g, const mls_local_call *call,
 }
 
 /* The steps of a scatter; `s` is set to its beginning. */
-static mls_local_flow scatter_flow(mls_local *g, mls_local_kind kind, scatter *s,
-                                   uint64_t print)
+static mls_local_flow scatter_flow(scatter *s, uint64_t print)
 {
-    memset(g->cursors, 0, sizeof g->cursors);
-    s->piece_bytes = g->piece_bytes;
+    memset(s->g->cursors, 0, sizeof s->g->cursors);
+    s->piece_bytes = s->g->piece_bytes;
     for (size_t i = 0; i < s->count; i++) {
         s->segments[i].tally = (mls_tally){0};
     }
-    return (mls_local_flow){.kind = kind,
+    return (mls_local_flow){.kind = s->kind,
                             .fingerprint = print,
                             .source = NOBODY,
                             .shared = s->offers,
@@ -375,6 +395,41 @@ static mls_local_flow scatter_flow(mls_local *g, mls_local_kind kind, scatter *s
                             .drain = drain_scatter,
                             .more = more_scatter,
                             .context = s};
+}
+
+/* All steps of a scatter, whose arrays others may read until they settle. */
+static mls_code run_scatter(scatter *s, uint64_t print, const mls_local_call *call,
+                            mls_local_clock *clock, mls_status *st)
+{
+    mls_local *g = s->g;
+    if (can_offer(s)) {
+        s->lie = mls_alloc(g->shape.world * s->count, sizeof *s->lie);
+        s->offers = s->lie != NULL; /* or else they are sent */
+    }
+    const mls_local_flow flow = scatter_flow(s, print);
+    mls_code code = mls_local_begin(g, &flow, call, clock, st);
+    if (code == MLS_OK && s->lie != NULL) {
+        const int64_t deadline = clock->deadline;
+        const mls_local_flow maps = {.kind = flow.kind,
+                                     .fingerprint = print,
+                                     .source = NOBODY,
+                                     .shared = s->mapped,
+                                     .drain = drain_maps,
+                                     .context = s};
+        code = mls_local_begin(g, &maps, call, clock, st);
+        clock->deadline = deadline;
+    }
+    if (code == MLS_OK) {
+        code = mls_local_continue(g, &flow, clock, st);
+    }
+    if (code == MLS_OK && s->lie != NULL) {
+        code = mls_local_settle(g, &flow, clock, st);
+    }
+    if (code != MLS_OK && s->offers) {
+        mls_local_await_readers(g);
+    }
+    mls_free((void *)(uintptr_t)s->lie);
+    return code;
 }
 
 /* Nothing is sent before all reductions were checked. */
@@ -387,34 +442,10 @@ mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
             return code;
         }
     }
-    scatter s = {.g = g, .segments = segments, .count = count};
-    if (can_offer(&s)) {
-        s.lie = mls_alloc(g->shape.world * count, sizeof *s.lie);
-        s.offers = s.lie != NULL; /* or else they are sent */
-    }
-    const uint64_t print = print_segments(g, call, segments, count);
-    const mls_local_flow flow = scatter_flow(g, MLS_LOCAL_REDUCE_SCATTER, &s, print);
+    scatter s = {
+        .g = g, .segments = segments, .count = count, .kind = MLS_LOCAL_REDUCE_SCATTER};
     mls_local_clock clock;
-    mls_code code = mls_local_begin(g, &flow, call, &clock, st);
-    if (code == MLS_OK && s.lie != NULL) {
-        const int64_t deadline = clock.deadline;
-        const mls_local_flow maps = {.kind = flow.kind,
-                                     .fingerprint = print,
-                                     .source = NOBODY,
-                                     .shared = s.mapped,
-                                     .drain = drain_maps,
-                                     .context = &s};
-        code = mls_local_begin(g, &maps, call, &clock, st);
-        clock.deadline = deadline;
-    }
-    if (code == MLS_OK) {
-        code = mls_local_continue(g, &flow, &clock, st);
-    }
-    if (code == MLS_OK && s.lie != NULL) {
-        code = mls_local_settle(g, &flow, &clock, st);
-    }
-    mls_free((void *)(uintptr_t)s.lie);
-    return code;
+    return run_scatter(&s, print_segments(g, call, segments, count), call, &clock, st);
 }
 
 /* ---- all_reduce ---- */
@@ -479,16 +510,12 @@ static mls_code reduce_large(mls_local *g, const mls_local_call *call, const voi
     unsigned char *mine = (unsigned char *)out + start;
     mls_segment segment = {
         .data = data, .counts = counts, .out = mine, .reduction = *reduction};
-    scatter s = {.g = g, .segments = &segment, .count = 1};
-    const mls_local_flow first = scatter_flow(g, MLS_LOCAL_ALL_REDUCE, &s, print);
+    scatter s = {.g = g, .segments = &segment, .count = 1, .kind = MLS_LOCAL_ALL_REDUCE};
     mls_local_clock clock;
-    mls_code code = mls_local_begin(g, &first, call, &clock, st);
-    if (code == MLS_OK) {
-        code = mls_local_continue(g, &first, &clock, st);
-    }
-    return code == MLS_OK ? mls_local_gather_on(g, MLS_LOCAL_ALL_REDUCE, mine, sizes, out,
-                                                &clock, st)
-                          : code;
+    const mls_code code = run_scatter(&s, print, call, &clock, st);
+    return code == MLS_OK
+               ? mls_local_gather_on(g, s.kind, call, mine, sizes, out, &clock, st)
+               : code;
 }
 
 /* Small is what fits a slot and is summed by all sooner than it would be sent again. */

@@ -12,6 +12,7 @@
 
 #    include <errno.h>
 #    include <fcntl.h>
+#    include <sched.h>
 #    include <stdio.h>
 #    include <string.h>
 #    include <time.h>
@@ -468,6 +469,56 @@ mls_code mls_local_settle(mls_local *g, const mls_local_flow *flow,
                           mls_local_clock *clock, mls_status *st)
 {
     return wait_for(g, clock, flow->kind, (wish){.settles = true}, st);
+}
+
+/* ---- reading where it lies ---- */
+
+/* Who breaks the group looks at `reading` afterwards, who reads looks at `broken`
+ * afterwards: one of them sees the other. */
+bool mls_local_begin_reading(mls_local *g)
+{
+    atomic_store(&mls_local_area_of(g, g->rank)->reading, 1);
+    if (atomic_load(&mls_local_header_of(g)->broken) != 0) {
+        mls_local_end_reading(g);
+        return false;
+    }
+    return true;
+}
+
+void mls_local_end_reading(mls_local *g)
+{
+    atomic_store(&mls_local_area_of(g, g->rank)->reading, 0);
+}
+
+/* A reader waits for nobody: it is through soon. */
+void mls_local_await_readers(mls_local *g)
+{
+    for (size_t rank = 0; g->fd < 0 && rank < g->shape.world; rank++) {
+        while (rank != g->rank &&
+               atomic_load(&mls_local_area_of(g, rank)->reading) != 0) {
+            sched_yield();
+        }
+    }
+}
+
+bool mls_local_is_direct(const mls_local *g, size_t bytes)
+{
+    enum { LEAST = 256 << 10 }; /* less is sent sooner than waited for */
+    return g->fd < 0 && g->shape.world > 1 && bytes >= LEAST;
+}
+
+mls_code mls_local_run_direct(mls_local *g, const mls_local_flow *flow,
+                              const mls_local_call *call, mls_status *st)
+{
+    mls_local_clock clock;
+    mls_code code = mls_local_begin(g, flow, call, &clock, st);
+    if (code == MLS_OK) {
+        code = mls_local_settle(g, flow, &clock, st);
+    }
+    if (code != MLS_OK) {
+        mls_local_await_readers(g);
+    }
+    return code;
 }
 
 #else

@@ -5,12 +5,16 @@ static unsigned char byte_of(size_t rank, size_t i)
     return (unsigned char)(rank * 31 + i * 7 + i / 251);
 }
 
+/* Arrays are this many times as long: threads read large ones where they lie. */
+static size_t scale = 1;
+enum { LARGE = 40 };
+
 static void gather(rank_case *c)
 {
     mls_status st;
     size_t sizes[RANKS_MOST], all = 0, start = 0;
     for (size_t r = 0; r < c->world; r++) {
-        sizes[r] = r == 1 ? 0 : 9001 * r + 3;
+        sizes[r] = r == 1 ? 0 : (9001 * r + 3) * scale;
         start += r < c->rank ? sizes[r] : 0;
         all += sizes[r];
     }
@@ -42,14 +46,18 @@ static void gather(rank_case *c)
 static void bytes_of_all_ranks_are_gathered(void)
 {
     everywhere(gather);
+    scale = LARGE;
+    everywhere(gather);
+    scale = 1;
 }
 
 static void broadcast(rank_case *c)
 {
     mls_status st;
-    unsigned char *data = malloc(30000);
+    const size_t most = 30000 * scale;
+    unsigned char *data = malloc(most);
     for (size_t root = 0; root < c->world; root++) {
-        for (size_t n = 0; n <= 30000; n += 7500) {
+        for (size_t n = 0; n <= most; n += most / 4) {
             for (size_t i = 0; i < n; i++) {
                 data[i] = c->rank == root ? byte_of(root, i) : 0;
             }
@@ -67,6 +75,9 @@ static void broadcast(rank_case *c)
 static void one_ranks_bytes_reach_all(void)
 {
     everywhere(broadcast);
+    scale = LARGE;
+    everywhere(broadcast);
+    scale = 1;
 }
 
 /* Rank a sends 4000 * a + 100 * b bytes to rank b. */
@@ -183,12 +194,47 @@ static void memory_that_runs_out_half_way_ends_the_group(void)
     in_threads((mls_local_shape){.world = 2}, refuse);
 }
 
+/* Rank 0 gives up at some moment of the operation and unmaps its array at once: nobody
+ * may read it then. */
+static void unmap_after_giving_up(rank_case *c)
+{
+    enum { BYTES = 4 << 20, ROOM = 2 * BYTES };
+    static _Atomic(unsigned) rounds;
+    mls_status st;
+    const mls_local_call hasty = {.timeout =
+                                      c->rank == 0 ? 1e-6 * (rounds++ * 37 % 3000) : 20};
+    const size_t sizes[2] = {BYTES, BYTES};
+    unsigned char *out = malloc(ROOM);
+    void *data =
+        mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT(c, data != MAP_FAILED && out != NULL);
+    memset(data, 1 + (int)c->rank, BYTES);
+    memset(out, 0, ROOM);
+    (void)mls_local_barrier(c->g, &quick, &st);
+    if (c->rank == 1) {
+        usleep(rounds * 53 % 1500);
+    }
+    const mls_code code = mls_local_all_gather(c->g, &hasty, data, sizes, out, &st);
+    munmap(data, BYTES);
+    EXPECT(c, code == MLS_E_PEER || memcmp(out, out + 1, BYTES - 1) == 0);
+    EXPECT(c, code == MLS_E_PEER || (out[0] == 1 && out[ROOM - 1] == 2));
+    free(out);
+}
+
+static void an_array_may_be_freed_once_its_operation_failed(void)
+{
+    for (int round = 0; round < 60; round++) {
+        in_threads((mls_local_shape){.world = 2}, unmap_after_giving_up);
+    }
+}
+
 static const test_case tests[] = {
     TEST(bytes_of_all_ranks_are_gathered),
     TEST(one_ranks_bytes_reach_all),
     TEST(every_rank_sends_to_every_other),
     TEST(bytes_of_any_length_are_gathered),
     TEST(memory_that_runs_out_half_way_ends_the_group),
+    TEST(an_array_may_be_freed_once_its_operation_failed),
 };
 
 int main(void)
