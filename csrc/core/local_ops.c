@@ -64,27 +64,37 @@ static bool more_spread(void *context)
     return s->sent < s->bytes;
 }
 
-/* The root's address. */
+/* Where this rank has the bytes, or wants them. */
 static void tell_spread(void *context, unsigned char *slot)
 {
     const spread *s = context;
     memcpy(slot, &s->data, sizeof s->data);
 }
 
-/* From where the root has it. */
-static mls_code read_spread(void *context, uint64_t step, mls_status *st)
+/* Each rank copies a part of the root's bytes to all others: the root would idle. */
+static mls_code copy_spread(void *context, uint64_t step, mls_status *st)
 {
+    enum { LINE = 64 };
     const spread *s = context;
-    const unsigned char *from;
-    memcpy(&from, mls_local_slot(s->g, s->root, step), sizeof from);
-    if (s->g->rank == s->root) {
-        return MLS_OK;
-    }
-    if (!mls_local_begin_reading(s->g)) {
+    const size_t world = s->g->shape.world;
+    const size_t each = (s->bytes / world + LINE - 1) / LINE * LINE;
+    const size_t start = mls_local_least(s->g->rank * each, s->bytes);
+    const size_t length = s->g->rank + 1 == world
+                              ? s->bytes - start
+                              : mls_local_least(each, s->bytes - start);
+    if (!mls_local_begin_direct(s->g)) {
         return mls_local_blamed(s->g, MLS_LOCAL_BROADCAST, "", st);
     }
-    mls_local_copy(s->g, s->data, from, s->bytes);
-    mls_local_end_reading(s->g);
+    const unsigned char *from;
+    memcpy(&from, mls_local_slot(s->g, s->root, step), sizeof from);
+    for (size_t rank = 0; rank < world; rank++) {
+        unsigned char *to;
+        memcpy(&to, mls_local_slot(s->g, rank, step), sizeof to);
+        if (rank != s->root) {
+            mls_local_copy(s->g, to + start, from + start, length);
+        }
+    }
+    mls_local_end_direct(s->g);
     return MLS_OK;
 }
 
@@ -100,7 +110,7 @@ mls_code mls_local_broadcast(mls_local *g, const mls_local_call *call, void *dat
             mls_local_mix(mls_local_mix(mls_local_mix_text(0, call->text), bytes), root),
         .source = (int)root,
         .fill = direct ? tell_spread : fill_spread,
-        .drain = direct ? read_spread : drain_spread,
+        .drain = direct ? copy_spread : drain_spread,
         .more = more_spread,
         .context = &s,
     };
@@ -171,7 +181,7 @@ static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
     const gather *s = context;
     unsigned char *place = s->out;
-    if (!mls_local_begin_reading(s->g)) {
+    if (!mls_local_begin_direct(s->g)) {
         return mls_local_blamed(s->g, s->kind, "", st);
     }
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
@@ -180,7 +190,7 @@ static mls_code read_gather(void *context, uint64_t step, mls_status *st)
         mls_local_copy(s->g, place, from, s->sizes[rank]);
         place += s->sizes[rank];
     }
-    mls_local_end_reading(s->g);
+    mls_local_end_direct(s->g);
     return MLS_OK;
 }
 

@@ -332,7 +332,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     if (!s->began && !agree_on_way(s, step)) {
         return MLS_OK;
     }
-    if (s->lie != NULL && !mls_local_begin_reading(s->g)) {
+    if (s->lie != NULL && !mls_local_begin_direct(s->g)) {
         return mls_local_blamed(s->g, s->kind, "", st);
     }
     const void *sources[MLS_LOCAL_MAX_RANKS];
@@ -349,7 +349,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
                        (unsigned char *)segment->out + part.start * item, part.length,
                        &segment->tally);
     }
-    mls_local_end_reading(s->g);
+    mls_local_end_direct(s->g);
     return check_whole(s, st);
 }
 
@@ -397,7 +397,8 @@ static mls_local_flow scatter_flow(scatter *s, uint64_t print)
                             .context = s};
 }
 
-/* All steps of a scatter, whose arrays others may read until they settle. */
+/* All steps of a scatter.  Others may read its arrays until they settle, which is left to
+ * what follows in an all_reduce.  Threads have nothing to map. */
 static mls_code run_scatter(scatter *s, uint64_t print, const mls_local_call *call,
                             mls_local_clock *clock, mls_status *st)
 {
@@ -408,7 +409,7 @@ static mls_code run_scatter(scatter *s, uint64_t print, const mls_local_call *ca
     }
     const mls_local_flow flow = scatter_flow(s, print);
     mls_code code = mls_local_begin(g, &flow, call, clock, st);
-    if (code == MLS_OK && s->lie != NULL) {
+    if (code == MLS_OK && s->lie != NULL && g->fd >= 0) {
         const int64_t deadline = clock->deadline;
         const mls_local_flow maps = {.kind = flow.kind,
                                      .fingerprint = print,
@@ -422,11 +423,11 @@ static mls_code run_scatter(scatter *s, uint64_t print, const mls_local_call *ca
     if (code == MLS_OK) {
         code = mls_local_continue(g, &flow, clock, st);
     }
-    if (code == MLS_OK && s->lie != NULL) {
+    if (code == MLS_OK && s->lie != NULL && s->kind == MLS_LOCAL_REDUCE_SCATTER) {
         code = mls_local_settle(g, &flow, clock, st);
     }
     if (code != MLS_OK && s->offers) {
-        mls_local_await_readers(g);
+        mls_local_await_direct(g);
     }
     mls_free((void *)(uintptr_t)s->lie);
     return code;
@@ -494,7 +495,8 @@ static void share_out(size_t n, size_t world, size_t *counts)
 
 /* A large array: each rank reduces a share into its place in `out`, and all gather them.
  * In place that is safe: a share is overwritten by its own rank alone, after it read it,
- * and those of others when this rank's have been sent. */
+ * and those of others when
+ * this rank's have been sent, or all have read them: the gather begins after that. */
 static mls_code reduce_large(mls_local *g, const mls_local_call *call, const void *data,
                              void *out, size_t n, const mls_reduction *reduction,
                              uint64_t print, mls_status *st)
@@ -512,10 +514,14 @@ static mls_code reduce_large(mls_local *g, const mls_local_call *call, const voi
         .data = data, .counts = counts, .out = mine, .reduction = *reduction};
     scatter s = {.g = g, .segments = &segment, .count = 1, .kind = MLS_LOCAL_ALL_REDUCE};
     mls_local_clock clock;
-    const mls_code code = run_scatter(&s, print, call, &clock, st);
-    return code == MLS_OK
-               ? mls_local_gather_on(g, s.kind, call, mine, sizes, out, &clock, st)
-               : code;
+    mls_code code = run_scatter(&s, print, call, &clock, st);
+    if (code == MLS_OK) {
+        code = mls_local_gather_on(g, s.kind, call, mine, sizes, out, &clock, st);
+    }
+    if (code != MLS_OK) {
+        mls_local_await_direct(g);
+    }
+    return code;
 }
 
 /* Small is what fits a slot and is summed by all sooner than it would be sent again. */

@@ -46,7 +46,7 @@ typedef struct mls_local_area {
     _Atomic(uint32_t) sleeping;
     _Alignas(MLS_LOCAL_LINE) _Atomic(uint64_t) doing; /* operation number << 8 | kind */
     _Atomic(uint32_t) state;                          /* mls_local_state */
-    _Atomic(uint32_t) reading; /* it reads arrays of others where they lie */
+    _Atomic(uint32_t) direct; /* it reads or writes arrays of others where they lie */
     _Atomic(int64_t) process;
     _Alignas(MLS_LOCAL_LINE) mls_local_note notes[MLS_LOCAL_MAX_DEPTH];
 } mls_local_area;
@@ -170,19 +170,19 @@ mls_code mls_local_settle(mls_local *g, const mls_local_flow *flow,
 mls_code mls_local_run(mls_local *g, const mls_local_flow *flow,
                        const mls_local_call *call, mls_status *st);
 
-/* Begin to read arrays of others where they lie.  False: the group is broken, and what
- * they told of may be gone.  End with mls_local_end_reading. */
-bool mls_local_begin_reading(mls_local *g);
+/* Begin to read or write arrays of others where they lie.  False: the group is broken,
+ * and what they told of may be gone.  End with mls_local_end_direct. */
+bool mls_local_begin_direct(mls_local *g);
 
-/* Nothing of others is read any more. */
-void mls_local_end_reading(mls_local *g);
+/* Nothing of others is touched any more. */
+void mls_local_end_direct(mls_local *g);
 
-/* Return once no thread reads an array of this rank, whose operation failed: its caller
+/* Return once no thread touches an array of this rank, whose operation failed: its caller
  * may free it.  The group is broken, so nobody begins to.  Between processes that is not
  * needed: others have mapped the pages. */
-void mls_local_await_readers(mls_local *g);
+void mls_local_await_direct(mls_local *g);
 
-/* Whether ranks read `bytes` of each other where they lie: they are threads, and it is
+/* Whether ranks copy `bytes` of each other where they lie: they are threads, and it is
  * worth telling the address.  All ranks find the same. */
 bool mls_local_is_direct(const mls_local *g, size_t bytes);
 

@@ -471,31 +471,30 @@ mls_code mls_local_settle(mls_local *g, const mls_local_flow *flow,
     return wait_for(g, clock, flow->kind, (wish){.settles = true}, st);
 }
 
-/* ---- reading where it lies ---- */
+/* ---- arrays of others, where they lie ---- */
 
-/* Who breaks the group looks at `reading` afterwards, who reads looks at `broken`
+/* Who breaks the group looks at `direct` afterwards, who copies looks at `broken`
  * afterwards: one of them sees the other. */
-bool mls_local_begin_reading(mls_local *g)
+bool mls_local_begin_direct(mls_local *g)
 {
-    atomic_store(&mls_local_area_of(g, g->rank)->reading, 1);
+    atomic_store(&mls_local_area_of(g, g->rank)->direct, 1);
     if (atomic_load(&mls_local_header_of(g)->broken) != 0) {
-        mls_local_end_reading(g);
+        mls_local_end_direct(g);
         return false;
     }
     return true;
 }
 
-void mls_local_end_reading(mls_local *g)
+void mls_local_end_direct(mls_local *g)
 {
-    atomic_store(&mls_local_area_of(g, g->rank)->reading, 0);
+    atomic_store(&mls_local_area_of(g, g->rank)->direct, 0);
 }
 
-/* A reader waits for nobody: it is through soon. */
-void mls_local_await_readers(mls_local *g)
+/* Who copies waits for nobody: it is through soon. */
+void mls_local_await_direct(mls_local *g)
 {
     for (size_t rank = 0; g->fd < 0 && rank < g->shape.world; rank++) {
-        while (rank != g->rank &&
-               atomic_load(&mls_local_area_of(g, rank)->reading) != 0) {
+        while (rank != g->rank && atomic_load(&mls_local_area_of(g, rank)->direct) != 0) {
             sched_yield();
         }
     }
@@ -516,7 +515,7 @@ mls_code mls_local_run_direct(mls_local *g, const mls_local_flow *flow,
         code = mls_local_settle(g, flow, &clock, st);
     }
     if (code != MLS_OK) {
-        mls_local_await_readers(g);
+        mls_local_await_direct(g);
     }
     return code;
 }
