@@ -61,5 +61,8 @@ def choice_lines(choices: Choices) -> list[tuple[str, str]]:
             place = f"{fresh}from {least[choice['cache']]}"
             line = f"{place}: {_choice_text(choice)}"
             texts.setdefault(choice["operation"], []).append(line)
-    texts["copy"] = [*(texts["copy"] or [f"from {least['within']}: not measured"]), "smaller: plain"]
+    texts["copy"] = [
+        *(texts["copy"] or [f"from {least['within']}: not measured"]),
+        "smaller: plain",
+    ]
     return [(_LABELS.get(name, name), "; ".join(some)) for name, some in texts.items()]

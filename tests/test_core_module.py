@@ -157,6 +157,19 @@ else:
     assert child.run(code).strip() == ""
 
 
+def test_a_single_file_loads_none_of_the_checkpoints(tmp_path):
+    code = f"""
+import sys
+import numpy as np
+import mlstate
+path = {str(tmp_path / "a.safetensors")!r}
+mlstate.save_file({{"a": np.arange(5.0)}}, path)
+assert list(mlstate.load_file(path)["a"]) == [0, 1, 2, 3, 4]
+print(*{{"mlstate.checkpoint", "mlstate._checkpoint", "mlstate._tiers"}} & set(sys.modules))
+"""
+    assert child.run(code).strip() == ""
+
+
 def test_working_loads_no_framework():
     code = """
 import sys
