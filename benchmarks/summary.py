@@ -247,25 +247,25 @@ def summary(documents: list[dict[str, Any]]) -> str:
 
 
 def losses(documents: list[dict[str, Any]]) -> str:
-    """Return the operations that the guard found slower than the simple way."""
-    lines: list[list[str]] = []
+    """Return the operations that the guard found slower, with a column for each processor."""
     names = {d["processor"]["slug"]: title_of(d["processor"]) for d in documents}
-    for slug, runs in newest(documents).items():
-        if "guard" not in runs:
-            continue
-        by_name: dict[str, list[dict[str, Any]]] = {}
-        for row in guard_rows(runs["guard"][1]):
-            if row["verdict"] == "SLOW":
-                by_name.setdefault(row["name"], []).append(row)
-        for name, rows in by_name.items():
-            sizes = ", ".join(dict.fromkeys(row["size"] for row in rows))
-            worst = min(row["ratio"] for row in rows)
-            lines.append([f"`{name}`", sizes, f"{worst:.2g}x", names[slug]])
-    if not any("guard" in runs for runs in newest(documents).values()):
+    runs = {slug: some["guard"][1] for slug, some in newest(documents).items() if "guard" in some}
+    if not runs:
         return "No run of the guard is stored yet.\n"
-    if not lines:
+    cells: dict[str, dict[str, str]] = {}
+    for slug, run in runs.items():
+        slow: dict[str, list[dict[str, Any]]] = {}
+        for row in guard_rows(run):
+            if row["verdict"] == "SLOW":
+                slow.setdefault(row["name"], []).append(row)
+        for name, rows in slow.items():
+            sizes = ", ".join(dict.fromkeys(row["size"] for row in rows))
+            lowest = min(row["ratio"] for row in rows)
+            cells.setdefault(name, {})[slug] = f"{lowest:.2g}x: {sizes}"
+    if not cells:
         return "The newest runs of the guard found no slower operation.\n"
-    return markdown(["operation", "sizes", "lowest ratio", "processor"], lines)
+    lines = [[f"`{name}`", *(by.get(slug, "-") for slug in runs)] for name, by in cells.items()]
+    return markdown(["operation", *(names[slug] for slug in runs)], lines)
 
 
 def copies(documents: list[dict[str, Any]]) -> str:

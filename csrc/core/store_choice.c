@@ -71,10 +71,14 @@ mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
     out->forced = store;
     out->cache_bytes = mls_cpu_cache_bytes(3);
     limit_sizes(out);
-    for (int i = 0; i < MLS_STORE_OPERATIONS * MLS_STORE_SIZES * 2; i++) {
-        mls_store_choice *choice = &out->choice[0][0][0] + i;
-        choice->size = (mls_store_size)(i / 2 % MLS_STORE_SIZES);
-        atomic_init(&choice->chosen, UNDECIDED);
+    for (int operation = 0; operation < MLS_STORE_OPERATIONS; operation++) {
+        for (int size = 0; size < MLS_STORE_SIZES; size++) {
+            for (int fresh = 0; fresh < 2; fresh++) {
+                mls_store_choice *choice = &out->choice[operation][size][fresh];
+                choice->size = (mls_store_size)size;
+                atomic_init(&choice->chosen, UNDECIDED);
+            }
+        }
     }
     return MLS_OK;
 }
