@@ -65,6 +65,7 @@ typedef struct scatter {
     mls_segment *segments;
     size_t count;
     mls_local_cursor reader;
+    bool is_tallied; /* the tallies of the segments are wanted */
 } scatter;
 
 /* What one segment has in a piece. */
@@ -153,12 +154,25 @@ static void fill_scatter(void *context, unsigned char *slot)
     }
 }
 
+/* Bytes of the results of this rank. */
+static size_t share_bytes(const scatter *s)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < s->count; i++) {
+        const mls_segment *segment = &s->segments[i];
+        const size_t item = mls_dtype_of(segment->reduction.out_dtype)->item_bytes;
+        bytes += segment->counts[s->g->rank] * item;
+    }
+    return bytes;
+}
+
 /* Sum the pieces of all in the order of ranks, this rank's from its own array. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
     scatter *s = context;
     const mls_local *g = s->g;
+    const mls_destination destination = {.bytes = share_bytes(s)};
     const void *sources[MLS_LOCAL_MAX_RANKS];
     size_t used = 0;
     stretch part;
@@ -171,9 +185,9 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
                                 : mls_local_slot(g, rank, step) +
                                       mls_local_piece_of(g, rank, g->rank) + part.offset;
         }
-        mls_reduce_run(g->cpu, &segment->reduction, sources, g->shape.world,
+        mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
                        (unsigned char *)segment->out + part.start * item, part.length,
-                       &segment->tally);
+                       destination, s->is_tallied ? &segment->tally : NULL);
     }
     return MLS_OK;
 }
@@ -221,6 +235,7 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     scatter *s = context;
     mls_local *g = s->g;
+    const mls_destination destination = {.bytes = share_bytes(s)};
     if (!mls_local_begin_direct(g)) {
         return mls_local_blamed(g, MLS_LOCAL_REDUCE_SCATTER, "", st);
     }
@@ -240,8 +255,9 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
             memcpy(&data, mls_local_slot(g, rank, step) + i * sizeof data, sizeof data);
             sources[rank] = data + start;
         }
-        mls_reduce_run(g->cpu, &segment->reduction, sources, g->shape.world, segment->out,
-                       segment->counts[g->rank], &segment->tally);
+        mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
+                       segment->out, segment->counts[g->rank], destination,
+                       s->is_tallied ? &segment->tally : NULL);
     }
     mls_local_end_direct(g);
     return MLS_OK;
@@ -276,7 +292,8 @@ static mls_local_flow scatter_flow(scatter *s, mls_local_kind kind, uint64_t pri
 
 /* Nothing is sent before all reductions were checked. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
-                                  mls_segment *segments, size_t count, mls_status *st)
+                                  mls_segment *segments, size_t count, bool is_tallied,
+                                  mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         const mls_code code = mls_reduce_check(&segments[i].reduction, st);
@@ -285,7 +302,7 @@ mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
         }
         segments[i].tally = (mls_tally){0};
     }
-    scatter s = {.g = g, .segments = segments, .count = count};
+    scatter s = {.g = g, .segments = segments, .count = count, .is_tallied = is_tallied};
     mls_local_flow flow = scatter_flow(&s, MLS_LOCAL_REDUCE_SCATTER,
                                        print_segments(g, call, segments, count));
     if (count > g->shape.slot_bytes / sizeof(void *) ||
@@ -324,8 +341,8 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         sources[rank] = rank == s->g->rank ? s->data : mls_local_slot(s->g, rank, step);
     }
-    mls_reduce_run(s->g->cpu, s->reduction, sources, s->g->shape.world, s->out, s->n,
-                   NULL);
+    mls_reduce_run(s->g->kernels, s->reduction, sources, s->g->shape.world, s->out, s->n,
+                   mls_cached(), NULL);
     return MLS_OK;
 }
 
@@ -384,9 +401,10 @@ static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
             sources[rank] = data + at;
         }
         unsigned char *mine = outs[g->rank] + at;
-        mls_reduce_run(g->cpu, s->reduction, sources, g->shape.world, mine, n, NULL);
+        mls_reduce_run(g->kernels, s->reduction, sources, g->shape.world, mine, n,
+                       mls_cached(), NULL);
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            mls_local_copy(g, outs[rank] + at, mine, n * item);
+            mls_local_copy_direct(g, outs[rank] + at, mine, n * item, s->bytes);
         }
     }
     mls_local_end_direct(g);

@@ -97,7 +97,8 @@ static void scatter(rank_case *c)
                                     .reduction = sum_f32,
                                     .tally = {.squares = 99}};
     }
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, &st) == MLS_OK);
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) ==
+                  MLS_OK);
     for (size_t s = 0; s < SEGMENTS; s++) {
         mls_tally expected = {0};
         const size_t mine = counts[s][c->rank];
@@ -118,7 +119,7 @@ static void scatter(rank_case *c)
         }
         free(arrays[s]);
     }
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, NULL, 0, &st) == MLS_OK);
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
 }
 
 static void shares_are_summed_and_tallied_however_they_are_cut(void)
@@ -153,7 +154,7 @@ static void scatter_large(rank_case *c)
                                 .counts = counts[1],
                                 .out = wide + 1,
                                 .reduction = widened}};
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, 2, &st) == MLS_OK);
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, 2, true, &st) == MLS_OK);
     size_t wrong = 0;
     for (size_t i = 0; i < mine; i++) {
         const float value = total(2, start + i);
@@ -196,10 +197,10 @@ static void overwrite(rank_case *c)
         if (c->rank == 1) {
             usleep(5 * 1000); /* the last to come is the last to read */
         }
-        EXPECT(
-            c,
-            (all ? mls_local_all_reduce(c->g, &quick, data, out, 2 * COUNT, &sum_f32, &st)
-                 : mls_local_reduce_scatter(c->g, &quick, &segment, 1, &st)) == MLS_OK);
+        EXPECT(c, (all ? mls_local_all_reduce(c->g, &quick, data, out, 2 * COUNT,
+                                              &sum_f32, &st)
+                       : mls_local_reduce_scatter(c->g, &quick, &segment, 1, true,
+                                                  &st)) == MLS_OK);
         for (size_t i = 0; i < (all ? 2 * COUNT : COUNT); i++) {
             wrong += out[i] != (float)(2 * round + 1);
         }
@@ -231,7 +232,7 @@ static void give_up(rank_case *c)
     segment.reduction.dtype = segment.reduction.out_dtype = MLS_F16;
     EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
     const mls_local_call hasty = {.timeout = c->rank == 0 ? 0.002 : 20};
-    const mls_code code = mls_local_reduce_scatter(c->g, &hasty, &segment, 1, &st);
+    const mls_code code = mls_local_reduce_scatter(c->g, &hasty, &segment, 1, true, &st);
     size_t wrong = 0;
     if (c->rank == 0) {
         memset(data, 0, COUNT * sizeof *data);
@@ -272,7 +273,8 @@ static void refuse_reductions(rank_case *c)
                            .out = &x,
                            .reduction = wrong};
     EXPECT(c, mls_local_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &st) == MLS_E_VALUE);
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, &segment, 1, &st) == MLS_E_VALUE);
+    EXPECT(c,
+           mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_E_VALUE);
     EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
 }
 
