@@ -17,7 +17,6 @@
 #    include "size.h"
 
 #    include <errno.h>
-#    include <fcntl.h>
 #    include <stdio.h>
 #    include <string.h>
 #    include <sys/mman.h>
@@ -299,23 +298,11 @@ static mls_code enter(mls_local *g, mls_status *st)
     return MLS_OK;
 }
 
-/* A write lock on one byte. */
-static struct flock lock_on(size_t rank)
-{
-    struct flock lock;
-    memset(&lock, 0, sizeof lock);
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = (off_t)rank;
-    lock.l_len = 1;
-    return lock;
-}
-
 /* Check the file's size, which the map relies on, and lock this rank's byte. */
 static mls_code hold_file(int fd, size_t rank, size_t bytes, mls_status *st)
 {
     struct stat about;
-    struct flock lock = lock_on(rank);
+    struct flock lock = mls_local_lock_on(rank);
     if (fstat(fd, &about) < 0) {
         return mls_fail_os(st, errno, "the memory of a group");
     }

@@ -1,6 +1,6 @@
 /* local_ops: what goes through the slots of each operation.
  *
- * Threads tell each other where large arrays lie, and copy from there.
+ * Threads publish the addresses of large arrays, and copy from these.
  * Where ranks send different bytes to each other, a slot has a piece for each peer; else
  * all read the whole slot.  A rank's own bytes go through no slot.
  * Sums are local_reduce.c's.
@@ -85,11 +85,9 @@ static mls_code copy_spread(void *context, uint64_t step, mls_status *st)
     if (!mls_local_begin_direct(s->g)) {
         return mls_local_blamed(s->g, MLS_LOCAL_BROADCAST, "", st);
     }
-    const unsigned char *from;
-    memcpy(&from, mls_local_slot(s->g, s->root, step), sizeof from);
+    const unsigned char *from = mls_local_address(s->g, s->root, step, 0);
     for (size_t rank = 0; rank < world; rank++) {
-        unsigned char *to;
-        memcpy(&to, mls_local_slot(s->g, rank, step), sizeof to);
+        unsigned char *to = mls_local_address(s->g, rank, step, 0);
         if (rank != s->root) {
             mls_local_copy_direct(s->g, to + start, from + start, length, s->bytes);
         }
@@ -188,9 +186,8 @@ static mls_code read_gather(void *context, uint64_t step, mls_status *st)
         return mls_local_blamed(s->g, MLS_LOCAL_ALL_GATHER, "", st);
     }
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-        const unsigned char *from;
-        memcpy(&from, mls_local_slot(s->g, rank, step), sizeof from);
-        mls_local_copy_direct(s->g, place, from, s->sizes[rank], all);
+        mls_local_copy_direct(s->g, place, mls_local_address(s->g, rank, step, 0),
+                              s->sizes[rank], all);
         place += s->sizes[rank];
     }
     mls_local_end_direct(s->g);

@@ -251,9 +251,7 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
         }
         start *= mls_dtype_of(segment->reduction.dtype)->item_bytes;
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            const unsigned char *data;
-            memcpy(&data, mls_local_slot(g, rank, step) + i * sizeof data, sizeof data);
-            sources[rank] = data + start;
+            sources[rank] = mls_local_address(g, rank, step, i) + start;
         }
         mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
                        segment->out, segment->counts[g->rank], destination,
@@ -395,10 +393,8 @@ static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
         const void *sources[MLS_LOCAL_MAX_RANKS];
         unsigned char *outs[MLS_LOCAL_MAX_RANKS];
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            const unsigned char *slot = mls_local_slot(g, rank, step), *data;
-            memcpy(&data, slot, sizeof data);
-            memcpy(&outs[rank], slot + sizeof data, sizeof outs[rank]);
-            sources[rank] = data + at;
+            sources[rank] = mls_local_address(g, rank, step, 0) + at;
+            outs[rank] = mls_local_address(g, rank, step, 1);
         }
         unsigned char *mine = outs[g->rank] + at;
         mls_reduce_run(g->kernels, s->reduction, sources, g->shape.world, mine, n,

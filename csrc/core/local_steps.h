@@ -20,9 +20,11 @@
 #    include "copy.h"
 #    include "local.h"
 
+#    include <fcntl.h>
 #    include <stdatomic.h>
 #    include <string.h>
 #    include <sys/types.h>
+#    include <unistd.h>
 
 /* Words of different ranks lie this far apart: processors fetch lines in pairs. */
 enum { MLS_LOCAL_LINE = 128, MLS_LOCAL_PAGE = 4096 };
@@ -223,6 +225,27 @@ static inline void mls_local_copy_direct(const mls_local *g, void *to, const voi
     if (bytes > 0 && to != from) {
         mls_copy_bytes(g->kernels, to, from, bytes, (mls_destination){.bytes = all});
     }
+}
+
+/* Address number i in the slot of a rank, in a step of mls_local_run_direct. */
+static inline unsigned char *mls_local_address(const mls_local *g, size_t rank,
+                                               uint64_t step, size_t i)
+{
+    unsigned char *address;
+    memcpy(&address, mls_local_slot(g, rank, step) + i * sizeof address, sizeof address);
+    return address;
+}
+
+/* A write lock on a rank's byte of the group's file. */
+static inline struct flock mls_local_lock_on(size_t rank)
+{
+    struct flock lock;
+    memset(&lock, 0, sizeof lock);
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = (off_t)rank;
+    lock.l_len = 1;
+    return lock;
 }
 
 /* Which of a rank's pieces is that of `peer`. */

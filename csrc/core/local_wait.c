@@ -11,7 +11,6 @@
 #    include "local_steps.h"
 
 #    include <errno.h>
-#    include <fcntl.h>
 #    include <sched.h>
 #    include <stdio.h>
 #    include <string.h>
@@ -143,15 +142,10 @@ void mls_local_ring(const mls_local *g)
 /* Whether the process of a rank has ended: nobody holds its lock. */
 static bool is_dead(const mls_local *g, size_t rank)
 {
-    struct flock lock;
+    struct flock lock = mls_local_lock_on(rank);
     if (g->fd < 0 || rank == g->rank) {
         return false;
     }
-    memset(&lock, 0, sizeof lock);
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = (off_t)rank;
-    lock.l_len = 1;
     return fcntl(g->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
