@@ -342,7 +342,7 @@ class LocalLink:
         self, array: Any, out: Any, op: str, divisor: float, timeout: float, text: str, /
     ) -> None: ...
     def reduce_scatter(
-        self, bucket: Any, timeout: float, text: str, tallied: bool, /
+        self, bucket: Any, tallied: bool, timeout: float, text: str, /
     ) -> list[tuple[float, int]]: ...
     def gather_bytes(
         self, data: bytes, root: int, timeout: float, text: str, /

@@ -352,7 +352,7 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 
 /* ---- reduce_scatter ---- */
 
-/* reduce_scatter(bucket, timeout, text, tallied) -> [(squares, nonfinite), ...]; empty
+/* reduce_scatter(bucket, tallied, timeout, text) -> [(squares, nonfinite), ...]; empty
  * unless tallied
  *
  * If there is no memory for the list, the sums are there all the same, and the exception
@@ -368,7 +368,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         (held = mlsp_bucket_of(args[0])) == NULL) {
         return NULL;
     }
-    const int is_tallied = PyObject_IsTrue(args[3]);
+    const int is_tallied = PyObject_IsTrue(args[1]);
     if (is_tallied < 0) {
         return NULL;
     }
@@ -377,7 +377,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         PyErr_SetString(PyExc_ValueError, "the bucket is that of another rank or group");
         return NULL;
     }
-    if (begin(&s, self, args[1], args[2]) < 0) {
+    if (begin(&s, self, args[2], args[3]) < 0) {
         return NULL;
     }
     s.saved = PyEval_SaveThread();
@@ -525,12 +525,10 @@ static PyMethodDef link_methods[] = {
      "each rank."},
     {"all_reduce", MLSP_FASTCALL(link_all_reduce),
      "all_reduce($self, array, out, op, divisor, timeout, text, /)\n--\n\nThe same sum "
-     "on "
-     "all ranks."},
+     "on all ranks."},
     {"reduce_scatter", MLSP_FASTCALL(link_reduce_scatter),
-     "reduce_scatter($self, bucket, timeout, text, /)\n--\n\nSums of "
-     "which "
-     "each rank gets a part."},
+     "reduce_scatter($self, bucket, tallied, timeout, text, /)\n--\n\nSums of "
+     "which each rank gets a part."},
     {"gather_bytes", MLSP_FASTCALL(link_gather_bytes),
      "gather_bytes($self, data, root, timeout, text, /)\n--\n\nBytes of any lengths."},
     {"abort", link_abort, METH_NOARGS,
