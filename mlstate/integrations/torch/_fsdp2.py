@@ -128,11 +128,7 @@ class _Reduction:
 
         buffer = self._free.pop(dtype, None)
         if buffer is None or len(buffer) < count:
-            make = getattr(self._group, "empty", None)  # memory that all ranks can read
-            try:
-                buffer = torch.empty(count, dtype=dtype) if make is None else make(count, dtype)
-            except MemoryError:  # there may be less of it; its ranks need not be alike
-                buffer = torch.empty(count, dtype=dtype)
+            buffer = torch.empty(count, dtype=dtype)
         return buffer[:count]
 
     def _give(self, buffer: torch.Tensor) -> None:
