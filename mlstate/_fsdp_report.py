@@ -10,10 +10,39 @@ from ._text import bytes_text, table_html, table_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._fsdp_reduce import Event
-
 _ROWS = 40
 _HEADERS = ["bucket", "parameters", "bytes", "full", "agreed after", "reduced in", "GB/s"]
+
+
+class Event(NamedTuple):
+    """A bucket, or the end of a session, on this rank; times by `time.perf_counter`.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Its parameters.
+    bytes : int
+        Size of their full gradients.
+    ready : float
+        When its last gradient arrived.
+    started : float
+        When this rank sent its header.
+    agreed : float
+        When the headers of all ranks had arrived.
+    ended : float
+        When the sums were complete.
+    waits : tuple of float
+        Seconds that each rank waited for the others with the header before; empty for a bucket
+        without a header of its own.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    ready: float
+    started: float
+    agreed: float
+    ended: float
+    waits: tuple[float, ...]
 
 
 @set_module("mlstate.fsdp")

@@ -14,7 +14,7 @@ from ._set_module import set_module
 from .errors import CompatibilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _LAYOUTS = {"flat": Layout.flat, "rows": Layout.rows}
 
@@ -65,6 +65,10 @@ class FSDPShardingUnit:
 
     Attributes
     ----------
+    counts : tuple of int
+        Elements of the part of each rank, if `world_size` is known.
+    local_shape : tuple of int
+        Shape of `local_gradient`, if `world_size` is known.
     local_gradient : array or torch.Tensor or None
         The reduced part: one-dimensional for ``"flat"``, rows for ``"rows"``, never padded,
         empty where the rank owns nothing. The next backward pass writes into the same
@@ -95,15 +99,15 @@ class FSDPShardingUnit:
     """
 
     __slots__ = (
-        "_counts",
         "_layout",
-        "_local_shape",
         "_residual",
         "_world_size",
+        "counts",
         "dtype",
         "fact",
         "like",
         "local_gradient",
+        "local_shape",
         "parameter_name",
         "shape",
         "shard_index",
@@ -142,8 +146,6 @@ class FSDPShardingUnit:
         self.like: Any = None  # the parameter itself, where it is a tensor of torch
         self._layout = layout
         self._world_size: int | None = None
-        self._counts: tuple[int, ...] = ()
-        self._local_shape: tuple[int, ...] = ()
         # what all ranks must agree on
         self.fact = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
         if world_size is not None:
@@ -189,9 +191,16 @@ class FSDPShardingUnit:
                 f"{world_size} ranks have shards 0 to {world_size - 1}"
             )
         layout = _LAYOUTS[self._layout](world_size)
-        self._counts = tuple(prod(layout.shape(self.shape, i)) for i in range(world_size))
-        self._local_shape = layout.shape(self.shape, self.shard_index)
+        self.counts = tuple(prod(layout.shape(self.shape, i)) for i in range(world_size))
+        self.local_shape = layout.shape(self.shape, self.shard_index)
         self._world_size = world_size
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # also for slots that `bind` has not filled
+            if name in ("counts", "local_shape"):
+                raise self._unbound()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _unbound(self) -> ValueError:
         return ValueError(
@@ -209,20 +218,6 @@ class FSDPShardingUnit:
     def world_size(self) -> int | None:
         """Number of ranks; None before the unit has met a group."""
         return self._world_size
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Elements of the part of each rank."""
-        if self._world_size is None:
-            raise self._unbound()
-        return self._counts
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of `local_gradient`."""
-        if self._world_size is None:
-            raise self._unbound()
-        return self._local_shape
 
     @property
     def full_bytes(self) -> int:
@@ -284,3 +279,38 @@ class FSDPShardingUnit:
         if self.local_gradient is None:
             raise ValueError(f"{self.parameter_name} has no local gradient")
         return Shard(self.local_gradient, self.layout, self.shard_index, shape=self.shape)
+
+
+def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
+    """Bind a unit to a group; raise TypeError or ValueError if it is not one of this rank."""
+    if not isinstance(unit, FSDPShardingUnit):
+        raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
+    unit.bind(world_size)
+    if unit.shard_index != rank:
+        raise ValueError(
+            f"{unit.parameter_name}: rank {rank} keeps shard {rank} of this group, and the unit "
+            f"says {unit.shard_index}"
+        )
+
+
+def check_units(units: Any) -> None:
+    """Raise TypeError or ValueError unless this is a dict of units by their names."""
+    if not hasattr(units, "items"):
+        raise TypeError(
+            f"sharding_units must be a dict of FSDPShardingUnit, got {type(units).__name__}"
+        )
+    for name, unit in units.items():
+        if not isinstance(unit, FSDPShardingUnit):
+            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
+        if unit.parameter_name != name:
+            raise ValueError(
+                f"sharding_units[{name!r}] is the unit of {unit.parameter_name!r}: gradients are "
+                "paired by name"
+            )
+
+
+def bind_units(units: Mapping[str, FSDPShardingUnit], rank: int, world_size: int) -> None:
+    """Check units by their names, and bind them to a group."""
+    check_units(units)
+    for unit in units.values():
+        bind_unit(unit, rank, world_size)

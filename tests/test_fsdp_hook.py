@@ -368,7 +368,7 @@ def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
         for name in reversed(units):
             hook.add_gradient(name, np.full(1 << 17, float(group.rank), np.float32))
             if group.rank == slow:
-                for work in hook._works:
+                for work in hook._pass._works:
                     work.wait()
         hook.finish()
         assert all((unit.local_gradient == 1).all() for unit in units.values())
@@ -386,7 +386,7 @@ def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._runs._turns._turn:  # nothing is reduced before all are there
+        with fsdp._reductions.queue._turn:  # nothing is reduced before all are there
             for name in reversed(units):
                 hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
         hook.finish()
