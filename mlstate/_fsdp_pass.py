@@ -24,23 +24,14 @@ _THREAD_BYTES = 1 << 20  # a smaller last bucket is reduced at the end, without 
 class BucketPlan:
     """The buckets of some units, for all backward passes.
 
-    Parameters
-    ----------
-    units : dict of str to FSDPShardingUnit
-        In the order of the forward pass.
-    reductions : Reductions
-        Divides the units into buckets.
-    accumulate : bool
-        Whether sums are added to the local gradients.
-
     Attributes
     ----------
     buckets : list of list of FSDPShardingUnit
         In the reverse order of the units.
-    digest : bytes
-        Digest of all buckets.
     terms : list of Terms
         By bucket.
+    digest : bytes
+        Digest of all buckets.
     bucket_of : dict of str to int
         Number of the bucket, by parameter.
     early : int

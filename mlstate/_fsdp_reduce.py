@@ -238,17 +238,7 @@ def _check_sum(local: Any, out: Any) -> None:
 class Reducer:
     """Sums buckets over one group, and keeps the memory of the messages for the next one.
 
-    Parameters
-    ----------
-    group : ProcessGroup
-        The ranks.
-    timeout : float or None
-        Seconds for each operation, None for the group's own.
-
-    Attributes
-    ----------
-    lock : threading.Lock
-        Held by the one reduction session that is open.
+    The one open reduction session holds `lock`. A `timeout` of None is the group's own.
     """
 
     def __init__(self, group: Any, timeout: float | None) -> None:
@@ -345,7 +335,9 @@ class Reducer:
         """Reduce a prepared bucket into the outputs, on all ranks at once."""
         entries, terms, _ = bucket
         if handle is None:
-            tallies = [self._sum_on_device(entry, terms) for entry in entries]
+            from .integrations.torch._backward import reduce_on_device
+
+            tallies = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
         elif terms.compression:
             tallies = self._sum_compressed(handle, entries, terms.compression)
         elif hasattr(self.group, "_reduce_bucket"):
@@ -357,19 +349,6 @@ class Reducer:
         self._packed = None
         for entry, (_, nonfinite) in zip(entries, tallies, strict=True):
             entry.nonfinite = nonfinite
-
-    def _sum_on_device(self, entry: Entry, terms: Terms) -> tuple[float, int]:
-        from .integrations.torch._backward import reduce_on_device
-
-        return reduce_on_device(
-            self.group,
-            entry.source,
-            entry.unit.counts,
-            entry.out,
-            terms.op,
-            terms.divisor,
-            self.timeout,
-        )
 
     def _sum_compressed(
         self, handle: Any, entries: list[Entry], compression: str

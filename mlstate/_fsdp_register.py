@@ -1,51 +1,37 @@
-"""Hooks on a model that is not a torch module; checks that all models share."""
+"""Which parameters have hooks, and the hooks on a model that is not a torch module."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
-_lock = threading.Lock()
-_live: weakref.WeakSet[ModelHooks] = weakref.WeakSet()
+_lock = threading.Lock()  # of `_live`
+_live: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
-class ModelHooks:
-    """The hooks of one `FSDPBackwardHook` on an object with ``register_backward_hook``.
+class Hooks:
+    """The hooks of one `FSDPBackwardHook` on a model.
 
-    Parameters
-    ----------
-    model : object
-        The model.
-    names : iterable of str
-        Its parameters.
-    scatter : callable
-        Called with a name and its gradient; returns this rank's part.
-
-    Raises
-    ------
-    ValueError
-        Another object has a hook on one of the parameters.
+    Raises ValueError if another object has a hook on one of the parameters. `names` has their
+    names by a key that is the same for all objects.
     """
 
-    def __init__(
-        self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
-    ) -> None:
-        self._model = model
-        self._names = set(names)
+    def __init__(self, names: Mapping[Hashable, str]) -> None:
+        self._names = names
         self._handles: list[Any] = []
-        with _lock:
-            others = [other for other in _live if other._model is model]
-        for name in names:
-            if any(name in other._names for other in others):
-                raise second_hook(name)
-        for name in names:
-            handle = model.register_backward_hook(name, _bound(scatter, name))
-            if hasattr(handle, "remove"):
-                self._handles.append(handle)
+        for other in live_hooks():
+            for name in [name for key, name in names.items() if key in other._names]:
+                raise ValueError(
+                    f"{name}: another FSDPBackwardHook has a hook on this parameter, so its "
+                    "gradient would be reduced twice; close() that object first"
+                )
+
+    def _make_live(self) -> None:
         with _lock:
             _live.add(self)
 
@@ -57,16 +43,28 @@ class ModelHooks:
             _live.discard(self)
 
 
-def _bound(scatter: Callable[[str, Any], Any], name: str) -> Callable[[Any], Any]:
-    return lambda gradient: scatter(name, gradient)
+def live_hooks() -> list[Hooks]:
+    """Return the hooks of all models."""
+    with _lock:
+        return list(_live)
 
 
-def second_hook(name: str) -> ValueError:
-    """Make the error for a parameter that has a hook of another object."""
-    return ValueError(
-        f"{name}: another FSDPBackwardHook has a hook on this parameter, so its gradient would "
-        "be reduced twice; close() that object first"
-    )
+class ModelHooks(Hooks):
+    """Hooks on an object with ``register_backward_hook``.
+
+    They call `scatter` with a parameter's name and its gradient, and return this rank's part.
+    """
+
+    def __init__(
+        self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
+    ) -> None:
+        super().__init__({(id(model), name): name for name in names})
+        self._model = model  # so that no other object gets its id
+        for name in names:
+            handle = model.register_backward_hook(name, partial(scatter, name))
+            if hasattr(handle, "remove"):
+                self._handles.append(handle)
+        self._make_live()
 
 
 def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._collective_args import failed
 from ._fsdp_reduce import Entry, FullBucket, Reducer, Terms
-from ._fsdp_report import Event
+from ._fsdp_report import Bucket
 from ._fsdp_unit import FSDPShardingUnit
 from ._gradients import tallies
 from ._guard import ConsistencyCheck, digest_of
@@ -31,21 +31,9 @@ _SHOWN = 5  # failures that an error lists
 class ReductionSession:
     """The buckets of one backward pass, or of one call with several gradients.
 
-    `close` must follow in any case. A reducer has one open session at a time.
-
-    Parameters
-    ----------
-    reducer : Reducer
-        Sums the buckets.
-    settings : dict of str to object
-        Settings that must be equal on all ranks, by their names in an error.
-    record : bool, default False
-        Record the times of buckets in `events`.
-
-    Raises
-    ------
-    CollectiveError
-        Another session of the reducer is open.
+    A reducer has one open session at a time: opening raises CollectiveError if there is
+    another, and `close` must follow in any case. `settings` are those that must be equal on all
+    ranks, by their names in an error. `record` keeps the times of buckets in `events`.
     """
 
     def __init__(
@@ -64,7 +52,7 @@ class ReductionSession:
         self._pending_terms = Terms()
         self._failures: dict[str, tuple[int | None, str]] = {}
         self._error: BaseException | None = None  # after it, ranks may be out of step
-        self.events: list[Event] | None = [] if record else None
+        self.events: list[Bucket] | None = [] if record else None
 
     def close(self) -> None:
         """Let another session open; sums that no rank has confirmed are lost."""
@@ -164,7 +152,7 @@ class ReductionSession:
             size = sum(entry.bytes for entry in entries)
             names = tuple(entry.unit.parameter_name for entry in entries)
             waits = tuple(header.waited for header in headers)
-            self.events.append(Event(names, size, ready, started, agreed, perf_counter(), waits))
+            self.events.append(Bucket(names, size, ready, started, agreed, perf_counter(), waits))
 
     # ---- results ----
 
@@ -176,7 +164,7 @@ class ReductionSession:
             bad = self._find_nonfinite(pending)
             self._add_failures(bad)
         for entry in pending:
-            if entry.unit.parameter_name in bad:
+            if bad and entry.unit.parameter_name in bad:
                 entry.fail()
             else:
                 entry.store(accumulate=self._pending_terms.accumulate)
@@ -225,18 +213,8 @@ class ReductionSession:
 class Reductions:
     """How one `FSDP` reduces gradients: buckets, settings and memory of all its sessions.
 
-    Parameters
-    ----------
-    group : ProcessGroup
-        The ranks.
-    terms : Terms
-        How gradients are reduced, before their dtypes are known.
-    settings : dict of str to object
-        Settings that must be equal on all ranks; ``bucket_bytes`` and ``allow_unused`` are used.
-    timeout : float or None
-        Seconds for each operation, None for the group's own.
-    record : bool
-        Record the times of buckets.
+    `terms` are those of a gradient of any dtype. `settings` must be equal on all ranks; of
+    these ``bucket_bytes`` and ``allow_unused`` are used here.
     """
 
     def __init__(

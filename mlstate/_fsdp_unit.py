@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ def dtype_text(dtype: Any) -> str:
     return name_of(np.dtype(dtype))
 
 
+@cache
 def _item_bytes(dtype: str) -> int:
     """Return the size of an element of NumPy's dtypes, bfloat16 and the 8-bit floats."""
     if dtype == "bfloat16":

@@ -92,14 +92,7 @@ def all_agree(headers: Sequence[Header | None]) -> bool:
 class ConsistencyCheck:
     """The headers of one reduction session.
 
-    Parameters
-    ----------
-    group : ProcessGroup
-        The ranks.
-    timeout : float or None
-        Seconds for each exchange, None for the group's own.
-    settings : dict of str to object
-        Settings that must be equal on all ranks, by their names in an error.
+    `settings` are those that must be equal on all ranks, by their names in an error.
     """
 
     def __init__(self, group: Any, timeout: float | None, settings: Mapping[str, Any]) -> None:

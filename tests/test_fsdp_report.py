@@ -7,9 +7,8 @@ import pytest
 from gradient_model import Model, run, units_of
 
 from mlstate import CollectiveError
-from mlstate._fsdp_report import Event
 from mlstate.collectives import SingleGroup
-from mlstate.fsdp import FSDP, BackwardReport, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp import FSDP, BackwardReport, Bucket, FSDPBackwardHook, FSDPShardingUnit
 from mlstate.plot import plot_backward, plot_shards
 
 pytestmark = pytest.mark.timeout(60)
@@ -19,7 +18,7 @@ HOSTILE = "<script>alert('x')</script>\n\x1b[31m$x_$^" + "n" * 5000
 
 def event(names, size, times, waits):
     """A bucket at (full, its turn, agreed, there), in seconds after 100."""
-    return Event(names, size, *(100 + t for t in times), waits)
+    return Bucket(names, size, *(100 + t for t in times), waits)
 
 
 def two_buckets(waits=((0.0, 0.0), (0.5, 0.0), (1.5, 0.0))):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..._collective_args import dtype_name
-from ..._fsdp_register import second_hook
+from ..._fsdp_register import Hooks
 from ..._text import names_hint
 from ...errors import CollectiveError
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..._fsdp_reduce import Entry, Terms
     from ..._fsdp_unit import FSDPShardingUnit
 
 
@@ -33,17 +33,7 @@ def _tied_to(module: Any, name: str) -> str | None:
     return next((n for n, p in module.named_parameters() if p is parameter), None)
 
 
-_lock = threading.Lock()
-_live: weakref.WeakSet[ModuleHooks] = weakref.WeakSet()
-
-
-def live_hooks() -> list[ModuleHooks]:
-    """Return the hooks of all modules."""
-    with _lock:
-        return list(_live)
-
-
-class ModuleHooks:
+class ModuleHooks(Hooks):
     """The hooks of one `FSDPBackwardHook` on the parameters of a torch module.
 
     Parameters
@@ -88,10 +78,7 @@ class ModuleHooks:
         known = parameters_of(module)
         for name, unit in units.items():
             _check_parameter(unit, known.get(name), module, known)
-        hooked = {id(p) for other in live_hooks() for p in other.parameters.values()}
-        for name in units:
-            if id(known[name]) in hooked:
-                raise second_hook(name)
+        super().__init__({id(known[name]): name for name in units})
         self.parameters: dict[str, torch.nn.Parameter] = {
             name: parameter for name, parameter in known.items() if name in units
         }
@@ -101,7 +88,6 @@ class ModuleHooks:
         self.unsent: set[str] = set()
         self._keep = keep or is_full
         self._earlier: dict[str, torch.Tensor] = {}  # reduced gradients that a pass adds to
-        self._handles: list[Any] = []
         if not self._keep:
             from ._step_warning import watch_steps
 
@@ -116,15 +102,7 @@ class ModuleHooks:
                 node = get_gradient_edge(parameter).node
                 before = partial(self._set_aside, name)
                 self._handles.append(_NodeHook(node, before))
-        with _lock:
-            _live.add(self)
-
-    def remove(self) -> None:
-        """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
-        with _lock:
-            _live.discard(self)
+        self._make_live()
 
     def take(
         self, name: str, token: Callable[[], Any] | None
@@ -298,28 +276,19 @@ def why_not_reduced(tensor: torch.Tensor) -> str:
 
 
 def reduce_on_device(
-    group: Any,
-    gradient: torch.Tensor,
-    counts: Sequence[int],
-    out: torch.Tensor,
-    op: str,
-    divisor: float,
-    timeout: float | None,
+    group: Any, entry: Entry, terms: Terms, timeout: float | None
 ) -> tuple[float, int]:
-    """Reduce a gradient that is not in main memory; return squares and what is not finite."""
+    """Reduce a gradient outside main memory; return its squares and non-finite elements."""
     import torch
 
-    wide = gradient
-    if divisor != 1 or out.dtype != gradient.dtype:
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    total = group.reduce_scatter(wide.reshape(-1), op=op, counts=list(counts), timeout=timeout)
-    if divisor != 1:
-        total = total / divisor
-    flat = out.view(-1)
-    flat.copy_(total)
-    if not flat.dtype.is_floating_point:
-        return float(flat.double().square().sum()), 0
-    return float(flat.double().square().sum()), int((~flat.isfinite()).sum())
+    wide, flat = entry.source, entry.out.view(-1)
+    if terms.divisor != 1 or flat.dtype != wide.dtype:
+        wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
+    counts = list(entry.unit.counts)
+    total = group.reduce_scatter(wide.reshape(-1), op=terms.op, counts=counts, timeout=timeout)
+    flat.copy_(total if terms.divisor == 1 else total / terms.divisor)
+    squares = float(flat.double().square().sum())
+    return squares, int((~flat.isfinite()).sum()) if flat.dtype.is_floating_point else 0
 
 
 def _gather_bucket(

@@ -6,7 +6,8 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ._backward import live_hooks
+from ..._fsdp_register import live_hooks
+from ._backward import ModuleHooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -23,7 +24,7 @@ def watch_steps() -> None:
 def _warn_of_taken_gradients(optimizer: Optimizer, *_: Any) -> None:
     """Warn once for each hook object whose parameters an optimizer passes over."""
     for hooks in live_hooks():
-        if not hooks.taken or hooks.has_warned:
+        if not isinstance(hooks, ModuleHooks) or not hooks.taken or hooks.has_warned:
             continue
         names = {id(hooks.parameters[name]): name for name in hooks.taken}
         empty = [
