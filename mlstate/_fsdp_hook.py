@@ -176,11 +176,10 @@ class FSDPBackwardHook:
             from .integrations.torch._backward import ModuleHooks
 
             is_full = gradients == "full"
-            hooks = ModuleHooks(
+            self._module_hooks = ModuleHooks(
                 model, units, self._receive, is_full=is_full, keep=keep_full_gradient
             )
-            self._module_hooks = hooks
-            units = {name: units[name] for name in hooks.parameters}
+            units = {name: units[name] for name in self._module_hooks.parameters}
         elif hasattr(model, "register_backward_hook"):
             self._model_hooks = ModelHooks(model, units, self._scatter_in_hook)
         else:
@@ -231,10 +230,9 @@ class FSDPBackwardHook:
         unit = self._plan.units.get(name)
         if unit is None:  # this object is closed, and the model cannot remove hooks
             return gradient
+        gradient, problem = self._sums.take(name, gradient)
         accumulate = self._plan.accumulate
-        return self._reductions.scatter_one(
-            unit, *self._sums.take(name, gradient), accumulate=accumulate
-        )
+        return self._reductions.scatter_one(unit, gradient, problem, accumulate=accumulate)
 
     def use_units(
         self, sharding_units: Mapping[str, FSDPShardingUnit], *, accumulate: bool = False
@@ -369,9 +367,9 @@ class FSDPBackwardHook:
                 raise
             finally:
                 self._pass = None
+                current.session.close()
                 if current.session.events is not None:
                     self._report = BackwardReport(current.times, ended, current.session.events)
-                current.session.close()
 
     def _add_missing(self, current: BackwardPass) -> None:
         """Add what earlier passes in `no_sync` left of gradients that this pass did not make."""
@@ -408,7 +406,7 @@ class FSDPBackwardHook:
             )
         return self._report
 
-    # ---- by hand ----
+    # ---- without a backward pass ----
 
     def scatter_gradient(self, unit: FSDPShardingUnit, full_gradient: Any) -> Any:
         """Reduce one gradient, store this rank's part in its unit, and return it.
@@ -520,7 +518,7 @@ class FSDPBackwardHook:
         )
         await asyncio.get_running_loop().run_in_executor(None, work.wait)
 
-    # ---- what is there ----
+    # ---- local gradients ----
 
     def accumulate_gradients(
         self,

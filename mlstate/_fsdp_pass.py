@@ -123,12 +123,12 @@ class BackwardPass:
         self._full_at[self._plan.bucket_of[name]] = perf_counter()
 
     def finish(self) -> None:
-        """Reduce the other buckets here, end the session, and raise what failed."""
+        """Reduce the other buckets after the submitted ones, end the session, and raise what failed."""
         error = self._wait()
         while self._submitted < len(self._plan.buckets):
             self._submitted += 1
             try:
-                self._reduce_submitted()
+                self._reductions.queue.run("reduce_scatter", self._reduce_submitted)
             except BaseException as caught:
                 error = error or caught
         if error is not None:  # the other ranks do not wait for the end any more

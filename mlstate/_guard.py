@@ -78,17 +78,6 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join([f"{name}={value}" for name, value in settings.items()])
 
 
-def all_agree(headers: Sequence[Header | None]) -> bool:
-    """Return whether all ranks are about to reduce the same bucket and can do so."""
-    first = headers[0]
-    if first is None:
-        return False
-    for header in headers:
-        if header is None or header[:3] != first[:3] or header.flags & REFUSED:
-            return False
-    return True
-
-
 class ConsistencyCheck:
     """The headers of one reduction session.
 
@@ -109,9 +98,9 @@ class ConsistencyCheck:
         nonfinite: int,
         *,
         is_refused: bool,
-        ready: int,
-        plan: bytes,
-        pack: Callable[[], Any] | None,
+        ready: int = 1,
+        plan: bytes = b"",
+        pack: Callable[[], Any] | None = None,
     ) -> tuple[list[Header], int]:
         """Exchange headers before a bucket with these `facts` of its parameters.
 
@@ -123,7 +112,8 @@ class ConsistencyCheck:
         flags = REFUSED if is_refused else 0
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
         headers = self._exchange(header, pack)
-        if not all_agree(headers):
+        same = {other[:3] for other in headers}
+        if len(same) > 1 or any(other.flags & REFUSED for other in headers):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
             return headers, 1
@@ -138,10 +128,13 @@ class ConsistencyCheck:
     def find_failures(
         self, entries: Sequence[Sequence[str]], settings: Mapping[str, Any], *, has_ended: bool
     ) -> Result:
-        """Find with all ranks where they differ; the entries are those of `describe`."""
+        """Find with all ranks where they differ.
+
+        `entries` are what this rank is about to reduce: (name, fact, problem) of each parameter.
+        """
         settings = {} if has_ended else {**self._settings, **settings}
-        text = describe(self.sequence, settings, has_ended, entries)
-        return compare(self._group.gather_bytes(text, timeout=self._timeout))
+        text = json.dumps([self.sequence, settings, has_ended, entries])
+        return _compare(self._group.gather_bytes(text.encode(), timeout=self._timeout))
 
     def _exchange(self, header: Header, pack: Callable[[], Any] | None) -> list[Header]:
         began = perf_counter()
@@ -176,14 +169,6 @@ class ConsistencyCheck:
 
 
 # ---- if the headers differ ----
-
-
-def describe(
-    sequence: int, settings: Mapping[str, Any], has_ended: bool, entries: Iterable[Sequence[str]]
-) -> bytes:
-    """Return what this rank is about to reduce: (name, fact, what is wrong) of each parameter."""
-    listed = [list(entry) for entry in entries]
-    return json.dumps([sequence, settings, has_ended, listed]).encode()
 
 
 class Result(NamedTuple):
@@ -229,7 +214,7 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
     return _differing(texts, "ranks have other settings of FSDP")
 
 
-def compare(texts: Sequence[bytes]) -> Result:
+def _compare(texts: Sequence[bytes]) -> Result:
     """Compare the descriptions of all ranks, and return which parameters can be reduced."""
     described: list[Any] = [json.loads(text) for text in texts]
     ranks = range(len(described))

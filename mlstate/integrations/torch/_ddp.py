@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..._collective_args import check_group, check_timeout, dtype_name, failed
 from ..._gradients import tallies
-from ..._guard import REFUSED, Header, all_agree, compare, describe, digest_of
+from ..._guard import ConsistencyCheck
 from ..._set_module import set_module
 from ..._turns import Turns
 from ._backward import PassErrors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
 
@@ -141,33 +139,26 @@ class _Buckets:
     def _reduce(
         self, current: _Pass, index: int, parts: dict[str, torch.Tensor], buffer: torch.Tensor
     ) -> None:
-        group = self._group
         bad = [name for name, (_, n) in tallies(parts).items() if n] if self._finite else []
         facts = [f"{name!r} {dtype_name(g)} {tuple(g.shape)}" for name, g in parts.items()]
-        header = Header(REFUSED if bad else 0, index, digest_of(facts, "mean"), len(bad), 0.0)
-        texts = group.gather_bytes(header.pack(), timeout=self._timeout)
-        headers = [Header.unpack(text) for text in texts]
-        if all_agree(headers):
-            group.all_reduce(buffer, op="mean", out=buffer, timeout=self._timeout)
+        check = ConsistencyCheck(self._group, self._timeout, {"op": "mean"})
+        check.sequence = index
+        headers, count = check.exchange_buckets(facts, {}, len(bad), is_refused=bool(bad))
+        if count:
+            self._group.all_reduce(buffer, op="mean", out=buffer, timeout=self._timeout)
             return
-        current.is_lost = len({header and header[1:3] for header in headers}) > 1
-        why = dict.fromkeys(bad, "NaN or infinite elements")
-        listed = [(n, fact, why.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
-        current.errors.append(self._explained(index, listed))
-
-    def _explained(self, index: int, listed: Sequence[Sequence[str]]) -> BaseException:
-        """Find out with all ranks what is wrong with a bucket."""
-        group = self._group
-        text = describe(index, {"op": "mean"}, False, listed)
-        result = compare(group.gather_bytes(text, timeout=self._timeout))
-        lines = [f"{name!r}: {what}" for name, (_, what) in result.failures.items()]
+        current.is_lost = len({header[1:3] for header in headers}) > 1
+        problems = dict.fromkeys(bad, "NaN or infinite elements")
+        listed = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
+        failures = check.find_failures(listed, {}, has_ended=False).failures
+        lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
         more = f"; {len(lines) - 5} more" if len(lines) > 5 else ""
         error = failed(
             "backward pass",
-            group.rank,
+            self._group.rank,
             f"bucket {index} was not reduced: {'; '.join(lines[:5])}{more}",
         )
-        for name, (rank, _) in result.failures.items():
+        for name, (rank, _) in failures.items():
             error.name, error.rank = name, rank
             break
-        return error
+        current.errors.append(error)
