@@ -12,9 +12,9 @@ import numpy as np
 from ._arrays import is_torch
 from ._collective_args import dtype_name
 from ._fsdp import FSDP
-from ._fsdp_pass import BackwardPass, BucketPlan
 from ._fsdp_register import ModelHooks, check_gradients
 from ._fsdp_report import BackwardReport
+from ._fsdp_runs import BackwardPass, BucketPlan
 from ._fsdp_unit import FSDPShardingUnit, bind_unit, bind_units, check_units
 from ._fsdp_verify import GradientReport, compare, compare_sums
 from ._gradients import LocalSums, add, clear, copied
