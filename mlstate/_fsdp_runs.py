@@ -60,7 +60,7 @@ class ReductionSession:
         self.events: list[Bucket] | None = [] if record else None
 
     def close(self) -> None:
-        """Let another session open; sums that no rank has confirmed are lost."""
+        """Release the reducer; sums that no header has confirmed are lost."""
         for entry in self._pending:
             entry.fail()
         self._pending = []
