@@ -67,10 +67,6 @@ class FSDPShardingUnit:
 
     Attributes
     ----------
-    counts : tuple of int
-        Elements of the part of each rank, if `world_size` is known.
-    local_shape : tuple of int
-        Shape of `local_gradient`, if `world_size` is known.
     local_gradient : array or torch.Tensor or None
         The reduced part: one-dimensional for ``"flat"``, rows for ``"rows"``, never padded,
         empty where the rank owns nothing. The next backward pass writes into the same
@@ -101,15 +97,15 @@ class FSDPShardingUnit:
     """
 
     __slots__ = (
+        "_counts",
         "_layout",
+        "_local_shape",
         "_residual",
         "_world_size",
-        "counts",
         "dtype",
         "fact",
         "like",
         "local_gradient",
-        "local_shape",
         "parameter_name",
         "shape",
         "shard_index",
@@ -148,6 +144,8 @@ class FSDPShardingUnit:
         self.like: Any = None  # the parameter itself, where it is a tensor of torch
         self._layout = layout
         self._world_size: int | None = None
+        self._counts: tuple[int, ...] = ()
+        self._local_shape: tuple[int, ...] = ()
         # what all ranks must agree on
         self.fact = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
         if world_size is not None:
@@ -193,16 +191,9 @@ class FSDPShardingUnit:
                 f"{world_size} ranks have shards 0 to {world_size - 1}"
             )
         layout = _LAYOUTS[self._layout](world_size)
-        self.counts = tuple(prod(layout.shape(self.shape, i)) for i in range(world_size))
-        self.local_shape = layout.shape(self.shape, self.shard_index)
+        self._counts = tuple(prod(layout.shape(self.shape, i)) for i in range(world_size))
+        self._local_shape = layout.shape(self.shape, self.shard_index)
         self._world_size = world_size
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:  # also for slots that `bind` has not filled
-            if name in ("counts", "local_shape"):
-                raise self._unbound()
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _unbound(self) -> ValueError:
         return ValueError(
@@ -220,6 +211,20 @@ class FSDPShardingUnit:
     def world_size(self) -> int | None:
         """Number of ranks; None before the unit has met a group."""
         return self._world_size
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements of the part of each rank."""
+        if self._world_size is None:
+            raise self._unbound()
+        return self._counts
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of `local_gradient`."""
+        if self._world_size is None:
+            raise self._unbound()
+        return self._local_shape
 
     @property
     def full_bytes(self) -> int:
