@@ -453,27 +453,33 @@ class BackwardPass:
 
     def finish(self) -> None:
         """Reduce the other buckets, end the session, and raise what failed."""
-        error = self._wait()
-        while self._submitted < len(self._plan.buckets):
-            self._submitted += 1
-            try:
-                self._reductions.queue.run("reduce_scatter", self._reduce_submitted)
-            except BaseException as caught:
-                error = error or caught
-        if error is not None:  # the other ranks do not wait for the end any more
-            raise error
-        self.session.finish("backward pass")
+        try:
+            error = self._wait()
+            if error is not None:
+                self._reductions.queue.join()  # the thread goes on if the wait was interrupted
+                raise error
+            while self._submitted < len(self._plan.buckets):
+                self._submitted += 1
+                self._reduce_submitted()
+            self.session.finish("backward pass")
+        except BaseException:
+            self._fail_others()
+            raise
 
     def abandon(self) -> None:
         """End without the other gradients; all local gradients are lost."""
         self._wait()
+        self._fail_others()
+        for unit in self._plan.units.values():
+            unit.local_gradient = None
+        self.session.close()
+
+    def _fail_others(self) -> None:
+        """Fail the gradients of buckets that have not been submitted."""
         for bucket in self._plan.buckets[self._submitted :]:
             for unit in bucket:
                 if unit.parameter_name in self.arrived:
                     self.arrived[unit.parameter_name].fail()
-        for unit in self._plan.units.values():
-            unit.local_gradient = None
-        self.session.close()
 
     def _wait(self) -> BaseException | None:
         """Wait until the thread has reduced all submitted buckets; return the first error."""
