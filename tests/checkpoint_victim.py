@@ -9,6 +9,7 @@ import shutil
 import time
 
 import numpy as np
+from index_tables import records_of, tables_of
 
 import mlstate
 from mlstate import _core
@@ -51,7 +52,8 @@ class Victim:
         return found
 
     def index(self, rank=0):
-        return json.loads(self.good[self.manifest["indexes"][rank]["path"]])
+        """An index, as records."""
+        return records_of(json.loads(self.good[self.manifest["indexes"][rank]["path"]]))
 
     def path(self, part):
         """Path of the first file of a folder."""
@@ -67,9 +69,9 @@ class Victim:
         self.put("manifest.json", sealed(document))
 
     def put_index(self, data, rank=0):
-        """An index, which the manifest describes as it is."""
+        """An index of records, or a text, which the manifest describes as it is."""
         shards = data.get("shards") if isinstance(data, dict) else None
-        data = sealed(data) if isinstance(data, dict) else data
+        data = sealed(tables_of(data)) if isinstance(data, dict) else data
         manifest = self.manifest
         record = manifest["indexes"][rank]
         record.update(bytes=max(len(data), 1), crc32c=f"{_core.crc32c(data):08x}")
