@@ -300,7 +300,9 @@ static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
 {
     uint64_t value;
     const mls_code code = mls_index_next_number(&r->in, c, 0, most, &value);
-    *out = code == MLS_OK ? (size_t)value : 0;
+    if (code == MLS_OK) {
+        *out = (size_t)value;
+    }
     return code;
 }
 
@@ -569,7 +571,7 @@ static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kin
 {
     const mls_json_node node = r->name;
     const column kind_column = r->shards[KIND];
-    size_t number;
+    size_t number = 0;
     mls_text name;
     mls_code code = mls_index_read_text(&r->in, node, "name", &name);
     if (code != MLS_OK) {

@@ -330,6 +330,12 @@ static size_t row_count(table_column column, const mls_index_shard *s)
     return column < FILE_NUMBER ? 1 : mls_index_place_count(s);
 }
 
+/* The layer in a row; an empty one in the table of shards. */
+static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t number)
+{
+    return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
+}
+
 /* Whether any shard or layer needs a column. */
 static bool is_needed(table_column column, const mls_index *index)
 {
@@ -337,7 +343,7 @@ static bool is_needed(table_column column, const mls_index *index)
     for (size_t i = 0; !needed && i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
         for (size_t j = 0; !needed && j < row_count(column, s); j++) {
-            const mls_layer layer = mls_index_place(s, j);
+            const mls_layer layer = layer_of(column, s, j);
             needed = needs_column(column, s, &layer);
         }
     }
@@ -354,8 +360,7 @@ static void put_column(mls_buffer *b, table_column column, const mls_index *inde
     for (size_t i = 0, row = 0; i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
         for (size_t j = 0; j < row_count(column, s); j++, row++) {
-            const mls_layer layer =
-                column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, j);
+            const mls_layer layer = layer_of(column, s, j);
             mls_buffer_text(b, row == 0 ? "" : marks[1]);
             if (nulls && !needs_column(column, s, &layer)) {
                 mls_buffer_text(b, "null");
