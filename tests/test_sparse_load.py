@@ -16,7 +16,7 @@ from tries import tries
 import mlstate
 from mlstate import _core
 from mlstate.checkpoint import Layout, inspect, load, plan_load, prune, reshard, verify
-from mlstate.errors import ChecksumError, FormatError
+from mlstate.errors import ChecksumError
 
 
 def tensors(rng):

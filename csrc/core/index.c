@@ -718,25 +718,6 @@ static mls_code allocate(reader *r)
     return MLS_OK;
 }
 
-/* Check that an array has a value for each of `rows` rows; its first one. */
-static mls_code open_array(reader *r, const member *m, size_t rows, mls_json_node *out)
-{
-    *out = MLS_JSON_NONE;
-    if (m->node == MLS_JSON_NONE) {
-        return MLS_OK;
-    }
-    const size_t count = mls_json_size(r->in.json, m->node);
-    if (count != rows) {
-        mls_index_fail_at(&r->in, mls_json_offset(r->in.json, m->node), m->key,
-                          "has not one value for each row of its table");
-        mls_status_expected(r->in.st, "%zu", rows);
-        mls_status_got(r->in.st, "%zu", count);
-        return MLS_E_FORMAT;
-    }
-    *out = mls_json_first(r->in.json, m->node);
-    return MLS_OK;
-}
-
 /* The columns of the shards, of which there are as many as names. */
 static mls_code open_shards(reader *r, mls_json_node object)
 {
@@ -781,7 +762,7 @@ static mls_code open_layers(reader *r, mls_json_node object)
     }
     r->layer_rows = r->layers[CRC].rest.length / MLS_CRC_DIGITS;
     for (int i = 0; code == MLS_OK && i < LAYER_ARRAYS; i++) {
-        code = open_array(r, &m[ROWS + i], r->layer_rows, &r->arrays[i]);
+        code = mls_index_open_array(&r->in, &m[ROWS + i], r->layer_rows, &r->arrays[i]);
     }
     return code;
 }

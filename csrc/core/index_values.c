@@ -128,7 +128,7 @@ mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
 
 /* ---- columns ---- */
 
-/* A string starts after its quote. */
+/* A string starts behind its quote. */
 mls_index_column mls_index_open_column(const mls_index_source *in,
                                        const mls_json_member *m)
 {
@@ -137,6 +137,26 @@ mls_index_column mls_index_open_column(const mls_index_source *in,
                : (mls_index_column){.key = m->key,
                                     .offset = mls_json_offset(in->json, m->node) + 1,
                                     .rest = mls_json_text(in->json, m->node)};
+}
+
+/* An empty table has no first value. */
+mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member *m,
+                              size_t rows, mls_json_node *out)
+{
+    *out = MLS_JSON_NONE;
+    if (m->node == MLS_JSON_NONE) {
+        return MLS_OK;
+    }
+    const size_t count = mls_json_size(in->json, m->node);
+    if (count != rows) {
+        mls_index_fail_at(in, mls_json_offset(in->json, m->node), m->key,
+                          "has not one value for each row of its table");
+        mls_status_expected(in->st, "%zu", rows);
+        mls_status_got(in->st, "%zu", count);
+        return MLS_E_FORMAT;
+    }
+    *out = mls_json_first(in->json, m->node);
+    return MLS_OK;
 }
 
 /* The value ends at a comma, or for checksums after their digits. */

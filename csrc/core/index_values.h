@@ -67,6 +67,11 @@ typedef struct mls_index_column {
 mls_index_column mls_index_open_column(const mls_index_source *in,
                                        const mls_json_member *m);
 
+/* Check that an array, if it was found, has a value for each of `rows` rows; its first
+ * one, or MLS_JSON_NONE. */
+mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member *m,
+                              size_t rows, mls_json_node *out);
+
 /* Fill the status with the value at the cursor, which is wrong; returns MLS_E_FORMAT. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
                                const char *what);
