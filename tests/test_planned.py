@@ -219,7 +219,8 @@ def test_plans_do_not_grow_with_the_world(tmp_path, stacked):
         assert len(reshard.reads) <= 4 * len(load.reads)
     for _, save, load, reshard in others:
         assert save.shards == first[1].shards
-        assert abs(described(save) / described(first[1]) - 1) < 0.25
+        # a path for each file; of smaller parts more share one
+        assert 0.7 < described(save) / described(first[1]) < 1.25
         assert save.data_bytes <= first[1].data_bytes
         assert len(load.reads) <= len(first[2].reads)  # parts of small tensors may be empty
         assert len(reshard.indexes) <= len(first[3].indexes) + 4
