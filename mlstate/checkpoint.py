@@ -187,16 +187,16 @@ def save(
     Whether a shard changed is decided by its version, where it has one (see `Shard`), else by
     comparing its bytes with those on the disk.
 
-    With `sparse` or `incremental` the checkpoint needs a reader of format version 2; every
-    function of mlstate gives the same arrays as without. A row is what lies behind one index of
-    the first axis, but at least 256 bytes and at most 64 KiB; shards of less than
-    `pack_below_bytes` are written whole or, where they are zero, not at all. A shard of which
-    more than 3/4 holds something is written whole. It is made of at most 8 layers, which hold
-    at most twice its bytes together; then it is written anew. Extra memory: a bit for each row.
+    With `sparse` or `incremental` every function of mlstate returns the same arrays as without.
+    A row is what lies behind one index of the first axis, but at least 256 bytes and at most
+    64 KiB; shards of less than `pack_below_bytes` are written whole or, where they are zero, not
+    at all. A shard of which more than 3/4 holds something is written whole. It is made of at most
+    8 layers, which hold at most twice its bytes together; then it is written anew. Extra memory:
+    a bit for each row.
 
-    With `compress`, too, version 2 is needed. Shards of less than `pack_below_bytes`, and of less
-    than 16 KiB, are not compressed. Each thread compresses one shard at a time; extra memory:
-    what that one becomes, at most 3/4 of it where it is kept.
+    With `compress`, shards of less than `pack_below_bytes`, and of less than 16 KiB, are not
+    compressed. Each thread compresses one shard at a time; extra memory: what that one becomes,
+    at most 3/4 of it where it is kept.
 
     On a network file system one host writes at a time: the lock between hosts is not safe.
 
