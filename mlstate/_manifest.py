@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from . import _core
-from ._sayable import check_sayable
-from ._state_kind import describe
 from .errors import FormatError
 
 if TYPE_CHECKING:
@@ -95,20 +93,6 @@ class Manifest(NamedTuple):
     metadata: dict[str, Any]
     indexes: tuple[IndexRecord, ...] | Ranks
     patterns: tuple[Pattern, ...] | None = None
-
-
-def kind_of(state: Any) -> dict[str, Any] | None:
-    """Which class a state is of, and the attributes of that class."""
-    if state is None:
-        return None
-    import json
-
-    text = describe(state)
-    if text is None:
-        return {"kind": "state"}
-    found: dict[str, Any] = json.loads(text)
-    check_sayable(found.get("param_groups", ()), "param_groups")  # save_file takes inf
-    return found
 
 
 def described(record: IndexRecord) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from ._load import chosen_keys, ranks_of
 from ._manifest import IndexRecord, described
 from ._names import listed_names
 from ._path import local_folder
+from ._replica_assignment import by_section, whole_names
 from ._save import PACK_BELOW, states_of
 from ._set_module import set_module
-from ._share_out import by_section, whole_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -234,11 +234,11 @@ def plan_save(
     gathered, nbytes = _core.shards_gather((rank, world_size), dicts, Shard, mine, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
     catalog = _core.Catalog((text,), ("index",))
-    [told] = _folder.patterns_of(catalog)
+    [summary] = _folder.patterns_of(catalog)
     [(_, _, _, shards, *_)] = catalog.heads()
     record = IndexRecord(f"index/{_GENERATION}.{rank}.json", len(text), "0" * 8, shards, nbytes)
-    if told is not None and world_size > 1:
-        record = record._replace(pattern=0, parts=told.parts)
+    if summary is not None and world_size > 1:
+        record = record._replace(pattern=0, parts=summary.parts)
     described_bytes = len(json.dumps([[described(record)]], indent=1)) - len("[\n [\n ]\n]")
     return SavePlan(
         rank, world_size, shards, nbytes, catalog.files(), len(text), described_bytes, text
