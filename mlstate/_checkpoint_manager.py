@@ -259,8 +259,8 @@ class CheckpointManager:
         model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
             As for `mlstate.save`.
         sparse, incremental, compress
-            As for `mlstate.save`. Steps share layers as they share files: giving up the oldest
-            ones never takes away what newer ones are made of.
+            As for `mlstate.save`. Steps share layers as they share files: files that a newer
+            step needs stay when the oldest steps are deleted.
 
         Returns
         -------
@@ -329,11 +329,9 @@ class CheckpointManager:
 
         Parameters
         ----------
-        step, model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
+        step, model, optimizer, metadata, layout, pack_below_bytes, sparse, incremental, compress
             As for `save`.
-        sparse, incremental, compress
-            As for `save`.
-        max_staging_bytes : int, float or str, optional
+        max_staging_bytes, group, progress, lock_timeout
             As for `mlstate.checkpoint.save_async`.
 
         Returns

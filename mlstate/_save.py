@@ -467,49 +467,49 @@ def save(
     """
     Save the state of a model, of its optimizer, or both.
 
-    When this returns, the new checkpoint is on the disk. Up to then, whatever happens, the one
-    that was in the folder before is there and whole.
+    When this returns, the new checkpoint is on the disk. Until then the old checkpoint in the
+    folder stays complete, whatever happens.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint; made where there is none. A checkpoint that is there is
-        replaced: what did not change is not written again.
+        Folder of the checkpoint; created if it does not exist. A checkpoint in it is replaced;
+        unchanged shards are not written again.
     model : mapping of str to array or Shard, or torch.nn.Module, optional
-        A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or anything with
-        ``get_state_dict()``. Arrays are NumPy's, ml_dtypes', or torch tensors; they are used
-        where they lie. Tensors on a device are copied to main memory first, all of them. A
+        A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or an object with
+        ``get_state_dict()``. Arrays are those of NumPy or ml_dtypes, or torch tensors; they are
+        not copied, except tensors on a device: all of these are first copied to main memory. A
         module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or tensor
         parallelism: names are those without the wrappers, and each rank stores its shards.
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
         An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer, whose parameters' names come from the module given as `model`.
     metadata : mapping, optional
-        What JSON can say: texts, finite numbers, lists, dicts with str keys, 100 deep at most.
+        JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
     step : int, optional
         Default: that of an `OptimizerStateDict`.
     group : ProcessGroup, optional
         The ranks that save together, all of which call this; see `mlstate.collectives`. Each
-        writes its own shards. An array that is no `Shard` is one that every rank has whole:
-        they take turns in storing these. Default: this process alone.
+        writes its own shards. An array that is not a `Shard` is treated as replicated: every
+        rank holds all of it, and the writes are divided round-robin. Default: this process
+        alone.
     layout : Layout, "rows", "flat" or "whole", optional
-        How arrays that are no `Shard` are cut into shards. Default: not at all.
+        How arrays that are not a `Shard` are cut into shards. Default: not at all.
     pack_below_bytes : int, default 262144
-        Shards of fewer bytes share files; 0: every shard has a file of its own.
+        Shards of fewer bytes share files; 0: every shard has its own file.
     sparse : bool, default False
-        Leave out rows that are zero in all their bytes, and tensors that are: those of an
-        optimizer's states whose parameter was not trained. Looking for them costs a pass over
-        the memory.
+        Do not store rows whose bytes are all zero, nor tensors of such rows, such as the
+        optimizer states of parameters that were not trained. The search is one pass over the
+        memory.
     incremental : bool, default False
-        Where no more than half of the rows of a shard changed since the last save in this
-        folder, write these only. What was there is read, all of it, to find them.
+        If at most half of the rows of a shard changed since the last save in this folder, write
+        these rows only. The old shard is read to find them.
     compress : {"zlib", "zstd"}, optional
-        Compress what gets smaller by a quarter or more, as samples of each tensor tell: numbers
-        that were rounded, counts, masks; trained float32 mostly does not. ``zlib`` is
-        everywhere; ``zstd`` is quicker both ways and needs ``mlstate[zstd]``, here and where it
-        is read.
+        Compress tensors that shrink by a quarter or more, as samples of each tensor show:
+        rounded numbers, counts, masks; trained float32 mostly does not. ``zlib`` is always
+        available; ``zstd`` is faster both ways and needs ``mlstate[zstd]`` to save and to load.
     progress : callable, optional
-        Called now and then with the number of bytes that were done since the last call. What
+        Called repeatedly with the number of bytes done since the last call. An exception that
         it raises stops the save.
     lock_timeout : float, default 0
         Seconds to wait while another process writes.
@@ -517,48 +517,50 @@ def save(
     Returns
     -------
     Checkpoint
-        What is in the folder now; ``written`` says what this call wrote.
+        The new checkpoint; its ``written`` reports what this call wrote.
 
     Raises
     ------
     ImportError
         The package that `compress` needs is not installed.
     TypeError, ValueError
-        An argument is none of the above, ranks do not save the same, they lack a part of a
-        tensor, or a shard's version goes back. Nothing is replaced then.
+        An argument is wrong, ranks save different states, the ranks lack a part of a tensor, or
+        a shard's version decreases. Nothing is replaced then.
     CompatibilityError
-        A dtype that files have no name for, or a shape that does not go with its layout.
+        A dtype without a name in the file format, or a shape that its layout cannot cut.
     TypeError, ValueError
         A sharded module without the `group` of its ranks; an optimizer whose parameters are
-        not the module's; a DTensor that is cut as no `Layout` can say. The text names it.
+        not the module's; a DTensor whose placement no `Layout` describes. The message names it.
     BufferError
         A tensor has no memory to export, such as one on torch's ``meta`` device.
     StoreError
         The system refused: an `OSError` with its ``errno`` (EBUSY: another process is
         writing this checkpoint; EEXIST: the folder holds the steps of a `CheckpointManager`).
     CollectiveError
-        Another rank failed; the text says which, and why.
+        Another rank failed; the message names the rank and the reason.
 
     Notes
     -----
-    Every file appears under a temporary name, and all of them are on the disk before
-    ``manifest.json`` is replaced. A process that is killed leaves files behind that the next
-    save deletes. Arrays must not be changed meanwhile. The GIL is released. Extra memory: about
-    400 bytes a shard, and 2 MiB for each thread.
+    `mlstate.checkpoint.save_async` and `CheckpointManager` take the same arguments.
 
-    Whether a shard changed is decided by its version, where it has one (see `Shard`), else by
-    comparing its bytes with those on the disk.
+    Every file is written under a temporary name, and all of them are on the disk before
+    ``manifest.json`` is replaced. A process that is killed leaves files behind that the next
+    save deletes. Arrays must not change during the save. The GIL is released. Extra memory:
+    about 400 bytes a shard, and 2 MiB for each thread.
+
+    A shard with a version (see `Shard`) is unchanged if its version is. Other shards are compared
+    with their bytes on the disk.
 
     With `sparse` or `incremental` the checkpoint needs a reader of format version 2; every
-    function of mlstate gives the same arrays as without. A row is what lies behind one index of
-    the first axis, but at least 256 bytes and at most 64 KiB; shards of less than
-    `pack_below_bytes` are written whole or, where they are zero, not at all. A shard of which
-    more than 3/4 holds something is written whole. It is made of at most 8 layers, which hold
-    at most twice its bytes together; then it is written anew. Extra memory: a bit for each row.
+    function of mlstate returns the same arrays as without. A row is one index of the first axis,
+    but at least 256 bytes and at most 64 KiB. Shards of less than `pack_below_bytes` are written
+    whole or, if they are all zero, not at all. A shard of which more than 3/4 is to be stored is
+    written whole. A shard has at most 8 layers, with at most twice its bytes in all; then it is
+    written whole again. Extra memory: a bit for each row.
 
     With `compress`, too, version 2 is needed. Shards of less than `pack_below_bytes`, and of less
     than 16 KiB, are not compressed. Each thread compresses one shard at a time; extra memory:
-    what that one becomes, at most 3/4 of it where it is kept.
+    the result, at most 3/4 of the shard if it is kept.
 
     On a network file system one host writes at a time: the lock between hosts is not safe.
 

@@ -726,59 +726,55 @@ def save_async(
     """
     Begin to save, and return while the checkpoint is written.
 
-    The state must not be changed before the handle's `staged` returns. Then everything of it
-    is copied or written: training goes on, and the rest is written behind it. The new
-    checkpoint is there when the handle's `wait` returns; up to then the old one is.
+    The state must not change before the handle's `staged` returns: then every array was copied
+    or written, and the rest is written while training continues. When the handle's `wait`
+    returns, the new checkpoint is on the disk; until then the old one stays.
 
     Parameters
     ----------
-    path, model, optimizer, metadata, step, layout, pack_below_bytes
+    path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress
         As for `save`. Tensors on a device are always copied.
-    sparse, incremental, compress
-        As for `save`.
     max_staging_bytes : int, float or str, optional
         Bytes, or a size such as ``"6GiB"``, that the save may take in all, with 2 MiB for each
-        of its threads and about 500 bytes a shard; 0: no copies. What does not fit is written
-        from where it lies before `staged` returns. Default: copies of the whole state, and what
-        the writer takes.
+        of its threads and about 500 bytes a shard; 0: no copies. Shards that do not fit are
+        written from the caller's memory before `staged` returns. Default: copies of the whole
+        state, and the writer's memory.
     staging : Staging, optional
         Memory for the copies, allocated and touched beforehand. Default: allocated now and
-        given back at the end.
+        freed at the end.
     group : ProcessGroup, optional
-        As for `save`, but one that nothing else uses until the save has ended: a thread talks
-        to the other ranks through it. `staged` waits for the slowest rank to begin.
-    progress : callable, optional
-        As for `save`; called in the thread.
-    lock_timeout : float, default 0
-        Seconds to wait while another process writes.
+        As for `save`, but nothing else may use it until the save has ended: a thread sends
+        messages through it. `staged` waits for the slowest rank to begin.
+    progress, lock_timeout
+        As for `save`; `progress` is called in the thread.
 
     Returns
     -------
     SaveHandle
-        To wait for what happens: `SaveHandle.staged`, `SaveHandle.wait`.
+        See `SaveHandle.staged`, `SaveHandle.wait`.
 
     Raises
     ------
     TypeError, ValueError, CompatibilityError, BufferError
-        As `save`, about the arguments; what happens later is raised by the handle. ValueError
-        also where `group` or `staging` is in use by another save, where `group` is torch's
-        default group, or where tensors on a device do not fit `max_staging_bytes`.
+        As `save`, about the arguments; the handle raises later errors. ValueError also if
+        `group` or `staging` is in use by another save, if `group` is torch's default group, or
+        if tensors on a device do not fit `max_staging_bytes`.
     StoreError
         The folder holds the steps of a `CheckpointManager` (EEXIST).
 
     Notes
     -----
     Extra memory: `max_staging_bytes`; by default the state's and at most 16 MiB for the
-    writer with about 400 bytes a shard. Below some 7 MiB a quarter of `max_staging_bytes` is
-    for copies, and the writer has what it needs. References to arrays are dropped when they
-    are staged, so that the memory of arrays that training replaces is free. Copies are made
+    writer with about 400 bytes a shard. If `max_staging_bytes` barely covers the writer (below
+    some 7 MiB), a quarter of it is still used for copies. References to arrays are dropped when
+    they are staged, so that the memory of arrays that training replaces is free. Copies are made
     by the threads of `mlstate.set_num_threads` without the GIL; the writer has up to four
     threads of its own.
 
-    A thread does the work, which the interpreter waits for when it ends. A save whose error
-    nobody asked for shows it. In a forked child the handle is of no use, and the save is not
-    disturbed. The idea of staging in memory and writing behind the training is that of
-    CheckFreq (Mohan et al., FAST 2021).
+    A thread does the work; the interpreter waits for it at exit. If the save fails and neither
+    `staged` nor `wait` is called, the exception is printed. In a forked child the handle cannot
+    be used, and the save is not disturbed. The idea of staging in memory and writing during
+    training is that of CheckFreq (Mohan et al., FAST 2021).
 
     Examples
     --------
