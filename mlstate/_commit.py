@@ -475,8 +475,20 @@ def _plan_deletions(
     return {}
 
 
+def _delete_own_replaced(target: SaveTarget, plan: dict[str, Any]) -> str:
+    """Delete this rank's files of generations that are gone; return the text of an error."""
+    if not plan:
+        return ""
+    gone, kept = ([Generation(*one) for one in plan[name]] for name in ("gone", "kept"))
+    try:
+        delete_own_files(target.folder, target.rank, target.world_size, gone, kept)
+    except (MLStateError, MemoryError) as error:
+        return f"rank {target.rank}: {error}"
+    return ""
+
+
 def _delete_replaced_together(
-    target: SaveTarget, group: ProcessGroup, committed: Committed | None, before: Manifest | None
+    target: SaveTarget, committed: Committed | None, before: Manifest | None
 ) -> str | None:
     """Delete the files that no root needs: each rank its own; return the text of a warning.
 
@@ -484,22 +496,17 @@ def _delete_replaced_together(
     """
     import json
 
-    plan = {} if committed is None else _plan_deletions(target, committed, before)
-    trouble = ""
-    [text, *_] = _gather(group, json.dumps(plan).encode())
-    if found := json.loads(text):
-        gone, kept = ([Generation(*one) for one in found[name]] for name in ("gone", "kept"))
-        try:
-            delete_own_files(target.folder, group.rank, group.world_size, gone, kept)
-        except (MLStateError, MemoryError) as error:
-            trouble = f"rank {group.rank}: {error}"
-    others = _gather(group, trouble.encode(), root=0)
-    troubles = [one for one in (trouble, *map(bytes.decode, others)) if one]
+    own_plan = {} if committed is None else _plan_deletions(target, committed, before)
+    [text, *_] = _gather(target.group, json.dumps(own_plan).encode())
+    plan = json.loads(text)
+    trouble = _delete_own_replaced(target, plan)
+    troubles = [trouble, *map(bytes.decode, _gather(target.group, trouble.encode(), root=0))]
+    first = next(filter(None, troubles), None)
     warning = None
-    if committed is not None and (troubles or not found):
+    if committed is not None and (first or not plan):
         warning = delete_replaced(target, committed, before)
-    if warning is None and troubles:
-        warning = f"deleting old files of the checkpoint met an error: {troubles[0]}"
+    if warning is None and first:
+        warning = f"deleting old files of the checkpoint met an error: {first}"
     return warning
 
 
@@ -550,7 +557,7 @@ def write_and_commit(
             raise outcome.error
         committed, written = outcome.committed, result.written
         if target.group is not None:
-            warning = _delete_replaced_together(target, target.group, committed, start.before)
+            warning = _delete_replaced_together(target, committed, start.before)
         elif committed is not None:
             warning = delete_replaced(target, committed, start.before)
         is_clean = warning is None  # else the next save looks for what is left

@@ -198,6 +198,14 @@ def _exchange_digests(
     return [first[kind] for kind in kinds], is_reporter
 
 
+def _exchange_summaries(group: ProcessGroup, text: bytes) -> dict[int, _Summary]:
+    """Return the summaries that ranks send; a rank without one sends an empty text."""
+    import json
+
+    gathered = list(group.gather_bytes(text) or [])
+    return {rank: json.loads(found) for rank, found in enumerate(gathered) if found}
+
+
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
     """Return the error of the first rank that reports one."""
     for rank, summary in summaries.items():
@@ -242,13 +250,12 @@ def assign_replicas(
     text = json.dumps(summary).encode()
     first, is_reporter = _exchange_digests(group, text, replicas)
     copies = replicas if is_reporter else b""
-    rank, world = group.rank, group.world_size
+    rank = group.rank
     if len(set(first)) == 1:
         if error is not None or steps:
             return Assignment(None, copies, error)
-        return Assignment(by_section([*summary["whole"]][rank::world]), copies)
-    gathered = list(group.gather_bytes(text if first[rank] == rank else b"") or [])
-    summaries = {other: json.loads(found) for other, found in enumerate(gathered) if found}
+        return Assignment(by_section([*summary["whole"]][rank :: group.world_size]), copies)
+    summaries = _exchange_summaries(group, text if first[rank] == rank else b"")
     failed = _peer_error(summaries) if error is None else error
     if failed is not None:
         return Assignment(error=failed)

@@ -22,11 +22,11 @@ from ._arrays import refuse_given_away
 from ._collective_args import check_group
 from ._commit import refuse_manager_folder, write_and_commit
 from ._json_values import check_json_values
-from ._layout import Layout, Shard, steps_of
+from ._layout import Layout, Shard, Steps, steps_of
 from ._lock import check_timeout
 from ._optimizer_state import OptimizerStateDict
 from ._path import local_folder
-from ._replica_assignment import assign_replicas
+from ._replica_assignment import Assignment, assign_replicas
 from ._set_module import set_module
 from ._state_dict import StateDict
 from ._state_kind import kind_of
@@ -179,14 +179,13 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
     )
 
 
-def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
-    """Return the states behind the arguments: mappings as they are, torch objects' own.
-
-    `ranks` save together: what torch spread over more of them is refused.
-    """
+def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:
+    """Replace a torch module and a torch optimizer by their states."""
     torch = sys.modules.get("torch")
-    module = model if torch is not None and isinstance(model, torch.nn.Module) else None
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+    if torch is None:
+        return model, optimizer
+    module = model if isinstance(model, torch.nn.Module) else None
+    if isinstance(optimizer, torch.optim.Optimizer):
         from .integrations.torch._training import saved_optimizer
 
         states, keywords = saved_optimizer(optimizer, module, ranks)
@@ -196,20 +195,32 @@ def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
         from .integrations.torch._training import saved_module
 
         model = StateDict(saved_module(module, ranks))
-    states_given = []
-    for name, state in (("model", model), ("optimizer", optimizer)):
-        if hasattr(state, "get_state_dict"):
-            state = state.get_state_dict()
-        if state is not None and not hasattr(state, "keys"):
-            raise TypeError(
-                f"{name} must be a mapping of str to arrays, a torch "
-                f"{'module' if name == 'model' else 'optimizer'} or something with "
-                f"get_state_dict(), got {type(state).__name__}"
-            )
-        states_given.append(state)
-    if states_given[0] is None and states_given[1] is None:
+    return model, optimizer
+
+
+def _mapping_of(name: str, state: Any) -> Any:
+    """Return the mapping behind an argument; TypeError if there is none."""
+    if hasattr(state, "get_state_dict"):
+        state = state.get_state_dict()
+    if state is not None and not hasattr(state, "keys"):
+        raise TypeError(
+            f"{name} must be a mapping of str to arrays, a torch "
+            f"{'module' if name == 'model' else 'optimizer'} or something with "
+            f"get_state_dict(), got {type(state).__name__}"
+        )
+    return state
+
+
+def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
+    """Return the states behind the arguments: mappings as they are, and those of torch objects.
+
+    `ranks` save together; a module that torch sharded over more ranks is refused.
+    """
+    model, optimizer = _torch_states(model, optimizer, ranks)
+    model, optimizer = _mapping_of("model", model), _mapping_of("optimizer", optimizer)
+    if model is None and optimizer is None:
         raise ValueError("nothing to save: give a model, an optimizer or both")
-    return states_given[0], states_given[1]
+    return model, optimizer
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
@@ -282,7 +293,7 @@ class SaveContent:
     Attributes
     ----------
     dicts : tuple of two dicts or None
-        The arrays of model and optimizer. `gather_shards` lets go of them.
+        The arrays of model and optimizer, until `gather_shards` has taken them.
     header : dict
         What the manifest says of the state.
     error : BaseException or None
@@ -379,6 +390,13 @@ class GatheredShards:
         self.error = error
 
 
+def _layout_steps(target: SaveTarget, content: SaveContent) -> Steps:
+    """Return how arrays that are not a `Shard` are cut; () if they are not."""
+    if target.layout is None or content.error is not None:
+        return ()
+    return steps_of(target.layout, target.world_size) or ()
+
+
 def gather_shards(
     target: SaveTarget, content: SaveContent, copy: Callable[[Any], Any] | None = None
 ) -> GatheredShards:
@@ -389,22 +407,16 @@ def gather_shards(
     """
     gathered = GatheredShards(content.header)
     try:
-        steps: Any = ()
-        if content.error is None and target.layout is not None:
-            steps = steps_of(target.layout, target.world_size) or ()
-        mine = None
+        steps = _layout_steps(target, content)
+        assigned = Assignment()
         if target.group is not None:
             assigned = assign_replicas(target.group, *content.dicts, steps, content.error)
-            mine, gathered.copies = assigned.mine, assigned.copies
-            if assigned.error is not None:
-                gathered.fail(assigned.error)
-                return gathered
-        dicts = content.dicts
-        if sys.modules.get("torch") is not None:
-            for section, state in enumerate(dicts):
-                _copy_to_host(state, None if mine is None else mine[section], copy)
-        ranks = (target.rank, target.world_size)
-        gathered.shards, gathered.nbytes = _core.shards_gather(ranks, dicts, Shard, mine, steps)
+        gathered.copies, gathered.error = assigned.copies, assigned.error
+        if gathered.error is None:
+            dicts, mine = content.dicts, assigned.mine
+            _copy_to_host(dicts, mine or (None, None), copy)
+            ranks = (target.rank, target.world_size)
+            gathered.shards, gathered.nbytes = _core.shards_gather(ranks, dicts, Shard, mine, steps)
     except CollectiveError:
         raise
     except BaseException as error:
@@ -412,20 +424,25 @@ def gather_shards(
             raise
         gathered.fail(error)
     finally:
-        content.dicts = (None, None)
+        # references to arrays, also those of the error's traceback
+        content.dicts, content.error = (None, None), None
     return gathered
 
 
 def _copy_to_host(
-    state: dict[str, Any] | None,
-    mine: frozenset[str] | None,
+    dicts: _Dicts,
+    mine: tuple[frozenset[str] | None, frozenset[str] | None],
     copy: Callable[[Any], Any] | None,
 ) -> None:
     """Replace tensors on devices that this rank stores by copies in main memory."""
-    for name, value in () if state is None else state.items():
-        ours = value.replica == 0 if isinstance(value, Shard) else mine is None or name in mine
-        if ours and is_on_device(value):
-            state[name] = _on_host(name, value, copy)  # type: ignore[index]
+    if sys.modules.get("torch") is None:
+        return
+    for state, names in zip(dicts, mine, strict=True):
+        for name, value in () if state is None else state.items():
+            whole = not isinstance(value, Shard)
+            ours = (names is None or name in names) if whole else value.replica == 0
+            if ours and is_on_device(value):
+                state[name] = _on_host(name, value, copy)  # type: ignore[index]
 
 
 # ---- all of it ----

@@ -656,6 +656,13 @@ def _event(device: Any) -> Any:
     return module.current_stream(device).record_event()
 
 
+def _check_arguments(staging: object, progress: object) -> None:
+    if staging is not None and not isinstance(staging, Staging):
+        raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
+
+
 def begin_save(
     path: str | os.PathLike[str],
     model: Any,
@@ -674,10 +681,7 @@ def begin_save(
     `keep` is called with the handle before the save begins.
     """
     began = time.perf_counter()
-    if staging is not None and not isinstance(staging, Staging):
-        raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
+    _check_arguments(staging, progress)
     budget = _staging_budget(max_staging_bytes)
     memory = OwnStaging(kept=False) if staging is None else staging
     target = check_target(path, **options)
