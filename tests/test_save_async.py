@@ -676,14 +676,9 @@ def fail_as_rank(group, path, victim):
     bad = {"progress": stop} if group.rank == 1 else {}
     if victim == "dtype" and group.rank == 1:
         state["more"], bad = np.array("text"), {}
-    if victim == "cancelled" and group.rank == 1:  # before it tells the others what it saves
+    if victim == "cancelled" and group.rank == 1:  # before the ranks exchange what they save
         check, bad = _save_async._Job.check, {}
-
-        def cancel_and_check(job):
-            job.cancelled = True
-            check(job)
-
-        _save_async._Job.check = cancel_and_check
+        _save_async._Job.check = lambda job: (setattr(job, "cancelled", True), check(job))
     handle = save_async(path, state, step=2, group=group, **bad)
     try:
         handle.wait(SECONDS)
