@@ -171,8 +171,10 @@ static mls_code read_shard(mls_status *st)
     unsigned char got[2] = {0};
     const mls_piece piece = {.shard = &shard, .to = &wanted, .data = got};
     size_t failed = 77;
-    const mls_code code =
-        mls_shards_read(-1, &piece, 1, &mls_crc_scalar, NULL, NULL, NULL, &failed, st);
+    const mls_code code = mls_shards_read(
+        &(mls_read_request){
+            .folder = -1, .pieces = &piece, .count = 1, .crc = &mls_crc_scalar},
+        &failed, st);
     CHECK(failed == (code == MLS_OK ? 77U : 0U));
     CHECK(code != MLS_OK || memcmp(got, "ld", 2) == 0);
     return code;
