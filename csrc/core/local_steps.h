@@ -121,6 +121,9 @@ mls_local_area *mls_local_area_of(const mls_local *g, size_t rank);
 /* The slot of a rank that holds a step. */
 unsigned char *mls_local_slot(const mls_local *g, size_t rank, uint64_t step);
 
+/* Ring for every rank that sleeps. */
+void mls_local_ring(const mls_local *g);
+
 /* Declare the group to be of no use, unless somebody did before, and wake everybody. */
 void mls_local_break(mls_local *g, mls_local_blame blame);
 
@@ -189,9 +192,6 @@ bool mls_local_is_direct(const mls_local *g, size_t bytes);
 /* Begin, and settle: the operation is one step, in which slots tell addresses. */
 mls_code mls_local_run_direct(mls_local *g, const mls_local_flow *flow,
                               const mls_local_call *call, mls_status *st);
-
-/* Ring for every rank that sleeps. */
-void mls_local_ring(const mls_local *g);
 
 /* ---- small things ---- */
 
