@@ -4,7 +4,10 @@
  * them.  Numbers are taken as Python means them: anything with __index__ counts as an
  * integer, a float never does.
  */
-#include "mlsp.h"
+#include "args.h"
+
+#include "errors.h"
+#include "module_state.h"
 
 /* METH_FASTCALL hands over whatever came: `args` may be read only after this. */
 int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
@@ -102,22 +105,14 @@ int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
     return 0;
 }
 
-/* Lengths are compared too: a str may hold a NUL. */
-int mlsp_take_op(PyObject *object, mls_reduce_op *out)
+/* The same text as mlsp_items_of. */
+int mlsp_take_dict(PyObject *object, const char *what)
 {
-    static const char *const names[] = {
-        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
-    mls_text text;
-    if (mlsp_take_text(object, "op", &text) < 0) {
-        return -1;
+    if (PyDict_Check(object)) {
+        return 0;
     }
-    for (int op = 0; op <= MLS_REDUCE_MAX; op++) {
-        if (mls_text_is(text, names[op])) {
-            *out = (mls_reduce_op)op;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "op must be sum, min or max, got %.100R", object);
+    PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
+                 Py_TYPE(object)->tp_name);
     return -1;
 }
 

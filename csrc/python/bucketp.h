@@ -3,9 +3,12 @@
 #ifndef MLSP_BUCKETP_H
 #define MLSP_BUCKETP_H
 
-#include "mlsp.h"
+#include "python_api.h"
+
+#include "array_view.h"
 
 #include "bucket.h"
+#include "reduce.h"
 
 /* A bucket, and what keeps its arrays alive. */
 typedef struct mlsp_bucket {
@@ -13,6 +16,9 @@ typedef struct mlsp_bucket {
     PyObject **owners; /* strong: of the array and the output of each segment */
     size_t *counts;    /* of all segments */
 } mlsp_bucket;
+
+/* "sum", "min" or "max".  -1 with TypeError or ValueError set, and `*out` untouched. */
+int mlsp_take_op(PyObject *object, mls_reduce_op *out);
 
 /* The bucket in a capsule, which keeps it; NULL with ValueError set.  Who works on it
  * without the GIL holds a reference to the capsule, as the arguments of a call do. */

@@ -2,7 +2,15 @@
 #ifndef MLSP_CATALOG_LOAD_H
 #define MLSP_CATALOG_LOAD_H
 
-#include "checkpoint.h"
+#include "python_api.h"
+
+#include "catalog_object.h"
+#include "module_state.h"
+
+#include "catalog.h"
+#include "shard_read.h"
+#include "stored.h"
+#include "tensor.h"
 
 /* A tensor, the part of it that is wanted, and where it goes. */
 typedef struct wanted {

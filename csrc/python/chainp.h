@@ -2,7 +2,9 @@
 #ifndef MLSP_CHAINP_H
 #define MLSP_CHAINP_H
 
-#include "mlsp.h"
+#include "python_api.h"
+
+#include "module_state.h"
 
 #include "chain.h"
 

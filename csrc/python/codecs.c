@@ -4,7 +4,9 @@
  * a thread state for as long as the call takes; zlib and zstd let go of the GIL while
  * they work, so the threads do so side by side.
  */
-#include "checkpoint.h"
+#include "codecs.h"
+
+#include "python_api.h"
 
 #include <string.h>
 

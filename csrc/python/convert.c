@@ -10,9 +10,13 @@
  * name under which ml_dtypes registered it.  Without ml_dtypes, files are read as
  * unsigned integers of the same size, whose descriptor has the name in its metadata.
  */
-#include "mlsp.h"
+#include "array_view.h"
 
 #include "dlpack.h"
+#include "errors.h"
+#include "gil.h"
+#include "module_state.h"
+
 #include "size.h"
 
 /* ---- dtypes ---- */

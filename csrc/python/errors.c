@@ -8,7 +8,9 @@
  * What is wrong with an argument by itself, with no state or file behind it, stays a
  * plain ValueError, as in all of Python.
  */
-#include "mlsp.h"
+#include "errors.h"
+
+#include "module_state.h"
 
 #include <errno.h>
 

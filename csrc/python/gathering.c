@@ -15,27 +15,17 @@
  */
 #include "gathering.h"
 
-#include "align.h"
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "items.h"
+#include "py_layout.h"
+
 #include "mem.h"
 
 #include <string.h>
 
 /* ---- items ---- */
-
-mls_tensor_id mlsp_id_of(mls_section section, mls_text key)
-{
-    size_t dot = key.length;
-    while (section == MLS_OPTIM_STATE && dot > 0 && key.data[dot - 1] != '.') {
-        dot--;
-    }
-    if (section == MLS_PARAMS || dot == 0) {
-        return (mls_tensor_id){.section = section, .name = key};
-    }
-    return (mls_tensor_id){.section = section,
-                           .name = {key.data, dot - 1},
-                           .state = {key.data + dot, key.length - dot},
-                           .has_state = true};
-}
 
 /* Copies do not need the arrays that they were made of. */
 void mlsp_gathering_let_go(mlsp_gathering *g, bool all)
@@ -388,7 +378,7 @@ static int add_value(mlsp_gathering *g, PyObject *model, mls_section section,
 {
     char what[MLS_NAME_BYTES];
     mlsp_view view;
-    const mls_tensor_id id = mlsp_id_of(section, entry->name);
+    const mls_tensor_id id = mls_tensor_id_of(section, entry->name);
     describe(&id, entry->name.data, what);
     const int is_shard = PyObject_IsInstance(entry->value, g->shard_type);
     if (is_shard != 0) {

@@ -4,7 +4,10 @@
 #ifndef MLSP_GATHERING_H
 #define MLSP_GATHERING_H
 
-#include "checkpoint.h"
+#include "python_api.h"
+
+#include "items.h"
+#include "module_state.h"
 
 #include "layout.h"
 #include "shard_write.h"

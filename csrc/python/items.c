@@ -4,7 +4,13 @@
  * code runs.  So its entries are taken at one moment, with references of their own, and
  * everything else works on those.
  */
-#include "mlsp.h"
+#include "items.h"
+
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gil.h"
+#include "module_state.h"
 
 #include "mem.h"
 

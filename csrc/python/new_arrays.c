@@ -1,6 +1,8 @@
 /* new_arrays: arrays for the tensors of files. */
 #include "new_arrays.h"
 
+#include "array_view.h"
+
 enum {
     LARGE = 4 << 20,  /* NumPy asks for large pages from here on */
     BLOCK = 16 << 20, /* is kept whole by any one of its arrays */

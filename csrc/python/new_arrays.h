@@ -7,7 +7,9 @@
 #ifndef MLSP_NEW_ARRAYS_H
 #define MLSP_NEW_ARRAYS_H
 
-#include "mlsp.h"
+#include "python_api.h"
+
+#include "dtype.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -8,6 +8,12 @@
  */
 #include "pairs.h"
 
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
+
 #include "mem.h"
 #include "size.h"
 
@@ -129,17 +135,6 @@ static int match_items(mlsp_pairs *p, PyObject *source, PyObject *target)
     const int failed = find_others(p, source, &all);
     mlsp_items_release(&all);
     return failed;
-}
-
-/* The same words as for a dict of which the items are taken. */
-int mlsp_take_dict(PyObject *object, const char *what)
-{
-    if (PyDict_Check(object)) {
-        return 0;
-    }
-    PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
-                 Py_TYPE(object)->tp_name);
-    return -1;
 }
 
 /* The target's type is looked at first, before the source's entries are taken in
@@ -323,19 +318,4 @@ bool mlsp_is_known(const mlsp_item *item)
     /* a name without a text of its own is a constant of the core */
     return item->text == NULL ||
            mls_dtype_from_name(item->facts.dtype, strlen(item->facts.dtype), &dtype);
-}
-
-/* Let go of the GIL for work on that many bytes, if that is worth it; resume with what
- * it gives. */
-PyThreadState *mlsp_leave_python(uint64_t bytes)
-{
-    return bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
-}
-
-/* The other half of mlsp_leave_python; NULL says that the GIL was never let go. */
-void mlsp_resume_python(PyThreadState *saved)
-{
-    if (saved != NULL) {
-        PyEval_RestoreThread(saved);
-    }
 }

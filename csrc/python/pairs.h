@@ -3,7 +3,13 @@
 #ifndef MLSP_PAIRS_H
 #define MLSP_PAIRS_H
 
-#include "mlsp.h"
+#include "python_api.h"
+
+#include "array_view.h"
+#include "items.h"
+#include "module_state.h"
+
+#include "compat.h"
 
 /* The items of the source in its order, each with the target's item of the same name;
  * after them what only the target has. */
@@ -30,9 +36,6 @@ PyObject *mlsp_pair_key(const mlsp_pairs *p, size_t i);
  * the target. */
 PyObject *mlsp_pairs_report(const mlsp_pairs *p, bool from_target);
 
-/* TypeError unless an object is a dict; `what` names it. */
-int mlsp_take_dict(PyObject *object, const char *what);
-
 /* View the array of an item; errors name it, with `side` in front. */
 int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
                    bool writable, mlsp_view *out);
@@ -44,10 +47,5 @@ PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item);
 
 /* Whether the core knows the dtype of an item that has its facts. */
 bool mlsp_is_known(const mlsp_item *item);
-
-/* Let go of the GIL for work on that many bytes, where it is worth it, and take it back
- * with what that gave. */
-PyThreadState *mlsp_leave_python(uint64_t bytes);
-void mlsp_resume_python(PyThreadState *saved);
 
 #endif

@@ -4,7 +4,7 @@
  * its share of it, takes the GIL from time to time, hands the sum to the callback and
  * lets Python look for signals.
  */
-#include "checkpoint.h"
+#include "progress.h"
 
 #include <pthread.h>
 #include <time.h>

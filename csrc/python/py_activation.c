@@ -4,6 +4,10 @@
  * device, on torch's meta device, or a description that has no elements at all.  A torch
  * tensor of one of torch's own classes is asked for its bytes instead, once.
  */
+#include "activation_bindings.h"
+#include "errors.h"
+#include "gil.h"
+#include "module_state.h"
 #include "strategyp.h"
 
 #include "footprint.h"
@@ -162,25 +166,6 @@ static void keep_tensor_class(PyObject *module, PyTypeObject *type)
     }
     PyErr_Clear();
     Py_XDECREF(found);
-}
-
-/* For tp_traverse. */
-int mlsp_bytes_getters_visit(mlsp_state *state, visitproc visit, void *arg)
-{
-    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
-        Py_VISIT(
-            atomic_load_explicit(&state->bytes_getters[i].type, memory_order_relaxed));
-    }
-    return 0;
-}
-
-/* For tp_clear; the places are free afterwards. */
-void mlsp_bytes_getters_clear(mlsp_state *state)
-{
-    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
-        PyTypeObject *type = atomic_exchange(&state->bytes_getters[i].type, NULL);
-        Py_XDECREF(type);
-    }
 }
 
 /* Bytes by the attribute `nbytes`, for a class named as torch names its own: subclasses

@@ -5,6 +5,12 @@
  */
 #include "bucketp.h"
 
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gradients_bindings.h"
+#include "module_state.h"
+
 #include "mem.h"
 #include "size.h"
 #include "sketch.h"
@@ -13,6 +19,25 @@
 
 /* The capsule's name, by which a capsule of anybody else's is told apart. */
 static const char BUCKET[] = "mlstate.bucket";
+
+/* Lengths are compared too: a str may hold a NUL. */
+int mlsp_take_op(PyObject *object, mls_reduce_op *out)
+{
+    static const char *const names[] = {
+        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
+    mls_text text;
+    if (mlsp_take_text(object, "op", &text) < 0) {
+        return -1;
+    }
+    for (int op = 0; op <= MLS_REDUCE_MAX; op++) {
+        if (mls_text_is(text, names[op])) {
+            *out = (mls_reduce_op)op;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "op must be sum, min or max, got %.100R", object);
+    return -1;
+}
 
 /* ---- making ---- */
 

@@ -4,7 +4,16 @@
  * goes: choose tensors and parts, see that all of it is stored and that the files are
  * there, make or view the arrays (with the GIL), read (without).
  */
-#include "checkpoint.h"
+#include "args.h"
+#include "catalog_methods.h"
+#include "catalog_object.h"
+#include "checkpoint_bindings.h"
+#include "checkpoint_folder.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
+#include "progress.h"
+#include "py_layout.h"
 
 #include "mem.h"
 #include "safetensors.h"
@@ -56,7 +65,7 @@ static int add_index(const mlsp_state *state, catalog_object *self, PyObject *te
     Py_ssize_t length;
     mls_status st;
     mls_code code;
-    const mls_crc_kernels *crc = mlsp_crc_of(state);
+    const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
     mls_index *index = &self->indexes[self->index_count];
     if (PyBytes_AsStringAndSize(text, &bytes, &length) < 0) {
         return -1;
@@ -133,72 +142,7 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return self;
 }
 
-/* A world that was smaller has no index of that rank; a Catalog may also hold only some
- * of the ranks.  Borrowed from the Catalog, which the caller holds. */
-int mlsp_catalog_index(const mlsp_state *state, PyObject *catalog, int64_t rank,
-                       const mls_index **out)
-{
-    if (!PyObject_TypeCheck(catalog, state->catalog_type)) {
-        PyErr_SetString(PyExc_TypeError, "a Catalog is wanted");
-        return -1;
-    }
-    catalog_object *self = (catalog_object *)catalog;
-    *out = NULL;
-    for (size_t i = 0; i < self->index_count; i++) {
-        if (self->indexes[i].rank == (uint64_t)rank) {
-            *out = &self->indexes[i];
-        }
-    }
-    return 0;
-}
-
-/* The module's state, from an object of ours. */
-const mlsp_state *mlsp_catalog_state(PyObject *self)
-{
-    return mlsp_state_of(mlsp_module_of(Py_TYPE(self)));
-}
-
 /* ---- what it holds ---- */
-
-/* New reference to the key under which a state dict has a tensor.  An index keeps name
- * and state apart, as files of other programs might divide them elsewhere than at a dot.
- * Nearly all keys are short: these are joined as bytes. */
-PyObject *mlsp_catalog_key(const mls_tensor_id *id)
-{
-    char joined[256];
-    const size_t length = id->name.length + 1 + id->state.length;
-    if (id->has_state && length <= sizeof joined && id->name.length > 0 &&
-        id->state.length > 0) {
-        memcpy(joined, id->name.data, id->name.length);
-        joined[id->name.length] = '.';
-        memcpy(joined + id->name.length + 1, id->state.data, id->state.length);
-        return mlsp_str_of((mls_text){joined, length});
-    }
-    PyObject *name = mlsp_str_of(id->name);
-    if (name == NULL || !id->has_state) {
-        return name;
-    }
-    PyObject *state = mlsp_str_of(id->state);
-    PyObject *key = state == NULL ? NULL : PyUnicode_FromFormat("%U.%U", name, state);
-    Py_DECREF(name);
-    Py_XDECREF(state);
-    return key;
-}
-
-/* A section's number as an argument. */
-int mlsp_take_section(const mlsp_state *state, PyObject *object, mls_section *out)
-{
-    int64_t number;
-    if (mlsp_take_int64(state, object, "section", &number) < 0) {
-        return -1;
-    }
-    if (number < 0 || number >= MLS_SECTION_COUNT) {
-        PyErr_SetString(PyExc_ValueError, "no such section");
-        return -1;
-    }
-    *out = (mls_section)number;
-    return 0;
-}
 
 /* keys(section) -> [key, ...], in the order of their bytes */
 static PyObject *catalog_keys(PyObject *object, PyObject *argument)
@@ -354,7 +298,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     size_t dims[MLS_LAYOUT_RANK];
     char crc[MLS_CRC_DIGITS];
     const mls_part part = mls_index_part(shard);
-    const int rank = mlsp_part_dims(&part, dims);
+    const int rank = mls_part_dims(&part, dims);
     /* None rather than 0 of a sparse one: there is no such place */
     const bool plain = shard->layers == NULL;
     PyObject *offset =
@@ -417,7 +361,7 @@ static int append_header(const mlsp_state *state, const mls_index *index,
     mls_code code = MLS_E_VALUE;
     for (size_t i = 0; i < index->file_count && code == MLS_E_VALUE; i++) {
         if (strcmp(index->files[i].path, path) == 0) {
-            code = mls_shard_header(index, i, mlsp_crc_of(state), out, &st);
+            code = mls_shard_header(index, i, mls_crc_of(state->kernels->cpu), out, &st);
         }
     }
     if (code == MLS_E_MEMORY) {
@@ -534,7 +478,7 @@ static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssiz
     }
     PyObject *list = PyList_New(0);
     for (size_t i = 0; good && list != NULL && i < self->index_count; i++) {
-        const mls_crc_kernels *crc = mlsp_crc_of(state);
+        const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
         mls_problems problems = {0};
         mls_status st;
         mlsp_progress_begin(&progress);

@@ -6,8 +6,21 @@
  */
 #include "catalog_load.h"
 
-#include "mem.h"
+#include "args.h"
+#include "array_view.h"
+#include "catalog_methods.h"
+#include "catalog_object.h"
+#include "checkpoint_folder.h"
+#include "codecs.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
 #include "new_arrays.h"
+#include "progress.h"
+#include "py_file.h"
+#include "py_layout.h"
+
+#include "mem.h"
 
 #include <unistd.h>
 
@@ -216,7 +229,7 @@ static int choose(load_job *job, mls_section section, PyObject *keys, const cutt
         if (mlsp_take_text(key, "tensor name", &text) < 0) {
             return -1;
         }
-        const mls_tensor_id id = mlsp_id_of(section, text);
+        const mls_tensor_id id = mls_tensor_id_of(section, text);
         at = find(&job->catalog->catalog, &id, at + 1); /* begins with 0 */
         if (at == SIZE_MAX) {
             PyErr_Format(job->state->errors[MLSP_ERROR_NOT_FOUND],
@@ -341,7 +354,7 @@ static PyObject *new_array(const load_job *job, size_t index, mlsp_room *room, b
     const wanted *w = &job->wanted[index];
     const mls_dtype dtype = w->tensor->facts->dtype;
     size_t dims[MLS_LAYOUT_RANK];
-    const int rank = mlsp_part_dims(&w->part, dims);
+    const int rank = mls_part_dims(&w->part, dims);
     return alone || w->long_zeros ? mlsp_array_new(room, dtype, rank, dims, w->long_zeros)
                                   : mlsp_room_array(room, index, dtype, rank, dims);
 }
@@ -393,7 +406,7 @@ static PyObject *mapped_array(load_job *job, const wanted *w, PyObject *capsules
         return NULL;
     }
     size_t dims[MLS_LAYOUT_RANK];
-    const int rank = mlsp_part_dims(&w->part, dims);
+    const int rank = mls_part_dims(&w->part, dims);
     return mlsp_array_over(room, w->tensor->facts->dtype, rank, dims,
                            mlsp_mapping_data(capsule) + offset, capsule);
 }
@@ -492,7 +505,7 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
     size_t failed = 0;
     making m = {job, &progress, NULL};
     const mls_maker maker = {make_meanwhile, &m};
-    const mls_crc_kernels *crc = verify ? mlsp_crc_of(job->state) : NULL;
+    const mls_crc_kernels *crc = verify ? mls_crc_of(job->state->kernels->cpu) : NULL;
     mls_pool *pool = job->state->pool;
     if (mlsp_progress_init(&progress, callback) < 0) {
         return -1;
@@ -618,7 +631,7 @@ static bool fits(const load_job *job, const wanted *w, const mls_tensor *t)
 {
     size_t dims[MLS_LAYOUT_RANK];
     const mls_index_shard *facts = w->tensor->facts;
-    const int rank = mlsp_part_dims(&w->part, dims);
+    const int rank = mls_part_dims(&w->part, dims);
     bool same = t->rank == rank && t->dtype == facts->dtype;
     for (int i = 0; same && i < rank; i++) {
         same = t->shape[i] == dims[i];

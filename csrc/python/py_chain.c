@@ -3,6 +3,11 @@
  */
 #include "chainp.h"
 
+#include "activation_bindings.h"
+#include "args.h"
+#include "errors.h"
+#include "module_state.h"
+
 #include "mem.h"
 
 enum { ARRAYS = 8, ITEMS = 10 }; /* of the tuple that a Chain keeps */

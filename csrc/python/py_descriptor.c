@@ -4,10 +4,11 @@
  * os.open returned is lost then, and what it locks stays locked; an object that is lost
  * is deallocated.  Every step here is one call, before or after an interrupt.
  */
-#include "mlsp.h"
+#include "common_bindings.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdbool.h>
 #include <sys/file.h>
 #include <unistd.h>
 

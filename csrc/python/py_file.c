@@ -6,11 +6,16 @@
  * the core does the work; with it again, a status becomes an exception.  The arguments
  * are tuples made by checkpoint.py for this one call: no other thread can change them.
  */
-#include "mlsp.h"
+#include "py_file.h"
 
-#include "fsio.h"
-#include "mem.h"
+#include "args.h"
+#include "array_view.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
+#include "module_state.h"
 #include "new_arrays.h"
+
+#include "mem.h"
 #include "safetensors.h"
 
 #if defined(_WIN32)

@@ -3,12 +3,16 @@
  * A Catalog may hold the indexes of a few ranks only, one of each pattern (pattern.h);
  * what the manifest says of the other ranks comes in as numbers.
  */
+#include "args.h"
 #include "catalog_load.h"
+#include "catalog_methods.h"
+#include "catalog_object.h"
+#include "checkpoint_folder.h"
+#include "errors.h"
+#include "module_state.h"
 
 #include "holders.h"
 #include "mem.h"
-#include "pattern.h"
-#include "safetensors.h"
 
 /* ---- patterns ---- */
 
@@ -59,7 +63,8 @@ static PyObject *names_bytes(const mlsp_state *state, const mls_index *index)
     uint32_t *names;
     size_t count;
     mls_status st;
-    if (mls_pattern_names(index, mlsp_crc_of(state), &names, &count, &st) != MLS_OK) {
+    if (mls_pattern_names(index, mls_crc_of(state->kernels->cpu), &names, &count, &st) !=
+        MLS_OK) {
         return mlsp_raise(state, &st, NULL);
     }
     /* there are as many in memory */

@@ -1,5 +1,8 @@
 /* py_info: how the core decided to copy, for mlstate.info(). */
-#include "mlsp.h"
+#include "common_bindings.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
 
 #include "crc32c.h"
 #include "mem.h"

@@ -6,7 +6,12 @@
  * the request was checked, and nothing can fail once the target is written to, so that a
  * caller who passed `out` keeps it untouched on every error.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gil.h"
+#include "kv_bindings.h"
+#include "module_state.h"
 
 #include "kv.h"
 #include "mask.h"

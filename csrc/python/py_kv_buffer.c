@@ -8,7 +8,11 @@
  * One lock guards each buffer.  Whoever waits for it has let go of the GIL first, so that
  * its holder can always go on, even where that means waiting for the GIL.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "kv_bindings.h"
+#include "module_state.h"
 
 #include "kv.h"
 #include "kv_buffer.h"

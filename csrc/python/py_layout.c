@@ -3,7 +3,14 @@
  * mlstate.checkpoint.Layout is a thin class round such a tuple: a pair is an axis, or -1
  * for what is flattened, and a number of parts.  What the parts are is the core's to say.
  */
-#include "checkpoint.h"
+#include "py_layout.h"
+
+#include "args.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
+#include "module_state.h"
+
+#include "align.h"
 
 /* Checked pair by pair, in the user's terms; the core has the last word, on what the
  * steps are together. */
@@ -61,19 +68,6 @@ PyObject *mlsp_layout_tuple(const mls_layout *layout)
         }
     }
     return tuple;
-}
-
-/* Flat parts are one-dimensional, whatever their tensor is. */
-int mlsp_part_dims(const mls_part *part, size_t *dims)
-{
-    if (part->flat) {
-        dims[0] = mls_part_count(part);
-        return 1;
-    }
-    for (int i = 0; i < part->rank; i++) {
-        dims[i] = part->length[i];
-    }
-    return part->rank;
 }
 
 /* A shape from a tuple of ints; returns its rank, or -1 with an exception set.  The tuple

@@ -3,7 +3,14 @@
  * public names and their docstrings are in mlstate/state.py; these take positional
  * arguments only.
  */
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gil.h"
+#include "items.h"
+#include "module_state.h"
 #include "pairs.h"
+#include "state_bindings.h"
 
 #include "load.h"
 #include "mem.h"

@@ -5,7 +5,13 @@
  * may be aborted and closed meanwhile from another thread.  Closing waits for nobody: the
  * place is given up when the operation has ended.
  */
+#include "args.h"
+#include "array_view.h"
 #include "bucketp.h"
+#include "errors.h"
+#include "gil.h"
+#include "gradients_bindings.h"
+#include "module_state.h"
 
 #include "local.h"
 #include "size.h"

@@ -1,7 +1,10 @@
 /* py_manifest: the list of indexes in a manifest.  The rest is Python's, see
  * mlstate/_manifest.py.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
+#include "module_state.h"
 
 #include "roster.h"
 

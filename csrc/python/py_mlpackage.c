@@ -6,7 +6,9 @@
  * The core's package is turned into Python objects at once and released: nothing of it
  * outlives the call, so no object has to own it.
  */
-#include "mlsp.h"
+#include "errors.h"
+#include "kv_bindings.h"
+#include "module_state.h"
 
 #include "mlpackage.h"
 

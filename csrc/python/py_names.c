@@ -5,10 +5,14 @@
  * up anew, so that an index which is out of date can miss a name but never give a wrong
  * array.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
+#include "py_statedict.h"
+#include "state_bindings.h"
 
 #include "mem.h"
-#include "names.h"
 #include "outline.h"
 #include "rename.h"
 

@@ -4,8 +4,12 @@
  * The GIL is released while the core plans; now and then the calling thread takes it back
  * to look for signals, so that Ctrl-C ends a long search.
  */
+#include "activation_bindings.h"
+#include "args.h"
 #include "chainp.h"
-#include "checkpoint.h"
+#include "errors.h"
+#include "module_state.h"
+#include "progress.h"
 
 #include "plan.h"
 

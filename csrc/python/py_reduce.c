@@ -5,10 +5,17 @@
  * is changed, and the views hold the arrays while the GIL is let go.  What other threads
  * write meanwhile changes numbers and nothing else.
  */
+#include "args.h"
+#include "array_view.h"
+#include "bucketp.h"
+#include "errors.h"
+#include "gil.h"
+#include "gradients_bindings.h"
+#include "items.h"
+#include "module_state.h"
 #include "pairs.h"
 
 #include "mem.h"
-#include "reduce.h"
 
 /* ---- many arrays under names ---- */
 

@@ -2,8 +2,12 @@
  * public names are in mlstate/_planner.py and mlstate/_operators.py; these take
  * positional arguments only.
  */
+#include "activation_bindings.h"
+#include "args.h"
 #include "chainp.h"
-#include "checkpoint.h"
+#include "errors.h"
+#include "module_state.h"
+#include "progress.h"
 
 #include "knapsack.h"
 #include "search.h"

@@ -5,7 +5,15 @@
  *   shards_gather, shards_stage (py_staging.c): what is to be stored
  *   shards_write: without the GIL, mls_shards_write
  */
+#include "args.h"
+#include "catalog_object.h"
+#include "checkpoint_bindings.h"
+#include "checkpoint_folder.h"
+#include "codecs.h"
+#include "errors.h"
 #include "gathering.h"
+#include "module_state.h"
+#include "progress.h"
 
 #include "fsio.h"
 #include "seal.h"
@@ -14,76 +22,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <unistd.h>
-
-const mls_crc_kernels *mlsp_crc_of(const mlsp_state *state)
-{
-    return mls_crc_of(state->kernels->cpu);
-}
-
-/* ---- paths and errors ---- */
-
-/* The descriptor stands for the folder from here on, even where its name becomes that of
- * another.  A network file system may take its time: the GIL is released. */
-int mlsp_open_folder(const mlsp_state *state, PyObject *path, int *out)
-{
-    PyObject *encoded = NULL;
-    mls_status st;
-    if (!PyUnicode_FSConverter(path, &encoded)) {
-        return -1;
-    }
-    const char *text = PyBytes_AS_STRING(encoded);
-    int fd, reason;
-    Py_BEGIN_ALLOW_THREADS
-        fd = open(text, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        reason = errno;
-    Py_END_ALLOW_THREADS
-    Py_DECREF(encoded);
-    if (fd < 0) {
-        mls_fail_os(&st, reason, "cannot open the checkpoint's folder");
-        mlsp_raise(state, &st, path);
-        return -1;
-    }
-    *out = fd;
-    return 0;
-}
-
-/* "path/relative", or `path`; a new reference.  Paths of bytes stay as they are: what a
- * file system has for names need not be text. */
-static PyObject *joined(PyObject *path, const char *relative)
-{
-    if (relative == NULL || relative[0] == '\0' || !PyUnicode_Check(path)) {
-        return Py_NewRef(path);
-    }
-    return PyUnicode_FromFormat("%U/%s", path, relative);
-}
-
-/* What is wrong with the content of a file starts with the file's name, and the tensor
- * concerned; an OSError shows its path by itself.  The path that the exception carries is
- * that of the file, where one is known. */
-PyObject *mlsp_raise_under(const mlsp_state *state, const mls_status *st, PyObject *path,
-                           const char *relative)
-{
-    mls_status named = *st;
-    if (st->code == MLS_E_STOPPED && PyErr_Occurred()) {
-        return NULL; /* the callback's own exception, or KeyboardInterrupt */
-    }
-    const bool about_file = st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM;
-    const char *file = about_file && relative != NULL ? relative : "";
-    if (strncmp(st->text, "tensor '", strlen("tensor '")) == 0) {
-        /* the core named tensor and file: saying it twice would cut off the reason */
-    } else if (st->name[0] != '\0') {
-        PyOS_snprintf(named.text, sizeof named.text, "%.120s%s'%.60s': %.130s", file,
-                      file[0] != '\0' ? ": " : "", st->name, st->text);
-    } else if (file[0] != '\0') {
-        PyOS_snprintf(named.text, sizeof named.text, "%.120s: %.195s", file, st->text);
-    }
-    PyObject *full = joined(path, relative);
-    if (full != NULL) {
-        mlsp_raise(state, &named, full);
-        Py_DECREF(full);
-    }
-    return NULL;
-}
 
 /* {"path": ..., "bytes": ..., ...} */
 static PyObject *written_dict(const mls_shards_written *w)
@@ -154,7 +92,7 @@ static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job
     job->items = g->items;
     job->count = g->count;
     job->kernels = g->state->kernels;
-    job->crc = mlsp_crc_of(g->state);
+    job->crc = mls_crc_of(g->state->kernels->cpu);
     job->pool = g->state->pool;
     job->progress = &progress.core;
     /* the thread that calls back is this one: progress keeps its state meanwhile */
@@ -270,7 +208,7 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
 static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
-    mls_shard_job job = {.crc = mlsp_crc_of(state)};
+    mls_shard_job job = {.crc = mls_crc_of(state->kernels->cpu)};
     mls_buffer text = {0};
     mls_text generation;
     mls_status st;
@@ -327,7 +265,7 @@ static PyObject *seal(PyObject *module, PyObject *text)
     PyObject *sealed = PyBytes_FromStringAndSize(bytes, length);
     if (sealed != NULL) {
         mls_seal(PyBytes_AS_STRING(sealed), (size_t)length,
-                 mlsp_crc_of(mlsp_state_of(module)));
+                 mls_crc_of(mlsp_state_of(module)->kernels->cpu));
     }
     return sealed;
 }
@@ -343,7 +281,8 @@ static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     const mlsp_state *state = mlsp_state_of(module);
-    return mls_seal_check(bytes, (size_t)length, mlsp_crc_of(state), &st) == MLS_OK
+    return mls_seal_check(bytes, (size_t)length, mls_crc_of(state->kernels->cpu), &st) ==
+                   MLS_OK
                ? Py_NewRef(Py_None)
                : mlsp_raise(state, &st, args[1]);
 }
@@ -356,7 +295,7 @@ static PyObject *crc32c(PyObject *module, PyObject *data)
     if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) {
         return NULL;
     }
-    const mls_crc_kernels *crc = mlsp_crc_of(mlsp_state_of(module));
+    const mls_crc_kernels *crc = mls_crc_of(mlsp_state_of(module)->kernels->cpu);
     uint32_t found;
     Py_BEGIN_ALLOW_THREADS
         found = crc->update(0, view.buf, (size_t)view.len);

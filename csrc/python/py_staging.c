@@ -4,7 +4,12 @@
  * A gathering is a capsule between the two: it holds arrays, or the copies' memory, until
  * it dies.
  */
+#include "args.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
 #include "gathering.h"
+#include "module_state.h"
+#include "py_layout.h"
 
 #include "mem.h"
 #include "staging.h"

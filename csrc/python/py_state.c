@@ -4,7 +4,16 @@
  * Cheap questions come first everywhere: names before shapes, shapes before elements, and
  * the answer that nearly all callers get (nothing differs) before any list is made.
  */
+#include "py_state.h"
+
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gil.h"
+#include "items.h"
+#include "module_state.h"
 #include "pairs.h"
+#include "state_bindings.h"
 
 #include "differ.h"
 #include "mem.h"

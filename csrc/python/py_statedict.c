@@ -7,7 +7,14 @@
  * so that an error changes nothing.  What cannot be stopped is dict.__setitem__ called on
  * a state dict by name: whoever reads one in C checks again.
  */
-#include "mlsp.h"
+#include "py_statedict.h"
+
+#include "errors.h"
+#include "gil.h"
+#include "items.h"
+#include "module_state.h"
+#include "py_state.h"
+#include "state_bindings.h"
 
 #include <stdatomic.h>
 

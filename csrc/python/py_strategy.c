@@ -11,6 +11,9 @@
  * what it likes, so it is called outside of the lock, and the core asks again whether an
  * adjustment is still due.
  */
+#include "activation_bindings.h"
+#include "args.h"
+#include "gil.h"
 #include "strategyp.h"
 
 #include "strategy.h"

@@ -3,7 +3,10 @@
  * A Tiers object counts bytes and uses; mlstate/_tiers.py moves the arrays and holds a
  * lock whenever it asks one of these.  Tiers go by their names, units by their numbers.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
+#include "module_state.h"
 
 #include "filename.h"
 #include "tiers.h"

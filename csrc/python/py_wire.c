@@ -4,10 +4,13 @@
  * encoded and decoded without the GIL, while the caller's arguments hold the capsule, and
  * views made here hold the buffers.
  */
+#include "args.h"
+#include "array_view.h"
 #include "bucketp.h"
+#include "gradients_bindings.h"
+#include "module_state.h"
 
 #include "mem.h"
-#include "size.h"
 #include "wire.h"
 
 #include <string.h>

@@ -7,6 +7,10 @@
  */
 #include "strategyp.h"
 
+#include "args.h"
+#include "errors.h"
+#include "module_state.h"
+
 /* The module's state (borrowed); NULL with TypeError set. */
 static const mlsp_state *state_by_type(PyTypeObject *type)
 {

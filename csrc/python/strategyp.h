@@ -7,7 +7,10 @@
 #ifndef STRATEGYP_H
 #define STRATEGYP_H
 
-#include "mlsp.h"
+#include "python_api.h"
+
+#include "args.h"
+#include "module_state.h"
 
 #include "layer_table.h"
 #include "size.h"

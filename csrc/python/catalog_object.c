@@ -1,0 +1,70 @@
+/* catalog_object: what the methods of a Catalog share. */
+#include "catalog_object.h"
+
+#include "args.h"
+#include "module_state.h"
+
+/* The module's state, from an object of ours. */
+const mlsp_state *mlsp_catalog_state(PyObject *self)
+{
+    return mlsp_state_of(mlsp_module_of(Py_TYPE(self)));
+}
+
+/* A world that was smaller has no index of that rank; a Catalog may also hold only some
+ * of the ranks.  Borrowed from the Catalog, which the caller holds. */
+int mlsp_catalog_index(const mlsp_state *state, PyObject *catalog, int64_t rank,
+                       const mls_index **out)
+{
+    if (!PyObject_TypeCheck(catalog, state->catalog_type)) {
+        PyErr_SetString(PyExc_TypeError, "a Catalog is wanted");
+        return -1;
+    }
+    catalog_object *self = (catalog_object *)catalog;
+    *out = NULL;
+    for (size_t i = 0; i < self->index_count; i++) {
+        if (self->indexes[i].rank == (uint64_t)rank) {
+            *out = &self->indexes[i];
+        }
+    }
+    return 0;
+}
+
+/* New reference to the key under which a state dict has a tensor.  An index keeps name
+ * and state apart, as files of other programs might divide them elsewhere than at a dot.
+ * Nearly all keys are short: these are joined as bytes. */
+PyObject *mlsp_catalog_key(const mls_tensor_id *id)
+{
+    char joined[256];
+    const size_t length = id->name.length + 1 + id->state.length;
+    if (id->has_state && length <= sizeof joined && id->name.length > 0 &&
+        id->state.length > 0) {
+        memcpy(joined, id->name.data, id->name.length);
+        joined[id->name.length] = '.';
+        memcpy(joined + id->name.length + 1, id->state.data, id->state.length);
+        return mlsp_str_of((mls_text){joined, length});
+    }
+    PyObject *name = mlsp_str_of(id->name);
+    if (name == NULL || !id->has_state) {
+        return name;
+    }
+    PyObject *state = mlsp_str_of(id->state);
+    PyObject *key = state == NULL ? NULL : PyUnicode_FromFormat("%U.%U", name, state);
+    Py_DECREF(name);
+    Py_XDECREF(state);
+    return key;
+}
+
+/* A section's number as an argument. */
+int mlsp_take_section(const mlsp_state *state, PyObject *object, mls_section *out)
+{
+    int64_t number;
+    if (mlsp_take_int64(state, object, "section", &number) < 0) {
+        return -1;
+    }
+    if (number < 0 || number >= MLS_SECTION_COUNT) {
+        PyErr_SetString(PyExc_ValueError, "no such section");
+        return -1;
+    }
+    *out = (mls_section)number;
+    return 0;
+}
