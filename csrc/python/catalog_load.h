@@ -7,35 +7,23 @@
 #include "catalog_object.h"
 #include "module_state.h"
 
-#include "catalog.h"
-#include "shard_read.h"
-#include "stored.h"
-#include "tensor.h"
+#include "load_plan.h"
 
-/* A tensor, the part of it that is wanted, and where it goes. */
-typedef struct wanted {
-    const mls_catalog_tensor *tensor;
-    PyObject *key;       /* strong: as it was asked for */
-    PyObject *array;     /* strong: the result, or what owns the target's memory */
-    unsigned char *data; /* of a target that is packed */
-    mls_tensor *strided; /* of one that is not; owned */
-    size_t first, count; /* of the job's pieces */
-    bool long_zeros;     /* a new array pays that is zero to begin with */
-    mls_part part;       /* last: most of it is room that is never touched */
-} wanted;
+/* What Python has of one part that is wanted. */
+typedef struct mlsp_wanted {
+    PyObject *key;   /* strong: as it was asked for */
+    PyObject *array; /* strong: the result, or what owns the target's memory */
+} mlsp_wanted;
 
 typedef struct load_job {
     PyObject *object; /* the Catalog, borrowed */
     const catalog_object *catalog;
     const mlsp_state *state;
-    PyObject *path;
-    int folder;
-    wanted *wanted;
-    size_t count;
-    mls_stored_shard *stored;
-    mls_part *parts; /* that they are of */
-    mls_piece *pieces;
-    size_t piece_count;
+    PyObject *path; /* borrowed */
+    int folder;     /* owned; -1: none */
+    mls_load_plan plan;
+    mlsp_wanted *wanted;      /* one for each part of the plan */
+    mls_load_target *targets; /* likewise, of arrays that exist; NULL: new arrays */
 } load_job;
 
 /* Choose tensors and parts; no file is looked at.  `path` is for errors.  `cuts` is

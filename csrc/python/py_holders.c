@@ -208,10 +208,10 @@ static mls_code ask(const question *q, const load_job *job, mls_status *st)
 {
     const mls_catalog *catalog = &job->catalog->catalog;
     mls_code code = MLS_OK;
-    for (size_t i = 0; code == MLS_OK && i < job->count;) {
+    for (size_t i = 0; code == MLS_OK && i < job->plan.count;) {
         memset(q->wanted, 0, catalog->tensor_count * sizeof *q->wanted);
-        for (; i < job->count; i++) {
-            const wanted *w = &job->wanted[i];
+        for (; i < job->plan.count; i++) {
+            const mls_wanted *w = &job->plan.wanted[i];
             const size_t tensor = (size_t)(w->tensor - catalog->tensors);
             if (q->wanted[tensor] != NULL) {
                 break;
@@ -314,7 +314,8 @@ PyObject *mlsp_catalog_check_parts(PyObject *object, PyObject *const *args,
 /* Add what one tensor needs to a list of (path, begin, end, bytes), a tuple for each
  * place. The pieces are those that a load would read, from the same function, but without
  * a place for the bytes.  What was never stored is not read. */
-static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject *list)
+static int add_reads(const load_job *job, const mls_wanted *w, bool verify,
+                     PyObject *list)
 {
     const size_t most = w->tensor->places;
     const mls_piece_room room = {mls_alloc(most, sizeof *room.stored),
@@ -364,8 +365,8 @@ PyObject *mlsp_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t
         mlsp_load_begin(&job, object, args[0], args[1], args[2], args[3]) < 0) {
         Py_CLEAR(list);
     }
-    for (size_t i = 0; list != NULL && i < job.count; i++) {
-        if (add_reads(&job, &job.wanted[i], verify != 0, list) < 0) {
+    for (size_t i = 0; list != NULL && i < job.plan.count; i++) {
+        if (add_reads(&job, &job.plan.wanted[i], verify != 0, list) < 0) {
             Py_CLEAR(list);
         }
     }
