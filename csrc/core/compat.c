@@ -55,6 +55,7 @@ mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,
         counts.unexpected += (out[i] & MLS_UNEXPECTED) != 0;
         counts.shapes += (out[i] & MLS_SHAPE_DIFFERS) != 0;
         counts.dtypes += (out[i] & MLS_DTYPE_DIFFERS) != 0;
+        counts.same += out[i] == MLS_SAME;
     }
     return counts;
 }

@@ -1,7 +1,7 @@
 /* compat: what two state dicts have in common, and where they differ in names, shapes and
  * dtypes.  The bytes of the tensors are not looked at (differ.h does that).
  *
- * The caller pairs the names up: he has hash tables already.
+ * Names are paired up before (name_match.h).
  */
 #ifndef MLS_COMPAT_H
 #define MLS_COMPAT_H
@@ -37,9 +37,9 @@ enum {
     MLS_DTYPE_DIFFERS = 8
 };
 
-/* How often each bit occurs. */
+/* How often each bit occurs, and how many pairs have none. */
 typedef struct mls_compat_counts {
-    size_t missing, unexpected, shapes, dtypes;
+    size_t missing, unexpected, shapes, dtypes, same;
 } mls_compat_counts;
 
 bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b);

@@ -116,7 +116,11 @@ int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
     }
     /* names after entries: encoding one allocates, which may run a collection */
     for (size_t i = 0; i < out->count; i++) {
-        if (mlsp_take_text(out->items[i].key, "tensor name", &out->items[i].name) < 0) {
+        mlsp_item *item = &out->items[i];
+        if (PyUnicode_CheckExact(item->key) && PyUnicode_IS_COMPACT_ASCII(item->key)) {
+            item->name.data = (const char *)PyUnicode_1BYTE_DATA(item->key);
+            item->name.length = (size_t)PyUnicode_GET_LENGTH(item->key);
+        } else if (mlsp_take_text(item->key, "tensor name", &item->name) < 0) {
             mlsp_items_release(out);
             return -1;
         }

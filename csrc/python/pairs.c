@@ -1,10 +1,7 @@
-/* pairs: names paired by looking them up, what differs as lists, and views of both sides.
+/* pairs: two dicts side by side, what differs as lists, and views of both sides.
  *
- * Python's dicts are the hash tables, so that no name is hashed twice; where both dicts
- * have the same order, none is hashed at all.
- *
- * The source is taken at one moment.  The target is looked into name by name, and may
- * change meanwhile: every pair still holds references to two arrays that were there.
+ * Source and target are each taken at one moment; the core pairs their names up.  The
+ * arrays of every pair are held, whatever happens to the dicts.
  */
 #include "pairs.h"
 
@@ -15,7 +12,7 @@
 #include "module_state.h"
 
 #include "mem.h"
-#include "size.h"
+#include "name_match.h"
 
 /* Accepts pairs that mlsp_pairs_init left half done. */
 void mlsp_pairs_fini(mlsp_pairs *p)
@@ -27,56 +24,75 @@ void mlsp_pairs_fini(mlsp_pairs *p)
     *p = (mlsp_pairs){0};
 }
 
-/* Give each source item its partner; `*found` counts them.  One without a partner keeps
- * an item without key, so that both lists go on side by side. */
-static int find_partners(mlsp_pairs *p, PyObject *target, size_t *found)
+/* Texts of the names of some items; NULL with MemoryError set. */
+static mls_text *texts_of(const mlsp_items *items)
 {
-    mlsp_finder finder = {.dict = target, .in_step = true};
-    *found = 0;
-    for (size_t i = 0; i < p->source.count; i++) {
-        const mlsp_item *from = &p->source.items[i];
-        mlsp_item *to = &p->target.items[i];
-        const int there = mlsp_find(&finder, from->key, &to->value);
-        if (there < 0) {
-            return -1;
-        }
-        /* the name is the same text, so one UTF-8 serves both */
-        if (there == 1) {
-            to->key = Py_NewRef(from->key);
-            to->name = from->name;
-            (*found)++;
-        }
+    mls_text *texts = mls_realloc(NULL, items->count, sizeof *texts);
+    if (texts == NULL) {
+        PyErr_NoMemory();
+        return NULL;
     }
-    return 0;
+    for (size_t i = 0; i < items->count; i++) {
+        texts[i] = items->items[i].name;
+    }
+    return texts;
 }
 
-/* Move what only the target has behind the partners.  An item that moved is zeroed where
- * it was, so that releasing `all` gives back the others only. */
-static int find_others(mlsp_pairs *p, PyObject *source, mlsp_items *all)
+/* Arrange the target's items in the order of the pairs: the partner of each source item,
+ * or an item without key, then the rest.  `all` is emptied. */
+static int arrange(mlsp_pairs *p, mlsp_items *all, const size_t *partners,
+                   const size_t *rest, size_t rest_count)
 {
-    size_t room;
-    mlsp_item *items = NULL;
-    if (mls_size_add(p->source.count, all->count, &room)) {
-        items = mls_realloc(p->target.items, room, sizeof *items);
+    p->count = p->source.count + rest_count; /* no more than both dicts have in memory */
+    size_t in_step = 0;
+    while (in_step < p->source.count && partners[in_step] == in_step) {
+        in_step++;
     }
-    if (items == NULL) {
+    if (in_step == p->count) { /* nothing needs to move */
+        p->target = *all;
+        *all = (mlsp_items){0};
+        return 0;
+    }
+    p->target.items = mls_alloc(p->count, sizeof *p->target.items);
+    if (p->target.items == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    /* what was there moved along; what is new is not part of the list yet */
-    p->target.items = items;
-    for (size_t i = 0; i < all->count; i++) {
-        const int there = PyDict_Contains(source, all->items[i].key);
-        if (there < 0) {
-            return -1;
-        }
-        if (there == 0) {
-            items[p->target.count++] = all->items[i];
-            all->items[i] = (mlsp_item){0};
+    p->target.count = p->count;
+    for (size_t i = 0; i < p->count; i++) {
+        const size_t from = i < p->source.count ? partners[i] : rest[i - p->source.count];
+        if (from != MLS_NO_PARTNER) {
+            p->target.items[i] = all->items[from];
         }
     }
-    p->count = p->target.count;
+    mls_free(all->items); /* its references moved */
+    *all = (mlsp_items){0};
     return 0;
+}
+
+/* Pair the names of both dicts up. */
+static int match_items(const mlsp_state *state, mlsp_pairs *p, mlsp_items *all)
+{
+    mls_status st;
+    size_t rest_count;
+    mls_text *source = texts_of(&p->source);
+    mls_text *target = source == NULL ? NULL : texts_of(all);
+    size_t *partners = mls_realloc(NULL, p->source.count, sizeof *partners);
+    size_t *rest = mls_realloc(NULL, all->count, sizeof *rest);
+    int failed = -1;
+    if (target == NULL || partners == NULL || rest == NULL) {
+        PyErr_NoMemory();
+    } else if (mls_names_match(source, p->source.count, target, all->count, partners,
+                               rest, &rest_count, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+    } else {
+        failed = arrange(p, all, partners, rest, rest_count);
+    }
+    mls_free(rest);
+    mls_free(partners);
+    mls_free(target);
+    mls_free(source);
+    return failed;
 }
 
 /* Fill in the pairs from the items.  After this no item may move: facts of few axes point
@@ -110,46 +126,22 @@ static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
     return 0;
 }
 
-/* Find what belongs together.  Only where the target has names of its own is all of it
- * looked at. */
-static int match_items(mlsp_pairs *p, PyObject *source, PyObject *target)
-{
-    mlsp_items all;
-    size_t found;
-    p->target.items = mls_alloc(p->source.count, sizeof *p->target.items);
-    if (p->target.items == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    p->target.count = p->count = p->source.count;
-    if (find_partners(p, target, &found) < 0) {
-        return -1;
-    }
-    /* as many found as there are: the target has nothing of its own */
-    if (found == (size_t)PyDict_GET_SIZE(target)) {
-        return 0;
-    }
-    if (mlsp_items_of(target, "target", &all) < 0) {
-        return -1;
-    }
-    const int failed = find_others(p, source, &all);
-    mlsp_items_release(&all);
-    return failed;
-}
-
 /* The target's type is looked at first, before the source's entries are taken in
  * vain. */
 int mlsp_pairs_init(const mlsp_state *state, PyObject *source, PyObject *target,
                     mlsp_pairs *p)
 {
+    mlsp_items all = {0};
     *p = (mlsp_pairs){0};
-    if (mlsp_take_dict(target, "target") < 0 ||
-        mlsp_items_of(source, "source", &p->source) < 0 ||
-        match_items(p, source, target) < 0 || make_pairs(state, p) < 0) {
+    const bool good = mlsp_take_dict(target, "target") == 0 &&
+                      mlsp_items_of(source, "source", &p->source) == 0 &&
+                      mlsp_items_of(target, "target", &all) == 0 &&
+                      match_items(state, p, &all) == 0 && make_pairs(state, p) == 0;
+    mlsp_items_release(&all);
+    if (!good) {
         mlsp_pairs_fini(p);
-        return -1;
     }
-    return 0;
+    return good ? 0 : -1;
 }
 
 /* ---- what differs, as lists ---- */

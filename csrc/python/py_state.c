@@ -423,16 +423,12 @@ static PyObject *state_diff(PyObject *module, PyObject *const *args, Py_ssize_t 
     PyObject *changes = changes_of(state, &p);
     PyObject *report = changes == NULL ? NULL : mlsp_pairs_report(&p, false);
     if (report != NULL) {
-        /* pairs that differ in nothing but perhaps elements; those that do are subtracted
-         */
-        size_t same = 0;
-        for (size_t i = 0; i < p.count; i++) {
-            same += p.bits[i] == MLS_SAME ? 1 : 0;
-        }
+        /* of the pairs of one shape and dtype, those whose elements changed are not the
+         * same */
         result = Py_BuildValue("(OOOOOn)", PyTuple_GET_ITEM(report, 0),
                                PyTuple_GET_ITEM(report, 1), PyTuple_GET_ITEM(report, 2),
                                PyTuple_GET_ITEM(report, 3), changes,
-                               (Py_ssize_t)same - PyList_GET_SIZE(changes));
+                               (Py_ssize_t)p.counts.same - PyList_GET_SIZE(changes));
     }
     Py_XDECREF(report);
     Py_XDECREF(changes);
