@@ -7,6 +7,7 @@
 #define MLS_COMPAT_H
 
 #include "status.h"
+#include "tensor.h"
 #include "text.h"
 
 #include <stdbool.h>
@@ -44,6 +45,13 @@ typedef struct mls_compat_counts {
 
 bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b);
 bool mls_facts_same_dtype(const mls_facts *a, const mls_facts *b);
+
+enum { MLS_FACTS_HEAD_MOST = 8 * (3 + MLS_MAX_RANK) };
+
+/* Write to `out` what a digest of a tensor begins with, as 64-bit little-endian numbers:
+ * the lengths of its name and of its dtype's name, the rank and the dimensions.  Returns
+ * the bytes, at most MLS_FACTS_HEAD_MOST. */
+size_t mls_facts_head(mls_text name, const mls_facts *facts, unsigned char *out);
 
 /* The bits of each pair into `out` (`count` of them), and their sums. */
 mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,

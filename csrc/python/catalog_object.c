@@ -4,6 +4,9 @@
 #include "args.h"
 #include "module_state.h"
 
+#include "mem.h"
+#include "shard_header.h"
+
 /* The module's state, from an object of ours. */
 const mlsp_state *mlsp_catalog_state(PyObject *self)
 {
@@ -34,24 +37,18 @@ int mlsp_catalog_index(const mlsp_state *state, PyObject *catalog, int64_t rank,
  * Nearly all keys are short: these are joined as bytes. */
 PyObject *mlsp_catalog_key(const mls_tensor_id *id)
 {
-    char joined[256];
-    const size_t length = id->name.length + 1 + id->state.length;
-    if (id->has_state && length <= sizeof joined && id->name.length > 0 &&
-        id->state.length > 0) {
-        memcpy(joined, id->name.data, id->name.length);
-        joined[id->name.length] = '.';
-        memcpy(joined + id->name.length + 1, id->state.data, id->state.length);
-        return mlsp_str_of((mls_text){joined, length});
+    char few[256];
+    const size_t length = mls_shard_key_length(id);
+    char *key = length <= sizeof few ? few : mls_alloc(length, 1);
+    if (key == NULL) {
+        return PyErr_NoMemory();
     }
-    PyObject *name = mlsp_str_of(id->name);
-    if (name == NULL || !id->has_state) {
-        return name;
+    mls_shard_write_key(id, key);
+    PyObject *result = mlsp_str_of((mls_text){key, length});
+    if (key != few) {
+        mls_free(key);
     }
-    PyObject *state = mlsp_str_of(id->state);
-    PyObject *key = state == NULL ? NULL : PyUnicode_FromFormat("%U.%U", name, state);
-    Py_DECREF(name);
-    Py_XDECREF(state);
-    return key;
+    return result;
 }
 
 /* A section's number as an argument. */

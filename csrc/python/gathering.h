@@ -10,14 +10,7 @@
 #include "module_state.h"
 
 #include "layout.h"
-#include "shard_write.h"
-
-/* An array, held while the GIL is released; what is not packed has a view of its own. The
- * owner is what keeps the memory: the array, or a capsule that it gave out. */
-typedef struct mlsp_held {
-    PyObject *owner; /* strong */
-    mls_tensor *strided;
-} mlsp_held;
+#include "shard_list.h"
 
 /* What a save holds on to.  Zeroed, and then its first fields set, before it is filled.
  */
@@ -30,12 +23,11 @@ typedef struct mlsp_gathering {
     size_t parts;                      /* of it */
     uint64_t rank, world_size;
     mlsp_items sections[MLS_SECTION_COUNT]; /* keep keys and values alive */
-    mls_shard_item *items;
-    mlsp_held *holds; /* one for each item */
-    size_t count, room;
-    size_t *dims; /* shapes of all items; they hold places in it until all are known */
+    mls_shard_list list;
+    PyObject **owners; /* strong: what keeps the memory of each item, the array or a
+                          capsule that it gave out */
+    size_t owner_count, owner_room;
     signed char *axes; /* of states, at the places of their shapes; NULL: not asked for */
-    size_t dims_used, dims_room;
     Py_buffer staging; /* where copies of items lie; `obj` is NULL where there are none */
 } mlsp_gathering;
 
@@ -48,8 +40,7 @@ int mlsp_gather(mlsp_gathering *g, PyObject *const *dicts);
  * else those of items that were not copied aside.  Names stay. */
 void mlsp_gathering_let_go(mlsp_gathering *g, bool all);
 
-/* Needs the GIL.  Accepts one that was left half done: `count` says how many arrays are
- * held. */
+/* Needs the GIL.  Accepts one that was left half done. */
 void mlsp_gathering_fini(mlsp_gathering *g);
 
 /* ---- py_staging.c ---- */

@@ -93,14 +93,6 @@ static mlsp_bucket *bucket_new(size_t count, size_t world)
     return held;
 }
 
-/* A complex64 is asked for 8 bytes of alignment, though its parts alone would need 4. */
-static bool lies_packed(const mls_tensor *t)
-{
-    const size_t item = mls_tensor_item_bytes(t);
-    return mls_tensor_is_contiguous(t) && !t->swapped &&
-           (uintptr_t)t->data % (item < 8 ? item : 8) == 0;
-}
-
 /* The quick way is for plain arrays, of which a bucket may have thousands.  Where it
  * declines, the long way finds out what the object is, or raises what fits. */
 int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
@@ -111,7 +103,7 @@ int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
                   : mlsp_view_of(state, array, what, out)) < 0) {
         return -1;
     }
-    if (!lies_packed(&out->tensor)) {
+    if (!mls_bucket_takes(&out->tensor)) {
         PyErr_Format(PyExc_ValueError,
                      "%s of a bucket must be contiguous, aligned and in the byte order "
                      "of the machine",
@@ -145,7 +137,7 @@ static int view_fitting(const mlsp_state *state, PyObject *array, PyObject *dtyp
     }
     const mls_tensor *t = &out->tensor;
     bool same =
-        t->dtype == wanted && lies_packed(t) && t->rank == PyTuple_GET_SIZE(shape);
+        t->dtype == wanted && mls_bucket_takes(t) && t->rank == PyTuple_GET_SIZE(shape);
     for (int axis = 0; same && axis < t->rank; axis++) {
         PyObject *length = PyTuple_GET_ITEM(shape, axis);
         same = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
@@ -191,14 +183,11 @@ static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t
     return PyBool_FromLong(fits);
 }
 
-/* The elements of each rank's part, which make up the array and its output; -1 with an
- * exception set.  Pack and reduce trust these numbers: nothing else keeps them within the
- * memory of `views`, the array's and the output's.  A tuple cannot change while __index__
- * of one of its items runs. */
+/* The elements of each rank's part from a tuple; -1 with an exception set.  A tuple
+ * cannot change while __index__ of one of its items runs. */
 static int take_counts(const mlsp_state *state, PyObject *tuple, size_t world,
-                       size_t rank, const mlsp_view *views, size_t *counts)
+                       size_t *counts)
 {
-    size_t total = 0, have = 0, mine = 0;
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)world) {
         PyErr_Format(PyExc_TypeError, "counts must be a tuple of %zu ints", world);
         return -1;
@@ -209,45 +198,13 @@ static int take_counts(const mlsp_state *state, PyObject *tuple, size_t world,
         if (mlsp_take_int64(state, number, "count", &count) < 0) {
             return -1;
         }
-        if (count < 0 || !mls_size_add(total, (size_t)count, &total)) {
+        if (count < 0) {
             PyErr_SetString(PyExc_ValueError, "counts must not be negative");
             return -1;
         }
         counts[i] = (size_t)count;
     }
-    if (!mls_tensor_count(&views[0].tensor, &have) ||
-        !mls_tensor_count(&views[1].tensor, &mine) || have != total ||
-        mine != counts[rank]) {
-        PyErr_Format(PyExc_ValueError,
-                     "an array of %zu elements and an output of %zu do not fit counts "
-                     "that add up to %zu, with %zu for this rank",
-                     have, mine, total, counts[rank]);
-        return -1;
-    }
     return 0;
-}
-
-/* An output must be memory of its own, or this rank's part of the input as it is.  -1
- * with ValueError set.  In any other place, or with wider elements, the sums would be
- * written over elements that other ranks have not yet been sent. */
-static int check_apart(const mls_tensor *data, const mls_tensor *out,
-                       const size_t *counts, size_t rank)
-{
-    if (!mls_tensor_overlap(data, out)) {
-        return 0;
-    }
-    size_t start = 0;
-    for (size_t r = 0; r < rank; r++) {
-        start += counts[r];
-    }
-    const unsigned char *part = data->data + start * mls_tensor_item_bytes(data);
-    if (data->dtype == out->dtype && part == out->data) {
-        return 0;
-    }
-    PyErr_SetString(PyExc_ValueError,
-                    "out shares memory with the array, and is not this rank's part of it "
-                    "in the same dtype");
-    return -1;
 }
 
 /* The output of a segment: of any dtype that reductions have, or, in a tuple that has
@@ -299,14 +256,14 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
     held->owners[2 * b->count] = views[0].owner;
     held->owners[2 * b->count + 1] = views[1].owner;
     b->count++; /* from here on bucket_free lets the owners go */
-    if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, b->rank, views, counts) <
-            0 ||
-        check_apart(&views[0].tensor, &views[1].tensor, counts, b->rank) < 0) {
+    if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, counts) < 0) {
         return -1;
     }
     reduction.dtype = views[0].tensor.dtype;
     reduction.out_dtype = views[1].tensor.dtype;
-    if (mls_reduce_check(&reduction, &st) != MLS_OK) {
+    if (mls_segment_check(&views[0].tensor, &views[1].tensor, counts, b->world, b->rank,
+                          &st) != MLS_OK ||
+        mls_reduce_check(&reduction, &st) != MLS_OK) {
         mlsp_raise(state, &st, NULL);
         return -1;
     }
@@ -397,29 +354,6 @@ static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_
     return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)mine);
 }
 
-/* Bytes that all messages take together: to the others, or from them, each of which has
- * the length of this rank's own.  -1 with an exception set. */
-static int message_bytes(const mlsp_state *state, const mls_bucket *b, bool sent,
-                         size_t *out)
-{
-    size_t total = 0;
-    mls_status st;
-    for (size_t rank = 0; rank < b->world; rank++) {
-        size_t bytes;
-        if (mls_bucket_bytes(b, sent ? rank : b->rank, &bytes, &st) != MLS_OK) {
-            mlsp_raise(state, &st, NULL);
-            return -1;
-        }
-        /* cannot wrap in what fits memory as arrays; checked all the same */
-        if (rank != b->rank && !mls_size_add(total, bytes, &total)) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    *out = total;
-    return 0;
-}
-
 /* View a buffer with room for all messages; -1 with an exception set, and no view.  Parts
  * lie at multiples of MLS_BUCKET_ALIGN in it and kernels read them where they are, so
  * that the buffer must begin at one.  One to send from is filled here: it must be
@@ -428,8 +362,13 @@ static int view_messages(const mlsp_state *state, const mls_bucket *b, PyObject 
                          bool sent, mlsp_view *out)
 {
     size_t wanted, have;
-    if (message_bytes(state, b, sent, &wanted) < 0 ||
-        mlsp_view_packed(state, array, "the messages", sent, out) < 0) {
+    mls_status st;
+    if ((sent ? mls_bucket_sent_bytes(b, &wanted, &st)
+              : mls_bucket_received_bytes(b, &wanted, &st)) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return -1;
+    }
+    if (mlsp_view_packed(state, array, "the messages", sent, out) < 0) {
         return -1;
     }
     if (!mls_tensor_bytes(&out->tensor, &have) || have < wanted ||

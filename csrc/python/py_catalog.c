@@ -15,6 +15,7 @@
 #include "progress.h"
 #include "py_layout.h"
 
+#include "catalog_summary.h"
 #include "mem.h"
 #include "safetensors.h"
 #include "seal.h"
@@ -202,20 +203,7 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
 static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tensor *t)
 {
     const mls_index_shard *facts = t->facts;
-    uint64_t bytes = 0, version = 0, stored = 0;
-    Py_ssize_t sparse = 0;
-    const char *codec = NULL;
-    for (size_t i = 0; i < t->count; i++) {
-        const mls_index_shard *shard = self->catalog.shards[t->from + i].shard;
-        bytes += shard->bytes;
-        stored += mls_index_stored_bytes(shard);
-        sparse += mls_index_is_sparse(shard);
-        for (size_t j = 0; j < mls_index_place_count(shard); j++) {
-            const mls_layer place = mls_index_place(shard, j);
-            codec = place.frames == NULL ? codec : mls_codec_name(place.frames->codec);
-        }
-        version = shard->version > version ? shard->version : version;
-    }
+    const mls_tensor_summary sum = mls_tensor_summarize(&self->catalog, t);
     const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
     PyObject *state =
         facts->id.has_state ? mlsp_str_of(facts->id.state) : Py_NewRef(Py_None);
@@ -224,8 +212,8 @@ static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tens
         mlsp_catalog_key(&facts->id), mlsp_str_of(facts->id.name), state,
         mls_dtype_of(facts->dtype)->name, sizes_tuple(facts->shape, facts->rank),
         mlsp_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
-        (unsigned long long)bytes, (unsigned long long)version, tier,
-        (unsigned long long)stored, sparse, codec);
+        (unsigned long long)sum.bytes, (unsigned long long)sum.version, tier,
+        (unsigned long long)sum.stored_bytes, (Py_ssize_t)sum.sparse, sum.codec);
 }
 
 /* tensors() -> [tuple, ...] */
@@ -245,23 +233,6 @@ static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
     return list;
 }
 
-/* Bytes of the shard that a layer holds. */
-static unsigned long long held_bytes(const mls_layer *layer)
-{
-    return layer->frames == NULL ? layer->bytes : layer->frames->bytes;
-}
-
-/* Bytes of a layer that no later one hides. */
-static unsigned long long visible_bytes(const mls_index_shard *shard,
-                                        const mls_layer *layer)
-{
-    unsigned long long elements = 0;
-    for (size_t i = 0; i < layer->visible_count; i++) {
-        elements += layer->visible[i].count;
-    }
-    return elements * mls_dtype_of(shard->dtype)->item_bytes;
-}
-
 /* New reference to None, or to a tuple of the layers of a sparse shard, each as a tuple:
  * file, offset, bytes, CRC32C, bytes of the shard that it holds, those of them that
  * count, codec or None. */
@@ -279,7 +250,10 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
         PyObject *one = Py_BuildValue(
             "(sKKs#KKz)", index->files[layer->file].path,
             (unsigned long long)layer->offset, (unsigned long long)layer->bytes, crc,
-            (Py_ssize_t)MLS_CRC_DIGITS, held_bytes(layer), visible_bytes(shard, layer),
+            (Py_ssize_t)MLS_CRC_DIGITS,
+            (unsigned long long)mls_layer_element_bytes(layer),
+            (unsigned long long)mls_layer_visible_bytes(
+                layer, mls_dtype_of(shard->dtype)->item_bytes),
             frames == NULL ? NULL : mls_codec_name(frames->codec));
         if (one == NULL) {
             Py_CLEAR(tuple);
@@ -352,25 +326,6 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
     return dict;
 }
 
-/* Make the header of a file again from one index.  0: it does not list all of the file.
- */
-static int append_header(const mlsp_state *state, const mls_index *index,
-                         const char *path, mls_buffer *out)
-{
-    mls_status st;
-    mls_code code = MLS_E_VALUE;
-    for (size_t i = 0; i < index->file_count && code == MLS_E_VALUE; i++) {
-        if (strcmp(index->files[i].path, path) == 0) {
-            code = mls_shard_header(index, i, mls_crc_of(state->kernels->cpu), out, &st);
-        }
-    }
-    if (code == MLS_E_MEMORY) {
-        mlsp_raise(state, &st, Py_None);
-        return -1;
-    }
-    return code == MLS_OK;
-}
-
 /* header(path) -> bytes or None
  *
  * That of the first index that lists all of the file. */
@@ -382,15 +337,17 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
     if (path == NULL) {
         return NULL;
     }
-    int found = 0;
     mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
-    for (size_t i = 0; found == 0 && i < self->index_count; i++) {
-        found = append_header(state, &self->indexes[i], path, &text);
-    }
+    mls_status st;
+    const mls_code code =
+        mls_shard_header_find(self->indexes, self->index_count, path,
+                              mls_crc_of(state->kernels->cpu), &text, &st);
     PyObject *result = NULL;
-    if (found > 0) {
+    if (code == MLS_OK) {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
-    } else if (found == 0) {
+    } else if (code == MLS_E_MEMORY) {
+        mlsp_raise(state, &st, Py_None);
+    } else {
         result = Py_NewRef(Py_None);
     }
     mls_buffer_fini(&text);
@@ -405,16 +362,11 @@ static PyObject *catalog_heads(PyObject *object, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
-        unsigned long long bytes = 0;  /* no more than an integer of a manifest */
-        unsigned long long stored = 0; /* no more than the files have */
-        for (size_t j = 0; j < index->shard_count; j++) {
-            bytes += index->shards[j].bytes;
-            stored += mls_index_stored_bytes(&index->shards[j]);
-        }
-        PyObject *tuple =
-            Py_BuildValue("(sKKnKK)", index->generation, (unsigned long long)index->rank,
-                          (unsigned long long)index->world_size,
-                          (Py_ssize_t)index->shard_count, bytes, stored);
+        const mls_index_summary sum = mls_index_summarize(index);
+        PyObject *tuple = Py_BuildValue(
+            "(sKKnKK)", index->generation, (unsigned long long)index->rank,
+            (unsigned long long)index->world_size, (Py_ssize_t)index->shard_count,
+            (unsigned long long)sum.bytes, (unsigned long long)sum.stored_bytes);
         if (tuple == NULL) {
             Py_CLEAR(list);
         } else {

@@ -14,7 +14,6 @@
 
 #include "load.h"
 #include "mem.h"
-#include "size.h"
 #include "span.h"
 
 /* ---- loading ---- */
@@ -141,13 +140,13 @@ static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t 
 typedef struct tied_target {
     PyObject *key; /* borrowed from the list of keys */
     Py_ssize_t section;
-    mls_dtype dtype;
-    bool left_out;
 } tied_target;
 
 /* All targets of all sections, and where those lie that are packed. */
 typedef struct tied_job {
     tied_target *targets;
+    size_t *kinds; /* of each: two of one section and dtype are of one kind */
+    bool *tied;    /* of each: a later target is the same array */
     mls_span *spans, *spare;
     size_t count, dense;
 } tied_job;
@@ -172,8 +171,9 @@ static int tied_add(const mlsp_state *state, tied_job *job, Py_ssize_t section,
     if (failed < 0) {
         return -1;
     }
-    job->targets[job->count++] =
-        (tied_target){.key = key, .section = section, .dtype = view.tensor.dtype};
+    job->kinds[job->count] =
+        (size_t)section * MLS_DTYPE_COUNT + (size_t)view.tensor.dtype;
+    job->targets[job->count++] = (tied_target){.key = key, .section = section};
     if (mls_tensor_range(&view.tensor, &span.low, &span.high) &&
         mls_tensor_bytes(&view.tensor, &bytes) && bytes == span.high - span.low) {
         job->spans[job->dense++] = span;
@@ -199,9 +199,12 @@ static int tied_init(PyObject *sections, tied_job *job)
         count += (size_t)PyList_GET_SIZE(keys);
     }
     job->targets = mls_alloc(count, sizeof *job->targets);
+    job->kinds = mls_alloc(count, sizeof *job->kinds);
+    job->tied = mls_alloc(count, sizeof *job->tied);
     job->spans = mls_alloc(count, sizeof *job->spans);
     job->spare = mls_alloc(count, sizeof *job->spare);
-    if (job->targets == NULL || job->spans == NULL || job->spare == NULL) {
+    if (job->targets == NULL || job->kinds == NULL || job->tied == NULL ||
+        job->spans == NULL || job->spare == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -223,28 +226,20 @@ static int tied_view(const mlsp_state *state, PyObject *sections, tied_job *job)
     return 0;
 }
 
-/* Sweep the sorted spans.  The same memory under another name of a section is filled for
- * the last of its names; all else that overlaps is an error. */
+/* The same memory under another name of a section is filled for the last of its names;
+ * all else that overlaps is an error. */
 static int tied_find(tied_job *job)
 {
+    size_t pair[2];
     const mls_span *sorted = mls_spans_sort(job->spans, job->spare, job->dense);
-    for (size_t i = 1; i < job->dense; i++) {
-        const mls_span *a = &sorted[i - 1], *b = &sorted[i];
-        tied_target *first = &job->targets[a->owner], *second = &job->targets[b->owner];
-        if (b->low >= a->high) {
-            continue; /* nothing before overlapped, so all of that ends here or earlier */
-        }
-        if (a->low != b->low || a->high != b->high || first->section != second->section ||
-            first->dtype != second->dtype) {
-            PyErr_Format(PyExc_ValueError,
-                         "the targets %R and %R share memory, but are not one and the "
-                         "same tensor: load into a copy of one of them",
-                         first->key, second->key);
-            return -1;
-        }
-        first->left_out = true;
+    if (mls_spans_tied(sorted, job->dense, job->kinds, job->tied, pair)) {
+        return 0;
     }
-    return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "the targets %R and %R share memory, but are not one and the same "
+                 "tensor: load into a copy of one of them",
+                 job->targets[pair[0]].key, job->targets[pair[1]].key);
+    return -1;
 }
 
 /* [[key, ...], ...]: of each section those that are left out. */
@@ -261,7 +256,7 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
     }
     for (size_t i = 0; result != NULL && i < job->count; i++) {
         const tied_target *t = &job->targets[i];
-        if (t->left_out &&
+        if (job->tied[i] &&
             PyList_Append(PyList_GET_ITEM(result, t->section), t->key) < 0) {
             Py_CLEAR(result);
         }
@@ -283,6 +278,8 @@ static PyObject *targets_tied(PyObject *module, PyObject *sections)
         result = tied_result(&job, PyList_GET_SIZE(sections));
     }
     mls_free(job.targets);
+    mls_free(job.kinds);
+    mls_free(job.tied);
     mls_free(job.spans);
     mls_free(job.spare);
     return result;
@@ -319,16 +316,10 @@ static int feed(PyObject *update, const void *data, size_t bytes)
 /* The part of the stream in front of the elements. */
 static int feed_facts(PyObject *update, const mlsp_item *item)
 {
-    unsigned char head[8 * (3 + MLS_MAX_RANK)];
+    unsigned char head[MLS_FACTS_HEAD_MOST];
     const size_t dtype_length = strlen(item->facts.dtype);
-    const size_t rank = (size_t)item->facts.rank;
-    mls_store_le64(head, item->name.length);
-    mls_store_le64(head + 8, dtype_length);
-    mls_store_le64(head + 16, rank);
-    for (size_t axis = 0; axis < rank; axis++) {
-        mls_store_le64(head + 24 + 8 * axis, item->facts.shape[axis]);
-    }
-    return feed(update, head, 24 + 8 * rank) < 0 ||
+    const size_t bytes = mls_facts_head(item->name, &item->facts, head);
+    return feed(update, head, bytes) < 0 ||
                    feed(update, item->name.data, item->name.length) < 0 ||
                    feed(update, item->facts.dtype, dtype_length) < 0
                ? -1

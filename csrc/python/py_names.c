@@ -333,20 +333,14 @@ static int take_rule(PyObject *pair, mls_rename_rule *out)
         PyErr_SetString(PyExc_TypeError, "rules must be pairs of old and new");
         return -1;
     }
-    if (mlsp_take_text(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &out->old) <
-            0 ||
-        mlsp_take_text(PyTuple_GET_ITEM(pair, 1), "the new part of a rule", &out->new) <
-            0) {
+    mls_text old, new;
+    if (mlsp_take_text(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &old) < 0 ||
+        mlsp_take_text(PyTuple_GET_ITEM(pair, 1), "the new part of a rule", &new) < 0) {
         return -1;
     }
-    out->anywhere = out->old.length > 0 && out->old.data[0] == '*';
-    if (out->anywhere) {
-        out->old.data++;
-        out->old.length--;
-        if (out->old.length == 0) {
-            PyErr_SetString(PyExc_ValueError, "rule '*' says nothing to look for");
-            return -1;
-        }
+    if (!mls_rename_rule_of(old, new, out)) {
+        PyErr_SetString(PyExc_ValueError, "rule '*' says nothing to look for");
+        return -1;
     }
     return 0;
 }
@@ -564,101 +558,39 @@ static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize
 
 /* ---- the outline ---- */
 
-/* What is said of a node: bytes under it, and the dtype that all of it has. */
-typedef struct node_sum {
-    uint64_t bytes;
-    const char *dtype; /* NULL: nothing yet */
-} node_sum;
-
-static const char mixed[] = "mixed";
-
-/* Take what is known of a part into the sum of the whole.  Names and not numbers of
- * dtypes, since arrays may have dtypes that the core lacks. */
-static void add_sum(node_sum *whole, const node_sum *part)
+/* Bytes and dtype of each array, in the order of the items; NULL with an exception set.
+ * Gives: free with mls_free. */
+static mls_outline_sum *leaves_of(const mlsp_state *state, const mlsp_items *items)
 {
-    whole->bytes += part->bytes;
-    if (whole->dtype == NULL) {
-        whole->dtype = part->dtype;
-    } else if (part->dtype != NULL && strcmp(whole->dtype, part->dtype) != 0) {
-        whole->dtype = mixed;
-    }
-}
-
-/* The sums of all nodes, parents after their children; NULL with an exception set. */
-static node_sum *sums_of(const mlsp_state *state, const mls_names *names,
-                         const mlsp_items *items)
-{
-    const mls_name_node *nodes = mls_names_nodes(names);
-    node_sum *sums = mls_alloc(mls_names_size(names), sizeof *sums);
-    if (sums == NULL) {
+    mls_outline_sum *leaves = mls_alloc(items->count, sizeof *leaves);
+    if (leaves == NULL) {
         PyErr_NoMemory();
-        return NULL;
     }
-    /* parents come before their children, so from the end each sum is complete when it
-     * is added to its parent's */
-    for (size_t i = mls_names_size(names); i-- > 0;) {
-        if (nodes[i].name != MLS_NAME_NONE) {
-            const mlsp_item *item = &items->items[nodes[i].name];
-            node_sum own = {.dtype = item->facts.dtype};
-            if (mlsp_array_bytes(state, item->value, &own.bytes) < 0) {
-                mls_free(sums);
-                return NULL;
-            }
-            add_sum(&sums[i], &own);
-        }
-        if (nodes[i].parent != MLS_NAME_NONE) {
-            add_sum(&sums[nodes[i].parent], &sums[i]);
+    for (size_t i = 0; leaves != NULL && i < items->count; i++) {
+        const mlsp_item *item = &items->items[i];
+        leaves[i].dtype = item->facts.dtype;
+        if (mlsp_array_bytes(state, item->value, &leaves[i].bytes) < 0) {
+            mls_free(leaves);
+            leaves = NULL;
         }
     }
-    return sums;
-}
-
-/* Sum of the `hidden` siblings from `node` on, and how many names they have. */
-static node_sum hidden_sum(const mls_name_node *nodes, const node_sum *sums,
-                           uint32_t node, uint32_t hidden, size_t *count)
-{
-    node_sum sum = {0};
-    *count = 0;
-    for (; hidden > 0 && node != MLS_NAME_NONE; hidden--) {
-        add_sum(&sum, &sums[node]);
-        *count += nodes[node].count;
-        node = nodes[node].next_sibling;
-    }
-    return sum;
+    return leaves;
 }
 
 /* (depth, name, count, nbytes, dtype, shape or None, hidden, open) */
-static PyObject *row_tuple(const mls_outline_row *row, const mls_name_node *nodes,
-                           const node_sum *sums, const mlsp_items *items)
+static PyObject *row_tuple(const mls_names *names, const mls_outline_sum *sums,
+                           const mls_outline_row *row, const mlsp_items *items)
 {
-    const mls_name_node *node = &nodes[row->node];
-    size_t count = node->count;
-    const node_sum sum = row->hidden > 0
-                             ? hidden_sum(nodes, sums, row->node, row->hidden, &count)
-                             : sums[row->node];
-    /* a single name at or under the node shows as one: what is left of it, and its shape
-     */
-    const mls_name_node *leaf = node;
-    while (row->hidden == 0 && count == 1 && leaf->name == MLS_NAME_NONE) {
-        leaf = &nodes[leaf->first_child];
-    }
-    /* a tensor that others lie under, as "a" of "a" and "a.b", says its shape too */
-    const bool whole = row->hidden == 0 && leaf->name != MLS_NAME_NONE;
-    const size_t skipped = node->path.length - node->segment.length;
-    PyObject *shape =
-        whole ? mlsp_shape_tuple(&items->items[leaf->name].facts) : Py_NewRef(Py_None);
-    PyObject *name = mlsp_str_of((mls_text){.data = leaf->path.data + skipped,
-                                            .length = leaf->path.length - skipped});
-    PyObject *result = NULL;
-    if (shape != NULL && name != NULL) {
-        result = Py_BuildValue("(IOnKsOIO)", node->depth, name, (Py_ssize_t)count,
-                               (unsigned long long)sum.bytes,
-                               sum.dtype == NULL ? "" : sum.dtype, shape, row->hidden,
-                               row->open ? Py_True : Py_False);
-    }
-    Py_XDECREF(name);
-    Py_XDECREF(shape);
-    return result;
+    const mls_outline_entry e = mls_outline_describe(names, sums, row);
+    PyObject *shape = e.name == MLS_NAME_NONE
+                          ? Py_NewRef(Py_None)
+                          : mlsp_shape_tuple(&items->items[e.name].facts);
+    /* each N takes its reference, or passes a NULL on as the exception that is set */
+    return Py_BuildValue("(INnKsNIO)", mls_names_nodes(names)[row->node].depth,
+                         mlsp_str_of(e.label), (Py_ssize_t)e.count,
+                         (unsigned long long)e.sum.bytes,
+                         e.sum.dtype == NULL ? "" : e.sum.dtype, shape, row->hidden,
+                         row->open ? Py_True : Py_False);
 }
 
 /* The rows as a list of tuples.  All sums are made, shown or not: a row says what lies
@@ -667,10 +599,16 @@ static PyObject *rows_list(const mlsp_state *state, const mls_names *names,
                            const mlsp_items *items, const mls_outline_row *rows,
                            size_t count)
 {
-    node_sum *sums = sums_of(state, names, items);
+    mls_status st;
+    mls_outline_sum *sums = NULL;
+    mls_outline_sum *leaves = leaves_of(state, items);
+    if (leaves != NULL && mls_outline_sums(names, leaves, &sums, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+    }
+    mls_free(leaves);
     PyObject *list = sums == NULL ? NULL : PyList_New(0);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        PyObject *row = row_tuple(&rows[i], mls_names_nodes(names), sums, items);
+        PyObject *row = row_tuple(names, sums, &rows[i], items);
         if (row == NULL || PyList_Append(list, row) < 0) {
             Py_CLEAR(list);
         }

@@ -89,8 +89,8 @@ static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job
     }
     job->rank = g->rank;
     job->world_size = g->world_size;
-    job->items = g->items;
-    job->count = g->count;
+    job->items = g->list.items;
+    job->count = g->list.count;
     job->kernels = g->state->kernels;
     job->crc = mls_crc_of(g->state->kernels->cpu);
     job->pool = g->state->pool;
@@ -231,8 +231,8 @@ static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     job.generation = generation.data;
     job.pack_below = (uint64_t)pack_below;
-    job.items = g->items;
-    job.count = g->count;
+    job.items = g->list.items;
+    job.count = g->list.count;
     job.rank = g->rank;
     job.world_size = g->world_size;
     Py_BEGIN_ALLOW_THREADS

@@ -84,7 +84,8 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
     }
     g->state = mlsp_state_of(module);
     int failed = take_arguments(g, args, dicts) < 0 ? -1 : mlsp_gather(g, dicts);
-    if (failed == 0 && mls_staging_need(g->items, g->count, &bytes, &st) != MLS_OK) {
+    if (failed == 0 &&
+        mls_staging_need(g->list.items, g->list.count, &bytes, &st) != MLS_OK) {
         mlsp_raise(g->state, &st, NULL);
         failed = -1;
     }
@@ -92,18 +93,6 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
         failed < 0 ? NULL : Py_BuildValue("(Nn)", Py_NewRef(capsule), (Py_ssize_t)bytes);
     Py_DECREF(capsule);
     return result;
-}
-
-/* Items that lie in the first `used` bytes of the memory are copies already. */
-static void note_copies(mlsp_gathering *g, size_t used)
-{
-    const uintptr_t start = (uintptr_t)g->staging.buf;
-    for (size_t i = 0; i < g->count; i++) {
-        mls_shard_item *item = &g->items[i];
-        const unsigned char *data = item->data != NULL ? item->data : item->strided->data;
-        const uintptr_t at = (uintptr_t)data;
-        item->staged = at >= start && at - start < used;
-    }
 }
 
 /* shards_besides(gathering, compress) -> bytes
@@ -122,8 +111,8 @@ static PyObject *shards_besides(PyObject *module, PyObject *const *args, Py_ssiz
     if (compress < 0) {
         return NULL;
     }
-    if (mls_staging_besides(g->items, g->count, mlsp_threads_aside(state->pool), compress,
-                            &bytes, &st) != MLS_OK) {
+    if (mls_staging_besides(g->list.items, g->list.count, mlsp_threads_aside(state->pool),
+                            compress, &bytes, &st) != MLS_OK) {
         return mlsp_raise(state, &st, NULL);
     }
     return PyLong_FromSize_t(bytes);
@@ -161,14 +150,14 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
         PyErr_SetString(PyExc_ValueError, "more is used than there is");
         return NULL;
     }
-    note_copies(g, (size_t)used);
+    mls_staging_note(g->list.items, g->list.count, g->staging.buf, (size_t)used);
     const mls_staging to = {.memory = (unsigned char *)g->staging.buf + used,
                             .bytes = (size_t)(g->staging.len - (Py_ssize_t)used),
                             .kernels = state->kernels,
                             .pool = state->pool};
     /* nobody else has the gathering, and items point to memory that its owners keep */
     Py_BEGIN_ALLOW_THREADS
-        code = mls_stage(&to, g->items, g->count, &staged, &st);
+        code = mls_stage(&to, g->list.items, g->list.count, &staged, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
         return mlsp_raise(state, &st, NULL);

@@ -7,6 +7,7 @@
 #include "args.h"
 #include "array_view.h"
 #include "bucketp.h"
+#include "errors.h"
 #include "gradients_bindings.h"
 #include "module_state.h"
 
@@ -23,34 +24,28 @@ static int take_wire(PyObject *object, mls_wire *out)
     if (mlsp_take_text(object, "compression", &text) < 0) {
         return -1;
     }
-    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
-        const char *name = mls_wire_name((mls_wire)wire);
-        if (text.length == strlen(name) && memcmp(text.data, name, text.length) == 0) {
-            *out = (mls_wire)wire;
-            return 0;
-        }
+    if (mls_wire_from_name(text, out)) {
+        return 0;
     }
     PyErr_Format(PyExc_ValueError,
                  "compression must be 'float16', 'bfloat16' or 'int8', not %R", object);
     return -1;
 }
 
-/* A bucket of sums of float32 in float32 (borrowed from its capsule), and a wire, from
- * the first two arguments.  NULL with an exception set.  The core casts the arrays of
- * such a bucket to float without a further look, which is why it is checked in every
- * call. */
-static mls_bucket *take_bucket(PyObject *const *args, mls_wire *wire)
+/* A bucket of sums of float32 (borrowed from its capsule), and a wire, from the first two
+ * arguments.  NULL with an exception set.  The core casts the arrays of such a bucket to
+ * float without a further look, so every call checks it. */
+static mls_bucket *take_bucket(const mlsp_state *state, PyObject *const *args,
+                               mls_wire *wire)
 {
+    mls_status st;
     mlsp_bucket *held = mlsp_bucket_of(args[0]);
     if (held == NULL || take_wire(args[1], wire) < 0) {
         return NULL;
     }
-    for (size_t i = 0; i < held->bucket.count; i++) {
-        const mls_reduction *r = &held->bucket.segments[i].reduction;
-        if (r->dtype != MLS_F32 || r->out_dtype != MLS_F32 || r->op != MLS_REDUCE_SUM) {
-            PyErr_SetString(PyExc_ValueError, "only sums of float32 can be compressed");
-            return NULL;
-        }
+    if (mls_wire_check(&held->bucket, &st) != MLS_OK) {
+        mlsp_raise(state, &st, NULL);
+        return NULL;
     }
     return &held->bucket;
 }
@@ -61,12 +56,11 @@ static mls_bucket *take_bucket(PyObject *const *args, mls_wire *wire)
 static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
                                    Py_ssize_t count)
 {
-    (void)module;
     mls_wire wire;
     if (mlsp_take_count("bucket_wire_sizes", 2, count) < 0) {
         return NULL;
     }
-    const mls_bucket *b = take_bucket(args, &wire);
+    const mls_bucket *b = take_bucket(mlsp_state_of(module), args, &wire);
     PyObject *to = b == NULL ? NULL : PyList_New((Py_ssize_t)b->world);
     for (size_t rank = 0; to != NULL && rank < b->world; rank++) {
         PyObject *number =
@@ -104,16 +98,6 @@ static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
     return 0;
 }
 
-/* Bytes of the messages to all other ranks; wire.h says why nothing overflows. */
-static size_t sent_bytes(const mls_bucket *b, mls_wire wire)
-{
-    size_t total = 0;
-    for (size_t rank = 0; rank < b->world; rank++) {
-        total += rank == b->rank ? 0 : mls_wire_bucket_bytes(b, wire, rank);
-    }
-    return total;
-}
-
 /* What a pack holds on to while the GIL is released. */
 typedef struct pack_job {
     mlsp_view send, own;
@@ -132,17 +116,6 @@ static void pack_fini(pack_job *job)
     mlsp_view_release(&job->own);
     mls_free(job->views);
     mls_free(job->residuals);
-}
-
-/* Elements of all parts of a segment; they were compared with the array when the bucket
- * was made, so that the sum cannot overflow. */
-static size_t elements_of(const mls_bucket *b, size_t i)
-{
-    size_t total = 0;
-    for (size_t rank = 0; rank < b->world; rank++) {
-        total += b->segments[i].counts[rank];
-    }
-    return total;
 }
 
 /* View the residuals: float32, as many elements as their segments; None leaves the job
@@ -177,7 +150,7 @@ static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject
         job->count++; /* from here on pack_fini lets the view go */
         if (view->tensor.dtype != MLS_F32 ||
             !mls_tensor_count(&view->tensor, &elements) ||
-            elements != elements_of(b, i)) {
+            elements != mls_segment_elements(&b->segments[i], b->world)) {
             PyErr_SetString(PyExc_ValueError,
                             "a residual is float32, and has the gradient's elements");
             return -1;
@@ -201,9 +174,9 @@ static PyObject *bucket_wire_pack(PyObject *module, PyObject *const *args,
     if (mlsp_take_count("bucket_wire_pack", 5, count) < 0) {
         return NULL;
     }
-    const mls_bucket *b = take_bucket(args, &wire);
+    const mls_bucket *b = take_bucket(state, args, &wire);
     if (b == NULL || take_residuals(state, b, args[2], &job) < 0 ||
-        view_buffer(state, args[3], sent_bytes(b, wire), true, &job.send) < 0 ||
+        view_buffer(state, args[3], mls_wire_sent_bytes(b, wire), true, &job.send) < 0 ||
         view_buffer(state, args[4], mls_wire_bucket_bytes(b, wire, b->rank), true,
                     &job.own) < 0) {
         goto done;
@@ -232,7 +205,7 @@ static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
     if (mlsp_take_count("bucket_wire_reduce", 4, count) < 0) {
         return NULL;
     }
-    const mls_bucket *b = take_bucket(args, &wire);
+    const mls_bucket *b = take_bucket(state, args, &wire);
     if (b == NULL) {
         return NULL;
     }
