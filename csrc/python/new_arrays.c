@@ -3,12 +3,6 @@
 
 #include "array_view.h"
 
-enum {
-    LARGE = 4 << 20,  /* NumPy asks for large pages from here on */
-    BLOCK = 16 << 20, /* is kept whole by any one of its arrays */
-    LINE = 64         /* of the cache, and the widest registers */
-};
-
 /* New reference to a descriptor: looking for ml_dtypes takes longer than making an array,
  * most of all in vain. */
 static PyArray_Descr *find_descr(mlsp_room *room, mls_dtype dtype)
@@ -68,34 +62,21 @@ PyObject *mlsp_array_over(mlsp_room *room, mls_dtype dtype, int rank, const size
     return keep_alive(array, base);
 }
 
-/* Up to the next line; of something small. */
-static size_t lines(size_t bytes)
-{
-    return (bytes + LINE - 1) / LINE * LINE;
-}
-
-/* The block for the arrays from `index` on: as many as fill one, exactly.  What would not
- * be worth large pages has no block, so that a few small arrays do not keep each other's
- * memory. */
+/* The block for the arrays from `index` on, or none. */
 static int next_block(mlsp_room *room, size_t index)
 {
-    size_t bytes = LINE; /* NumPy's memory need not begin with a line */
     Py_CLEAR(room->block);
-    for (; index < room->count && bytes < BLOCK; index++) {
-        const size_t more = room->bytes_of(room->context, index);
-        bytes += more < LARGE ? lines(more) : 0;
-    }
-    room->until = index;
-    if (bytes < LARGE) {
+    npy_intp length = (npy_intp)mls_block_plan(room->bytes_of, room->context, index,
+                                               room->count, &room->until);
+    if (length == 0) {
         return 0;
     }
-    npy_intp length = (npy_intp)bytes;
     room->block = PyArray_SimpleNew(1, &length, NPY_UINT8);
     if (room->block == NULL) {
         return -1;
     }
     const uintptr_t begin = (uintptr_t)PyArray_DATA((PyArrayObject *)room->block);
-    room->used = (LINE - begin % LINE) % LINE;
+    room->used = (MLS_BLOCK_LINE - begin % MLS_BLOCK_LINE) % MLS_BLOCK_LINE;
     return 0;
 }
 
@@ -106,11 +87,11 @@ PyObject *mlsp_room_array(mlsp_room *room, size_t index, mls_dtype dtype, int ra
         return NULL;
     }
     const size_t bytes = room->bytes_of(room->context, index);
-    if (room->block == NULL || bytes == 0 || bytes >= LARGE) {
+    if (room->block == NULL || !mls_block_takes(bytes)) {
         return mlsp_array_new(room, dtype, rank, shape, false);
     }
     char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
-    room->used += lines(bytes);
+    room->used += mls_block_lines(bytes);
     return keep_alive(make(room, dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
                       room->block);
 }

@@ -1,27 +1,21 @@
-/* new_arrays: arrays for the tensors of files, over new memory or over a mapping.
- *
- * Many small arrays take their memory from few large blocks, as views of these: NumPy
- * asks for large pages for a block of 4 MiB, and for nothing smaller, and the system
- * takes several times as long to hand out the same memory in small ones.
- */
+/* new_arrays: arrays for the tensors of files, over new memory or over a mapping.  Small
+ * ones share blocks (array_block.h). */
 #ifndef MLSP_NEW_ARRAYS_H
 #define MLSP_NEW_ARRAYS_H
 
 #include "python_api.h"
 
+#include "array_block.h"
 #include "dtype.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Bytes of the array `index`; 0 for one that is made in some other way. */
-typedef size_t mlsp_bytes_of(const void *context, size_t index);
-
 /* Memory for `count` arrays that are made in their order.  Zeroed but for its first
  * fields; end with mlsp_room_fini, when all arrays are made or none is to be made any
  * more. */
 typedef struct mlsp_room {
-    mlsp_bytes_of *bytes_of;
+    mls_block_bytes_of *bytes_of;
     const void *context;
     size_t count;
     PyObject *block; /* what the next arrays lie in; NULL: each has memory of its own */

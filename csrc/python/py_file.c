@@ -286,13 +286,7 @@ static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
 {
     mls_status st;
     mls_mapping mapping;
-    /* up to the end of the last tensor, which is the end of the file that was checked */
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < file->count; i++) {
-        const uint64_t end = file->tensors[i].offset + file->tensors[i].bytes;
-        bytes = end > bytes ? end : bytes;
-    }
-    if (mls_mapping_init(&mapping, fd, bytes, &st) != MLS_OK) {
+    if (mls_mapping_init(&mapping, fd, mls_safetensors_end(file), &st) != MLS_OK) {
         return raise_of(module, &st, path);
     }
     PyObject *capsule = mlsp_mapping_capsule(&mapping);
