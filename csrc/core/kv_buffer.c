@@ -127,7 +127,7 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     }
     const size_t shorter = length < buffer->length ? length : buffer->length;
     if (position > shorter) {
-        return beyond(st, "current_position", position, "the sequence length", shorter);
+        return beyond(st, "position", position, "the sequence length", shorter);
     }
     /* whatever leaves the view, or stays in view without a token, becomes zero */
     if (position < buffer->length) {

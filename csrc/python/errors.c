@@ -249,6 +249,13 @@ static PyObject *make_error(PyObject *type, const mls_status *st, PyObject *path
     return error;
 }
 
+/* A text that fills its room keeps its beginning. */
+void mlsp_status_hint(mls_status *st, const char *hint)
+{
+    const size_t length = strlen(st->text);
+    PyOS_snprintf(st->text + length, sizeof st->text - length, ": %s", hint);
+}
+
 /* Where making the exception fails, what went wrong there is raised in its place. */
 PyObject *mlsp_raise(const mlsp_state *state, const mls_status *st, PyObject *path)
 {

@@ -26,6 +26,9 @@ typedef struct mlsp_state mlsp_state; /* module_state.h */
 /* Create the exception classes and add them to the module.  -1 with an exception set. */
 int mlsp_errors_add(PyObject *module);
 
+/* Append ": hint" to the text of a failure: what a user of Python should do. */
+void mlsp_status_hint(mls_status *st, const char *hint);
+
 /* Raise the exception for `st`; `path` (borrowed, may be NULL) becomes its attribute
  * `path`.  Returns NULL, always. */
 PyObject *mlsp_raise(const mlsp_state *state, const mls_status *st, PyObject *path);

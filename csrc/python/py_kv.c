@@ -45,11 +45,24 @@ static void transition_fini(transition *t)
     Py_CLEAR(t->result);
 }
 
+/* What users pass, for the core's messages. */
+static const mls_kv_names parameter_names = {
+    .source = "source_state",
+    .target = "out",
+    .target_length = "target_seq_length",
+    .position = "current_position",
+    .if_shorter = "use compact_kv_state to move to a shorter cache",
+    .if_shared = "pass another buffer, or use KVState to change a cache in place"};
+static const mls_mask_names mask_parameter_names = {.seq_length = "seq_length",
+                                                    .attention_size = "attention_size",
+                                                    .position = "current_position"};
+
 /* View the source, take the numbers, check both.  No position means a full source; of
  * another rank none is taken, since the check refuses that anyway. */
 static int take_request(const mlsp_state *state, PyObject *const *args, transition *t)
 {
     mls_status st;
+    t->request.names = &parameter_names;
     if ((!mlsp_view_quickly(state, args[0], false, &t->source) &&
          mlsp_view_of(state, args[0], "source_state", &t->source) < 0) ||
         mlsp_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
@@ -321,7 +334,7 @@ static int take_shape(const mlsp_state *state, PyObject *object, const char *wha
 static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlsp_state *state = mlsp_state_of(module);
-    mls_kv_request request = {0};
+    mls_kv_request request = {.names = &parameter_names};
     mls_status st;
     int rank;
     size_t shape[MLS_MAX_RANK];
@@ -387,7 +400,8 @@ static int take_mask(const mlsp_state *state, PyObject *const *args, mask_reques
         mlsp_take_int64(state, args[2], "current_position", &m->position) < 0) {
         return -1;
     }
-    if (mls_mask_check(m->seq_length, m->attention_size, m->position, &st) != MLS_OK) {
+    if (mls_mask_check(m->seq_length, m->attention_size, m->position,
+                       &mask_parameter_names, &st) != MLS_OK) {
         mlsp_raise(state, &st, NULL);
         return -1;
     }

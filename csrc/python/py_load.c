@@ -70,6 +70,9 @@ static int job_init(const mlsp_state *state, const mlsp_pairs *p, bool cast,
         }
     }
     if (mls_load_new(job->pairs, job->count, cast, &job->load, &st) != MLS_OK) {
+        if (st.code == MLS_E_DTYPE && !cast) {
+            mlsp_status_hint(&st, "pass cast=True to convert");
+        }
         mlsp_raise(state, &st, NULL);
         return -1;
     }

@@ -189,8 +189,8 @@ static int begin(strategy_object *self, const char *what, PyObject *object)
         read_clock(self, &now) < 0) {
         return -1;
     }
-    if (mls_strategy_init(&self->s, given ? &number : NULL, what, self->given_share, now,
-                          &st) != MLS_OK) {
+    if (mls_strategy_init(&self->s, given ? &number : NULL, what, self->given_share,
+                          "max_memory_percentage", now, &st) != MLS_OK) {
         mlsp_strategy_fail((PyObject *)self, &st);
         return -1;
     }

@@ -572,7 +572,7 @@ static mls_code decide_layers(mls_status *st)
     mls_code first = MLS_OK;
     mls_strategy s;
     mls_status ignored;
-    CHECK(mls_strategy_init(&s, NULL, NULL, 1, 0, st) == MLS_OK);
+    CHECK(mls_strategy_init(&s, NULL, NULL, 1, "share", 0, st) == MLS_OK);
     for (int i = 0; i < LAYERS; i++) {
         const int length = snprintf(name, sizeof name, "layers.%d", i);
         const mls_layer_key key = {.name = {name, (size_t)length}, .hash = (uint64_t)i};
