@@ -342,7 +342,7 @@ class LocalLink:
         self, array: Any, out: Any, op: str, divisor: float, timeout: float, text: str, /
     ) -> None: ...
     def reduce_scatter(
-        self, bucket: Any, timeout: float, text: str, /
+        self, bucket: Any, timeout: float, text: str, tallied: bool, /
     ) -> list[tuple[float, int]]: ...
     def gather_bytes(
         self, data: bytes, root: int, timeout: float, text: str, /
