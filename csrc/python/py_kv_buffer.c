@@ -239,7 +239,8 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
         if (keeps_all) {
             position = length < self->buffer.length ? length : self->buffer.length;
         }
-        code = mls_kv_buffer_resize(&self->buffer, state->kernels, length, position, &st);
+        code = mls_kv_buffer_resize(&self->buffer, state->kernels, length, position,
+                                    "current_position", &st);
         pthread_mutex_unlock(&self->lock);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
