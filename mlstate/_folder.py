@@ -457,14 +457,14 @@ def strange_files(folder: str) -> list[str]:
 
 
 class Told(NamedTuple):
-    """What one index lists: a digest of its pattern, and which parts."""
+    """A digest of an index's pattern, and the part of each of its groups."""
 
     pattern: str
     parts: tuple[int, ...]
 
 
 def patterns_of(catalog: Any) -> list[Told | None]:
-    """What each index of a catalog lists; None where it has no pattern."""
+    """Return the pattern of each index of a catalog; None if it has too many groups."""
     import hashlib
 
     return [
@@ -489,6 +489,23 @@ def load_index(folder: str, record: IndexRecord) -> bytes:
         error.expected, error.got = record.crc32c, crc
         raise error
     return data
+
+
+def _check_patterns(folder: str, manifest: Manifest, told: dict[int, Told | None]) -> None:
+    """Refuse indexes whose pattern or parts are not those that the manifest has."""
+    for pattern in manifest.patterns or ():
+        first = None
+        for place, rank in enumerate(pattern.ranks):
+            if rank not in told:
+                continue
+            found = told[rank]
+            first = first or found
+            parts = tuple(each[place] for each in pattern.parts)
+            if first is None or found != Told(first.pattern, parts):
+                path = manifest.indexes[rank].path
+                other = FormatError(f"{path}: the manifest has another pattern or other parts")
+                other.path = os.path.join(folder, path)
+                raise other
 
 
 def load_catalog(
@@ -523,14 +540,7 @@ def load_catalog(
             other = FormatError(f"{record.path}: the index of another checkpoint")
             other.path = os.path.join(folder, record.path)
             raise other
-    if manifest.patterns is not None:
-        for record, told in zip(records, patterns_of(catalog), strict=True):
-            assert record.pattern is not None
-            expected = Told(manifest.patterns[record.pattern].sha256, record.parts)
-            if told != expected:
-                other = FormatError(f"{record.path}: the manifest says that it lists other parts")
-                other.path = os.path.join(folder, record.path)
-                raise other
+    _check_patterns(folder, manifest, dict(zip(chosen, patterns_of(catalog), strict=True)))
     return catalog
 
 

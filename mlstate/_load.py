@@ -601,7 +601,7 @@ def load_checkpoint(
 
     def open_first(loader: Loader) -> None:
         own_rank = rank if group is None else group.rank
-        loader.indexes = Indexes(folder, loader.manifest, listed, own_rank)
+        loader.indexes = Indexes(folder, loader.manifest, own_rank)
         if verify == "first":
             loader.indexes.read_all()
             _verified_first(folder, loader.manifest, loader.catalog)

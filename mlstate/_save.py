@@ -641,7 +641,7 @@ def _delete_all_roots(folder: str, newest: Manifest) -> None:
 
 
 def _record(written: dict[str, Any]) -> IndexRecord:
-    return IndexRecord(*(written[name] for name in IndexRecord._fields[:5]))
+    return IndexRecord(*(written[name] for name in IndexRecord._fields))
 
 
 def _now() -> str:

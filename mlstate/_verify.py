@@ -158,7 +158,7 @@ def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
     problems = []
     for rank, record in enumerate(manifest.indexes):
         try:
-            _folder.load_catalog(folder, manifest._replace(indexes=(record,)))
+            _folder.load_catalog(folder, manifest, [rank])
         except MLStateError as error:
             problems.append(_root_problem("index", record.path, rank, error))
     return problems

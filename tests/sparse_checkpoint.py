@@ -118,11 +118,18 @@ def bytes_of(folder, index, shard):
         return file.read(shard["bytes"])
 
 
-def put_index(folder, manifest, record, index):
-    """Write an index in place of the one that there is, as its manifest then says."""
+def index_path(manifest, rank):
+    return f"index/{manifest['generation']}.{rank}.json"
+
+
+def put_index(folder, manifest, rank, index):
+    """Replace an index, and describe it in its manifest."""
     text = sealed(index)
-    (folder / record["path"]).write_bytes(text)
-    record.update(bytes=len(text), crc32c=f"{_core.crc32c(text):08x}")
+    (folder / index_path(manifest, rank)).write_bytes(text)
+    columns = manifest["indexes"]
+    columns["bytes"][rank] = len(text)
+    crcs = columns["crc32c"]
+    columns["crc32c"] = f"{crcs[: 8 * rank]}{_core.crc32c(text):08x}{crcs[8 * rank + 8 :]}"
     (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
@@ -146,8 +153,8 @@ def sparsen(folder, seed=0, share=0.8):
     rng = np.random.default_rng(seed)
     manifest = json.loads((folder / "manifest.json").read_bytes())
     changed = 0
-    for rank, record in enumerate(manifest["indexes"]):
-        index = json.loads((folder / record["path"]).read_bytes())
+    for rank in range(manifest["world_size"]):
+        index = json.loads((folder / index_path(manifest, rank)).read_bytes())
         for number, shard in enumerate(index["shards"]):
             if rng.random() > share:
                 continue
@@ -159,5 +166,5 @@ def sparsen(folder, seed=0, share=0.8):
                 shard.pop(key, None)
             index["format_version"] = 2
             changed += 1
-        put_index(folder, manifest, record, index)
+        put_index(folder, manifest, rank, index)
     return changed

@@ -47,8 +47,8 @@ BETWEEN_MEMBERS = {
         "ranks agree on a tensor": r"do not agree on a tensor",
     },
     "manifest": {
-        "an index for each rank": r"indexes for \d+ ranks",
-        "indexes of this generation, in the order of ranks": r"index of rank \d+ has the path",
+        "an index for each rank": r"digits for \d+ ranks|a list of \d+ numbers",
+        "a pattern for each rank": r"each of \d+ ranks once",
     },
 }
 
@@ -144,16 +144,13 @@ def good(tmp_path_factory):
     wide = {
         **manifest,
         "world_size": 2,
-        "indexes": [
-            {
-                "path": f"index/{manifest['generation']}.{rank}.json",
-                "bytes": 2**63 - 1,
-                "crc32c": "00000000",
-                "shards": 0,
-                "data_bytes": 0,
-            }
-            for rank in range(2)
-        ],
+        "indexes": {
+            "bytes": [2**63 - 1, 1],
+            "crc32c": "0123456789abcdef",
+            "shards": [0, 2**63 - 1],
+            "data_bytes": [0, 2**63 - 1],
+        },
+        "patterns": [{"ranks": [1], "parts": [[3], [0]]}, {"ranks": [0], "parts": []}],
         "later": {"anything": [1, {}]},
     }
     names = ("layer.0.weight", "long", "none", "count", "scalar")

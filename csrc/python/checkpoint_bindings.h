@@ -9,7 +9,6 @@ extern PyMethodDef mlsp_file_methods[];
 extern PyMethodDef mlsp_layout_methods[];
 extern PyMethodDef mlsp_shards_methods[];
 extern PyMethodDef mlsp_staging_methods[];
-extern PyMethodDef mlsp_manifest_methods[];
 
 /* Add the type of py_catalog.c.  -1 with an exception set. */
 int mlsp_catalog_add(PyObject *module);

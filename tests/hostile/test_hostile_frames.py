@@ -70,7 +70,7 @@ def put(victim, index):
     sizes = {"w": 700 * 500 * 4, "b": 24}
     victim.put_index(index)
     manifest = json.loads((victim.folder / "manifest.json").read_bytes())
-    manifest["indexes"][0]["data_bytes"] = sum(sizes[s["name"]] for s in index["shards"])
+    manifest["indexes"]["data_bytes"] = [sum(sizes[s["name"]] for s in index["shards"])]
     victim.put_manifest(manifest)
 
 
@@ -231,7 +231,7 @@ def test_indexes_that_lie_about_frames_are_refused(name, victim):
         with pytest.raises(FormatError) as caught:
             read()
         assert caught.value.name == "w"
-        assert caught.value.path == str(victim.folder / victim.manifest["indexes"][0]["path"])
+        assert caught.value.path == str(victim.folder / victim.index_path())
     assert tracemalloc.get_traced_memory()[1] < 60 * MIB
     tracemalloc.stop()
 

@@ -299,7 +299,7 @@ def test_huge_tensors_of_small_files_take_no_memory(name, one):
         index["files"][0]["bytes"] = 2**44  # as large as any
     one.put_index(index)
     manifest = json.loads((one.folder / "manifest.json").read_bytes())
-    manifest["indexes"][0]["data_bytes"] = index["shards"][0]["bytes"]
+    manifest["indexes"]["data_bytes"] = [index["shards"][0]["bytes"]]
     one.put_manifest(manifest)
     inspect(str(one)).tensors()  # it may be said, but not be had
     tracemalloc.start()
