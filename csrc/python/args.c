@@ -10,7 +10,7 @@
 #include "module_state.h"
 
 /* METH_FASTCALL hands over whatever came: `args` may be read only after this. */
-int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
+int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
 {
     if (wanted == got) {
         return 0;
@@ -19,7 +19,7 @@ int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
     return -1;
 }
 
-int mlsp_take_tuple(PyObject *object, const char *what, const char *format, ...)
+int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...)
 {
     va_list places;
     if (!PyTuple_Check(object)) {
@@ -34,8 +34,8 @@ int mlsp_take_tuple(PyObject *object, const char *what, const char *format, ...)
 }
 
 /* By __index__ and not by __int__, which would cut a float down without a word. */
-int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
-                    int64_t *out)
+int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *what,
+                     int64_t *out)
 {
     PyObject *number = PyNumber_Index(object);
     if (number == NULL) {
@@ -53,7 +53,7 @@ int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
     if (overflow != 0) {
         mls_status st;
         mls_fail(&st, MLS_E_CAPACITY, "%s does not fit into 64 bits", what);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     if (value == -1 && PyErr_Occurred()) {
@@ -64,7 +64,7 @@ int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
 }
 
 /* NaN and infinities pass: whether a dtype has them is the core's to say. */
-int mlsp_take_double(PyObject *object, const char *what, double *out)
+int mlspy_take_double(PyObject *object, const char *what, double *out)
 {
     const double value = PyFloat_AsDouble(object);
     if (value == -1.0 && PyErr_Occurred()) {
@@ -83,7 +83,7 @@ int mlsp_take_double(PyObject *object, const char *what, double *out)
 }
 
 /* No copy: a str keeps its UTF-8 once it was asked for it, as long as it lives. */
-int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
+int mlspy_take_text(PyObject *object, const char *what, mls_text *out)
 {
     if (!PyUnicode_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
@@ -105,8 +105,8 @@ int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
     return 0;
 }
 
-/* The same text as mlsp_items_of. */
-int mlsp_take_dict(PyObject *object, const char *what)
+/* The same text as mlspy_items_of. */
+int mlspy_take_dict(PyObject *object, const char *what)
 {
     if (PyDict_Check(object)) {
         return 0;
@@ -118,7 +118,7 @@ int mlsp_take_dict(PyObject *object, const char *what)
 
 /* Strict all the same: text that is not UTF-8 is a mistake of ours, and must not pass as
  * some other name. */
-PyObject *mlsp_str_of(mls_text text)
+PyObject *mlspy_str_of(mls_text text)
 {
     return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
 }

@@ -9,7 +9,7 @@
 
 /* The descriptor stands for the folder from here on, even where its name becomes that of
  * another.  A network file system may take its time: the GIL is released. */
-int mlsp_open_folder(const mlsp_state *state, PyObject *path, int *out)
+int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out)
 {
     PyObject *encoded = NULL;
     mls_status st;
@@ -25,7 +25,7 @@ int mlsp_open_folder(const mlsp_state *state, PyObject *path, int *out)
     Py_DECREF(encoded);
     if (fd < 0) {
         mls_fail_os(&st, reason, "cannot open the checkpoint's folder");
-        mlsp_raise(state, &st, path);
+        mlspy_raise(state, &st, path);
         return -1;
     }
     *out = fd;
@@ -45,8 +45,8 @@ static PyObject *joined(PyObject *path, const char *relative)
 /* What is wrong with the content of a file starts with the file's name, and the tensor
  * concerned; an OSError shows its path by itself.  The path that the exception carries is
  * that of the file, where one is known. */
-PyObject *mlsp_raise_under(const mlsp_state *state, const mls_status *st, PyObject *path,
-                           const char *relative)
+PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
+                            PyObject *path, const char *relative)
 {
     mls_status named = *st;
     if (st->code == MLS_E_STOPPED && PyErr_Occurred()) {
@@ -64,7 +64,7 @@ PyObject *mlsp_raise_under(const mlsp_state *state, const mls_status *st, PyObje
     }
     PyObject *full = joined(path, relative);
     if (full != NULL) {
-        mlsp_raise(state, &named, full);
+        mlspy_raise(state, &named, full);
         Py_DECREF(full);
     }
     return NULL;

@@ -4,10 +4,10 @@
  * Whole states come as dicts, so that no loop over names runs in Python: each value is an
  * array that the rank has whole, or a Shard, whose attributes are read here.
  *
- *   mlsp_gather         snapshots of both dicts, an item for each shard
+ *   mlspy_gather         snapshots of both dicts, an item for each shard
  *     -> add_whole      an array: its parts that are ours
  *     -> add_shard      a Shard: that part
- *   mlsp_gathering_fini references given back
+ *   mlspy_gathering_fini references given back
  */
 #include "gathering.h"
 
@@ -24,7 +24,7 @@
 /* ---- arrays held ---- */
 
 /* Copies do not need the arrays that they were made of. */
-void mlsp_gathering_let_go(mlsp_gathering *g, bool all)
+void mlspy_gathering_let_go(mlspy_gathering *g, bool all)
 {
     for (size_t i = 0; i < g->owner_count; i++) {
         if (all || g->list.items[i].staged) {
@@ -40,13 +40,13 @@ void mlsp_gathering_let_go(mlsp_gathering *g, bool all)
 }
 
 /* The copies' memory goes last: items point into it. */
-void mlsp_gathering_fini(mlsp_gathering *g)
+void mlspy_gathering_fini(mlspy_gathering *g)
 {
     for (size_t i = 0; i < g->owner_count; i++) {
         Py_XDECREF(g->owners[i]);
     }
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
-        mlsp_items_release(&g->sections[s]);
+        mlspy_items_release(&g->sections[s]);
     }
     mls_shard_list_fini(&g->list);
     mls_free(g->owners);
@@ -57,14 +57,14 @@ void mlsp_gathering_fini(mlsp_gathering *g)
 }
 
 /* Raise a failure of the core.  -1, always. */
-static int raise_of(const mlsp_gathering *g, const mls_status *st)
+static int raise_of(const mlspy_gathering *g, const mls_status *st)
 {
-    mlsp_raise(g->state, st, NULL);
+    mlspy_raise(g->state, st, NULL);
     return -1;
 }
 
 /* Hold `owner` for every item that was added last. */
-static int hold(mlsp_gathering *g, PyObject *owner)
+static int hold(mlspy_gathering *g, PyObject *owner)
 {
     if (g->owner_room < g->list.item_room) {
         PyObject **larger = mls_realloc(g->owners, g->list.item_room, sizeof *g->owners);
@@ -89,7 +89,7 @@ static void describe(const mls_tensor_id *id, const char *key, char what[MLS_NAM
 }
 
 /* Too many axes for a shard. */
-static int check_rank(const mlsp_gathering *g, const mls_tensor *t, const char *what)
+static int check_rank(const mlspy_gathering *g, const mls_tensor *t, const char *what)
 {
     mls_status st;
     if (t->rank <= MLS_LAYOUT_RANK) {
@@ -97,17 +97,17 @@ static int check_rank(const mlsp_gathering *g, const mls_tensor *t, const char *
     }
     mls_fail(&st, MLS_E_SHAPE, "%s has %d dimensions: at most %d can be stored", what,
              t->rank, (int)MLS_LAYOUT_RANK);
-    mlsp_raise(g->state, &st, NULL);
+    mlspy_raise(g->state, &st, NULL);
     return -1;
 }
 
 /* The shape that a value says it has; its rank, or -1 without an exception where it says
  * nothing of use. */
-static int said_shape(const mlsp_gathering *g, PyObject *value, size_t *shape)
+static int said_shape(const mlspy_gathering *g, PyObject *value, size_t *shape)
 {
     PyObject *said = PyObject_GetAttr(value, g->state->shape_name);
     PyObject *tuple = said == NULL ? NULL : PySequence_Tuple(said);
-    const int rank = tuple == NULL ? -1 : mlsp_take_shape(g->state, tuple, shape);
+    const int rank = tuple == NULL ? -1 : mlspy_take_shape(g->state, tuple, shape);
     Py_XDECREF(said);
     Py_XDECREF(tuple);
     PyErr_Clear();
@@ -118,15 +118,15 @@ static int said_shape(const mlsp_gathering *g, PyObject *value, size_t *shape)
  * where arrays are cut, and where another rank may store the parameter: else the core
  * finds out by itself what it writes down.  A parameter that cannot say its shape is as
  * good as one that is not there. */
-static const signed char *axes_of(const mlsp_gathering *g, PyObject *model,
+static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
                                   const mls_tensor_id *id, int rank, const size_t *dims,
                                   signed char *axes)
 {
     size_t shape[MLS_LAYOUT_RANK];
     PyObject *parameter = NULL, *name = NULL;
     bool differ = false;
-    if (id->has_state && model != Py_None && (name = mlsp_str_of(id->name)) != NULL &&
-        mlsp_dict_get(model, name, &parameter) == 1) {
+    if (id->has_state && model != Py_None && (name = mlspy_str_of(id->name)) != NULL &&
+        mlspy_dict_get(model, name, &parameter) == 1) {
         const int said = said_shape(g, parameter, shape);
         differ = said >= 0 && mls_align(id->state, rank, dims, said, shape, axes);
     }
@@ -137,8 +137,8 @@ static const signed char *axes_of(const mlsp_gathering *g, PyObject *model,
 }
 
 /* An array that this rank has whole: all of it, or the parts that are this rank's. */
-static int add_whole(mlsp_gathering *g, PyObject *model, const mls_tensor_id *id,
-                     const mlsp_view *view)
+static int add_whole(mlspy_gathering *g, PyObject *model, const mls_tensor_id *id,
+                     const mlspy_view *view)
 {
     signed char room[MLS_LAYOUT_RANK];
     const mls_tensor *t = &view->tensor;
@@ -155,11 +155,11 @@ static int add_whole(mlsp_gathering *g, PyObject *model, const mls_tensor_id *id
 /* ---- Shard objects ---- */
 
 /* An attribute of a Shard that is an int. */
-static int shard_number(const mlsp_gathering *g, PyObject *shard, const char *name,
+static int shard_number(const mlspy_gathering *g, PyObject *shard, const char *name,
                         int64_t *out)
 {
     PyObject *value = PyObject_GetAttrString(shard, name);
-    const int failed = value == NULL ? -1 : mlsp_take_int64(g->state, value, name, out);
+    const int failed = value == NULL ? -1 : mlspy_take_int64(g->state, value, name, out);
     Py_XDECREF(value);
     return failed;
 }
@@ -171,7 +171,7 @@ static int shard_tier(PyObject *shard, mls_tier *out)
     PyObject *value = PyObject_GetAttrString(shard, "tier");
     int failed = value == NULL ? -1 : 0;
     if (failed == 0 && value != Py_None) {
-        failed = mlsp_take_text(value, "tier", &text);
+        failed = mlspy_take_text(value, "tier", &text);
         for (int i = 1; failed == 0 && i < MLS_TIER_COUNT; i++) {
             *out = mls_text_is(text, mls_tier_name((mls_tier)i)) ? (mls_tier)i : *out;
         }
@@ -182,14 +182,14 @@ static int shard_tier(PyObject *shard, mls_tier *out)
 
 /* The layout and shape of a Shard, which describe the whole tensor and not the memory
  * that the part lies in; returns the rank, or -1 with an exception set. */
-static int shard_shape(const mlsp_gathering *g, PyObject *shard, mls_layout *layout,
+static int shard_shape(const mlspy_gathering *g, PyObject *shard, mls_layout *layout,
                        size_t *shape)
 {
     PyObject *steps = PyObject_GetAttrString(shard, "_steps");
     PyObject *tuple = steps == NULL ? NULL : PyObject_GetAttrString(shard, "shape");
-    const int rank = tuple == NULL || mlsp_take_layout(g->state, steps, layout) < 0
+    const int rank = tuple == NULL || mlspy_take_layout(g->state, steps, layout) < 0
                          ? -1
-                         : mlsp_take_shape(g->state, tuple, shape);
+                         : mlspy_take_shape(g->state, tuple, shape);
     Py_XDECREF(steps);
     Py_XDECREF(tuple);
     return rank;
@@ -197,9 +197,9 @@ static int shard_shape(const mlsp_gathering *g, PyObject *shard, mls_layout *lay
 
 /* Add the part that the array of a Shard is.  The class has checked the array when the
  * Shard was made, but arrays can be given another shape. */
-static int add_part(mlsp_gathering *g, const mls_tensor_id *id, const char *what,
+static int add_part(mlspy_gathering *g, const mls_tensor_id *id, const char *what,
                     const mls_shard_item *facts, const size_t *shape,
-                    const mlsp_view *view)
+                    const mlspy_view *view)
 {
     mls_status st;
     const mls_tensor *t = &view->tensor;
@@ -223,13 +223,13 @@ static int add_part(mlsp_gathering *g, const mls_tensor_id *id, const char *what
 
 /* A Shard, which is this rank's unless it is a copy of another's.  Its attributes may be
  * anything by now, so each is taken as any argument is. */
-static int add_shard(mlsp_gathering *g, const mls_tensor_id *id, const char *what,
+static int add_shard(mlspy_gathering *g, const mls_tensor_id *id, const char *what,
                      PyObject *shard)
 {
     int64_t index, version, replica;
     size_t shape[MLS_LAYOUT_RANK];
     mls_layout layout;
-    mlsp_view view;
+    mlspy_view view;
     mls_tier tier = MLS_TIER_NONE;
     if (shard_number(g, shard, "index", &index) < 0 ||
         shard_number(g, shard, "_version", &version) < 0 ||
@@ -250,7 +250,7 @@ static int add_shard(mlsp_gathering *g, const mls_tensor_id *id, const char *wha
     if (replica > 0 || rank < 0 || array == NULL) {
         return replica > 0 ? 0 : -1;
     }
-    int failed = mlsp_view_of(g->state, array, what, &view);
+    int failed = mlspy_view_of(g->state, array, what, &view);
     if (failed == 0) {
         const mls_shard_item facts = {.rank = rank,
                                       .layout = layout,
@@ -258,7 +258,7 @@ static int add_shard(mlsp_gathering *g, const mls_tensor_id *id, const char *wha
                                       .version = (uint64_t)version,
                                       .tier = tier};
         failed = add_part(g, id, what, &facts, shape, &view);
-        mlsp_view_release(&view);
+        mlspy_view_release(&view);
     }
     Py_DECREF(array);
     return failed;
@@ -268,11 +268,11 @@ static int add_shard(mlsp_gathering *g, const mls_tensor_id *id, const char *wha
 
 /* One entry of a dict: a Shard says itself which part it is, an array is looked at only
  * where it is ours to store.  Most are plain arrays, which have a short way. */
-static int add_value(mlsp_gathering *g, PyObject *model, mls_section section,
-                     const mlsp_item *entry)
+static int add_value(mlspy_gathering *g, PyObject *model, mls_section section,
+                     const mlspy_item *entry)
 {
     char what[MLS_NAME_BYTES];
-    mlsp_view view;
+    mlspy_view view;
     const mls_tensor_id id = mls_tensor_id_of(section, entry->name);
     describe(&id, entry->name.data, what);
     const int is_shard = PyObject_IsInstance(entry->value, g->shard_type);
@@ -285,19 +285,19 @@ static int add_value(mlsp_gathering *g, PyObject *model, mls_section section,
             return ours;
         }
     }
-    if (!mlsp_view_quickly(g->state, entry->value, false, &view) &&
-        mlsp_view_of(g->state, entry->value, what, &view) < 0) {
+    if (!mlspy_view_quickly(g->state, entry->value, false, &view) &&
+        mlspy_view_of(g->state, entry->value, what, &view) < 0) {
         return -1;
     }
     const int failed =
         check_rank(g, &view.tensor, what) < 0 ? -1 : add_whole(g, model, &id, &view);
-    mlsp_view_release(&view);
+    mlspy_view_release(&view);
     return failed;
 }
 
 /* Say which axes states have.  A rank that stores a state knows the parameter even where
  * it is another rank's to store, and the core sees only what this one stores. */
-static int align_states(mlsp_gathering *g, PyObject *model)
+static int align_states(mlspy_gathering *g, PyObject *model)
 {
     g->axes = mls_alloc(g->list.dims_used, 1);
     if (g->axes == NULL) {
@@ -313,13 +313,13 @@ static int align_states(mlsp_gathering *g, PyObject *model)
 }
 
 /* Section by section, so that a state finds its parameter in the model's dict. */
-int mlsp_gather(mlsp_gathering *g, PyObject *const *dicts)
+int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts)
 {
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
         if (dicts[s] == Py_None) {
             continue;
         }
-        if (mlsp_items_of(dicts[s], mls_section_name((mls_section)s), &g->sections[s]) <
+        if (mlspy_items_of(dicts[s], mls_section_name((mls_section)s), &g->sections[s]) <
             0) {
             return -1;
         }

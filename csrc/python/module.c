@@ -3,7 +3,7 @@
  * The module is loaded once in a process and in its main interpreter only: refuse_second
  * says why.
  */
-#define MLSP_IMPORT_NUMPY
+#define MLSPY_IMPORT_NUMPY
 #include "python_api.h"
 
 #include "activation_bindings.h"
@@ -25,9 +25,9 @@
  */
 static PyObject *set_num_threads(PyObject *module, PyObject *number)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     int64_t threads;
-    if (mlsp_take_int64(state, number, "threads", &threads) < 0) {
+    if (mlspy_take_int64(state, number, "threads", &threads) < 0) {
         return NULL;
     }
     mls_status st;
@@ -36,13 +36,13 @@ static PyObject *set_num_threads(PyObject *module, PyObject *number)
     if (threads < 0) {
         mls_fail(&st, MLS_E_VALUE, "%" PRId64 " threads: choose 1 to %d", threads,
                  (int)MLS_POOL_MAX_THREADS);
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     Py_BEGIN_ALLOW_THREADS
         code = mls_pool_resize(state->pool, (size_t)threads, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
 }
@@ -51,14 +51,14 @@ static PyObject *set_num_threads(PyObject *module, PyObject *number)
 static PyObject *get_num_threads(PyObject *module, PyObject *unused)
 {
     (void)unused;
-    return PyLong_FromSize_t(mls_pool_threads(mlsp_state_of(module)->pool));
+    return PyLong_FromSize_t(mls_pool_threads(mlspy_state_of(module)->pool));
 }
 
 /* The set chosen at import; it stays the same for the life of the process. */
 static PyObject *cpu_name(PyObject *module, PyObject *unused)
 {
     (void)unused;
-    return PyUnicode_FromString(mls_cpu_name(mlsp_state_of(module)->kernels->cpu));
+    return PyUnicode_FromString(mls_cpu_name(mlspy_state_of(module)->kernels->cpu));
 }
 
 /* New reference to a tuple of names, the scalar set first and the best one last. */
@@ -138,19 +138,19 @@ static int note_loaded(void)
 static int core_exec(PyObject *module)
 {
     static PyMethodDef *const tables[] = {
-        module_methods,         mlsp_kv_methods,     mlsp_file_methods,
-        mlsp_mlpackage_methods, mlsp_names_methods,  mlsp_state_methods,
-        mlsp_load_methods,      mlsp_layout_methods, mlsp_shards_methods,
-        mlsp_staging_methods,   mlsp_bucket_methods, mlsp_wire_methods,
-        mlsp_reduce_methods,    mlsp_local_methods,  mlsp_chain_methods,
-        mlsp_plan_methods,      mlsp_search_methods, mlsp_activation_methods,
-        mlsp_info_methods};
+        module_methods,          mlspy_kv_methods,     mlspy_file_methods,
+        mlspy_mlpackage_methods, mlspy_names_methods,  mlspy_state_methods,
+        mlspy_load_methods,      mlspy_layout_methods, mlspy_shards_methods,
+        mlspy_staging_methods,   mlspy_bucket_methods, mlspy_wire_methods,
+        mlspy_reduce_methods,    mlspy_local_methods,  mlspy_chain_methods,
+        mlspy_plan_methods,      mlspy_search_methods, mlspy_activation_methods,
+        mlspy_info_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
-        mlsp_state_init(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||
-        mlsp_kv_buffer_add(module) < 0 || mlsp_statedict_add(module) < 0 ||
-        mlsp_catalog_add(module) < 0 || mlsp_local_add(module) < 0 ||
-        mlsp_strategy_add(module) < 0 || mlsp_tiers_add(module) < 0 ||
-        mlsp_descriptor_add(module) < 0) {
+        mlspy_state_init(mlspy_state_of(module)) < 0 || mlspy_errors_add(module) < 0 ||
+        mlspy_kv_buffer_add(module) < 0 || mlspy_statedict_add(module) < 0 ||
+        mlspy_catalog_add(module) < 0 || mlspy_local_add(module) < 0 ||
+        mlspy_strategy_add(module) < 0 || mlspy_tiers_add(module) < 0 ||
+        mlspy_descriptor_add(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
@@ -180,6 +180,6 @@ PyMODINIT_FUNC PyInit__core(void);
  * whose tables core_exec adds. */
 PyMODINIT_FUNC PyInit__core(void)
 {
-    mlsp_module_def.m_slots = core_slots;
-    return PyModuleDef_Init(&mlsp_module_def);
+    mlspy_module_def.m_slots = core_slots;
+    return PyModuleDef_Init(&mlspy_module_def);
 }

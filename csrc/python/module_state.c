@@ -9,16 +9,16 @@
 
 /* ---- finding it ---- */
 
-/* Never NULL for a module made from mlsp_module_def; `m_size` asks for the memory. */
-mlsp_state *mlsp_state_of(PyObject *module)
+/* Never NULL for a module made from mlspy_module_def; `m_size` asks for the memory. */
+mlspy_state *mlspy_state_of(PyObject *module)
 {
     return PyModule_GetState(module);
 }
 
 /* Searches the bases, so that a Python subclass finds us too. */
-PyObject *mlsp_module_of(PyTypeObject *type)
+PyObject *mlspy_module_of(PyTypeObject *type)
 {
-    return PyType_GetModuleByDef(type, &mlsp_module_def);
+    return PyType_GetModuleByDef(type, &mlspy_module_def);
 }
 
 /* ---- filling it ---- */
@@ -33,7 +33,7 @@ static size_t default_threads(void)
 
 /* Choose kernels and make the pool, which starts no thread yet.  A wrong MLSTATE_CPU
  * fails the import. */
-static int start_core(mlsp_state *state)
+static int start_core(mlspy_state *state)
 {
     mls_status st;
     mls_cpu cpu;
@@ -56,7 +56,7 @@ static int start_core(mlsp_state *state)
 }
 
 /* Names of attributes that are asked of every tensor. */
-static int intern_names(mlsp_state *state)
+static int intern_names(mlspy_state *state)
 {
     state->shape_name = PyUnicode_InternFromString("shape");
     state->dtype_name = PyUnicode_InternFromString("dtype");
@@ -74,7 +74,7 @@ static int intern_names(mlsp_state *state)
 }
 
 /* Kernels first: a wrong environment variable is the likeliest failure. */
-int mlsp_state_init(mlsp_state *state)
+int mlspy_state_init(mlspy_state *state)
 {
     return start_core(state) < 0 || intern_names(state) < 0 ? -1 : 0;
 }
@@ -82,9 +82,9 @@ int mlsp_state_init(mlsp_state *state)
 /* ---- traverse, clear, free ---- */
 
 /* For tp_traverse. */
-static int visit_bytes_getters(mlsp_state *state, visitproc visit, void *arg)
+static int visit_bytes_getters(mlspy_state *state, visitproc visit, void *arg)
 {
-    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
         Py_VISIT(
             atomic_load_explicit(&state->bytes_getters[i].type, memory_order_relaxed));
     }
@@ -92,9 +92,9 @@ static int visit_bytes_getters(mlsp_state *state, visitproc visit, void *arg)
 }
 
 /* For tp_clear; the places are free afterwards. */
-static void clear_bytes_getters(mlsp_state *state)
+static void clear_bytes_getters(mlspy_state *state)
 {
-    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
         PyTypeObject *type = atomic_exchange(&state->bytes_getters[i].type, NULL);
         Py_XDECREF(type);
     }
@@ -103,8 +103,8 @@ static void clear_bytes_getters(mlsp_state *state)
 /* Every Python object of the state; kernels and pool hold none. */
 static int core_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    mlsp_state *state = mlsp_state_of(module);
-    for (int i = 0; i < MLSP_ERROR_COUNT; i++) {
+    mlspy_state *state = mlspy_state_of(module);
+    for (int i = 0; i < MLSPY_ERROR_COUNT; i++) {
         Py_VISIT(state->errors[i]);
     }
     Py_VISIT(state->kv_buffer_type);
@@ -125,8 +125,8 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
 /* May run more than once, and while functions of the module are still referred to. */
 static int core_clear(PyObject *module)
 {
-    mlsp_state *state = mlsp_state_of(module);
-    for (int i = 0; i < MLSP_ERROR_COUNT; i++) {
+    mlspy_state *state = mlspy_state_of(module);
+    for (int i = 0; i < MLSPY_ERROR_COUNT; i++) {
         Py_CLEAR(state->errors[i]);
     }
     Py_CLEAR(state->kv_buffer_type);
@@ -149,7 +149,7 @@ static int core_clear(PyObject *module)
  * codec is called: none goes on here, and joining them is safe. */
 static void core_free(void *module)
 {
-    mlsp_state *state = mlsp_state_of(module);
+    mlspy_state *state = mlspy_state_of(module);
     (void)core_clear(module);
     mls_pool_free(state->pool);
     state->pool = NULL;
@@ -157,11 +157,11 @@ static void core_free(void *module)
 
 /* `m_size` above zero and no static objects: every module object has a state of its own.
  */
-struct PyModuleDef mlsp_module_def = {
+struct PyModuleDef mlspy_module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "mlstate._core",
     .m_doc = "The C core of mlstate, as Python sees it.  Private.",
-    .m_size = sizeof(mlsp_state),
+    .m_size = sizeof(mlspy_state),
     .m_traverse = core_traverse,
     .m_clear = core_clear,
     .m_free = core_free,

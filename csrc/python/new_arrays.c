@@ -5,17 +5,17 @@
 
 /* New reference to a descriptor: looking for ml_dtypes takes longer than making an array,
  * most of all in vain. */
-static PyArray_Descr *find_descr(mlsp_room *room, mls_dtype dtype)
+static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
 {
     if (room->descrs[dtype] == NULL) {
-        room->descrs[dtype] = mlsp_descr_of_dtype(dtype);
+        room->descrs[dtype] = mlspy_descr_of_dtype(dtype);
     }
     Py_XINCREF(room->descrs[dtype]);
     return room->descrs[dtype];
 }
 
 /* All arrays are made here: of their own memory where `data` is NULL. */
-static PyObject *make(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
+static PyObject *make(mlspy_room *room, mls_dtype dtype, int rank, const size_t *shape,
                       void *data, int flags, bool zeros)
 {
     npy_intp dims[MLS_MAX_RANK];
@@ -42,16 +42,16 @@ static PyObject *keep_alive(PyObject *array, PyObject *base)
     return array;
 }
 
-PyObject *mlsp_array_new(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
-                         bool zeros)
+PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
+                          const size_t *shape, bool zeros)
 {
     return make(room, dtype, rank, shape, NULL, 0, zeros);
 }
 
 /* Files of other writers may place it anywhere: NumPy then reads it more slowly, but
  * rightly, if it is told so. */
-PyObject *mlsp_array_over(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
-                          const unsigned char *data, PyObject *base)
+PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
+                           const size_t *shape, const unsigned char *data, PyObject *base)
 {
     /* NumPy takes the address without const, and keeps the array read-only */
     PyObject *array = make(room, dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
@@ -63,7 +63,7 @@ PyObject *mlsp_array_over(mlsp_room *room, mls_dtype dtype, int rank, const size
 }
 
 /* The block for the arrays from `index` on, or none. */
-static int next_block(mlsp_room *room, size_t index)
+static int next_block(mlspy_room *room, size_t index)
 {
     Py_CLEAR(room->block);
     npy_intp length = (npy_intp)mls_block_plan(room->bytes_of, room->context, index,
@@ -80,15 +80,15 @@ static int next_block(mlsp_room *room, size_t index)
     return 0;
 }
 
-PyObject *mlsp_room_array(mlsp_room *room, size_t index, mls_dtype dtype, int rank,
-                          const size_t *shape)
+PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int rank,
+                           const size_t *shape)
 {
     if (index >= room->until && next_block(room, index) < 0) {
         return NULL;
     }
     const size_t bytes = room->bytes_of(room->context, index);
     if (room->block == NULL || !mls_block_takes(bytes)) {
-        return mlsp_array_new(room, dtype, rank, shape, false);
+        return mlspy_array_new(room, dtype, rank, shape, false);
     }
     char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
     room->used += mls_block_lines(bytes);
@@ -97,7 +97,7 @@ PyObject *mlsp_room_array(mlsp_room *room, size_t index, mls_dtype dtype, int ra
 }
 
 /* Its arrays keep the last block. */
-void mlsp_room_fini(mlsp_room *room)
+void mlspy_room_fini(mlspy_room *room)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
         Py_CLEAR(room->descrs[i]);

@@ -14,18 +14,18 @@
 #include "mem.h"
 #include "name_match.h"
 
-/* Accepts pairs that mlsp_pairs_init left half done. */
-void mlsp_pairs_fini(mlsp_pairs *p)
+/* Accepts pairs that mlspy_pairs_init left half done. */
+void mlspy_pairs_fini(mlspy_pairs *p)
 {
-    mlsp_items_release(&p->source);
-    mlsp_items_release(&p->target);
+    mlspy_items_release(&p->source);
+    mlspy_items_release(&p->target);
     mls_free(p->pairs);
     mls_free(p->bits);
-    *p = (mlsp_pairs){0};
+    *p = (mlspy_pairs){0};
 }
 
 /* Texts of the names of some items; NULL with MemoryError set. */
-static mls_text *texts_of(const mlsp_items *items)
+static mls_text *texts_of(const mlspy_items *items)
 {
     mls_text *texts = mls_realloc(NULL, items->count, sizeof *texts);
     if (texts == NULL) {
@@ -40,7 +40,7 @@ static mls_text *texts_of(const mlsp_items *items)
 
 /* Arrange the target's items in the order of the pairs: the partner of each source item,
  * or an item without key, then the rest.  `all` is emptied. */
-static int arrange(mlsp_pairs *p, mlsp_items *all, const size_t *partners,
+static int arrange(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
                    const size_t *rest, size_t rest_count)
 {
     p->count = p->source.count + rest_count; /* no more than both dicts have in memory */
@@ -50,7 +50,7 @@ static int arrange(mlsp_pairs *p, mlsp_items *all, const size_t *partners,
     }
     if (in_step == p->count) { /* nothing needs to move */
         p->target = *all;
-        *all = (mlsp_items){0};
+        *all = (mlspy_items){0};
         return 0;
     }
     p->target.items = mls_alloc(p->count, sizeof *p->target.items);
@@ -66,12 +66,12 @@ static int arrange(mlsp_pairs *p, mlsp_items *all, const size_t *partners,
         }
     }
     mls_free(all->items); /* its references moved */
-    *all = (mlsp_items){0};
+    *all = (mlspy_items){0};
     return 0;
 }
 
 /* Pair the names of both dicts up. */
-static int match_items(const mlsp_state *state, mlsp_pairs *p, mlsp_items *all)
+static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *all)
 {
     mls_status st;
     size_t rest_count;
@@ -84,7 +84,7 @@ static int match_items(const mlsp_state *state, mlsp_pairs *p, mlsp_items *all)
         PyErr_NoMemory();
     } else if (mls_names_match(source, p->source.count, target, all->count, partners,
                                rest, &rest_count, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     } else {
         failed = arrange(p, all, partners, rest, rest_count);
     }
@@ -97,7 +97,7 @@ static int match_items(const mlsp_state *state, mlsp_pairs *p, mlsp_items *all)
 
 /* Fill in the pairs from the items.  After this no item may move: facts of few axes point
  * into the item that has them. */
-static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
+static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
 {
     p->pairs = mls_alloc(p->count, sizeof *p->pairs);
     p->bits = mls_alloc(p->count, sizeof *p->bits);
@@ -106,8 +106,8 @@ static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
         return -1;
     }
     for (size_t i = 0; i < p->count; i++) {
-        mlsp_item *from = i < p->source.count ? &p->source.items[i] : NULL;
-        mlsp_item *to = &p->target.items[i];
+        mlspy_item *from = i < p->source.count ? &p->source.items[i] : NULL;
+        mlspy_item *to = &p->target.items[i];
         mls_fact_pair *pair = &p->pairs[i];
         pair->has_source = from != NULL;
         pair->has_target = to->key != NULL;
@@ -116,7 +116,7 @@ static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
         if (from == NULL || to->key == NULL) {
             continue;
         }
-        if (mlsp_item_facts(state, from) < 0 || mlsp_item_facts(state, to) < 0) {
+        if (mlspy_item_facts(state, from) < 0 || mlspy_item_facts(state, to) < 0) {
             return -1;
         }
         pair->source = from->facts;
@@ -128,18 +128,18 @@ static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
 
 /* The target's type is looked at first, before the source's entries are taken in
  * vain. */
-int mlsp_pairs_init(const mlsp_state *state, PyObject *source, PyObject *target,
-                    mlsp_pairs *p)
+int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *target,
+                     mlspy_pairs *p)
 {
-    mlsp_items all = {0};
-    *p = (mlsp_pairs){0};
-    const bool good = mlsp_take_dict(target, "target") == 0 &&
-                      mlsp_items_of(source, "source", &p->source) == 0 &&
-                      mlsp_items_of(target, "target", &all) == 0 &&
+    mlspy_items all = {0};
+    *p = (mlspy_pairs){0};
+    const bool good = mlspy_take_dict(target, "target") == 0 &&
+                      mlspy_items_of(source, "source", &p->source) == 0 &&
+                      mlspy_items_of(target, "target", &all) == 0 &&
                       match_items(state, p, &all) == 0 && make_pairs(state, p) == 0;
-    mlsp_items_release(&all);
+    mlspy_items_release(&all);
     if (!good) {
-        mlsp_pairs_fini(p);
+        mlspy_pairs_fini(p);
     }
     return good ? 0 : -1;
 }
@@ -147,17 +147,17 @@ int mlsp_pairs_init(const mlsp_state *state, PyObject *source, PyObject *target,
 /* ---- what differs, as lists ---- */
 
 /* The key of a pair (borrowed). */
-PyObject *mlsp_pair_key(const mlsp_pairs *p, size_t i)
+PyObject *mlspy_pair_key(const mlspy_pairs *p, size_t i)
 {
     return i < p->source.count ? p->source.items[i].key : p->target.items[i].key;
 }
 
 /* New list of the names that have a bit. */
-static PyObject *names_with(const mlsp_pairs *p, unsigned bit)
+static PyObject *names_with(const mlspy_pairs *p, unsigned bit)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < p->count; i++) {
-        if ((p->bits[i] & bit) != 0 && PyList_Append(list, mlsp_pair_key(p, i)) < 0) {
+        if ((p->bits[i] & bit) != 0 && PyList_Append(list, mlspy_pair_key(p, i)) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -167,8 +167,8 @@ static PyObject *names_with(const mlsp_pairs *p, unsigned bit)
 /* (name, shape of the source, shape of the target) */
 static PyObject *shape_entry(PyObject *key, const mls_fact_pair *pair)
 {
-    PyObject *source = mlsp_shape_tuple(&pair->source);
-    PyObject *target = source == NULL ? NULL : mlsp_shape_tuple(&pair->target);
+    PyObject *source = mlspy_shape_tuple(&pair->source);
+    PyObject *target = source == NULL ? NULL : mlspy_shape_tuple(&pair->target);
     PyObject *entry = target == NULL ? NULL : PyTuple_Pack(3, key, source, target);
     Py_XDECREF(source);
     Py_XDECREF(target);
@@ -182,13 +182,13 @@ static PyObject *dtype_entry(PyObject *key, const mls_fact_pair *pair)
 }
 
 /* New list of what `entry` makes of the pairs that have a bit. */
-static PyObject *entries_with(const mlsp_pairs *p, unsigned bit,
+static PyObject *entries_with(const mlspy_pairs *p, unsigned bit,
                               PyObject *(*entry)(PyObject *, const mls_fact_pair *))
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < p->count; i++) {
         if ((p->bits[i] & bit) != 0) {
-            PyObject *made = entry(mlsp_pair_key(p, i), &p->pairs[i]);
+            PyObject *made = entry(mlspy_pair_key(p, i), &p->pairs[i]);
             if (made == NULL || PyList_Append(list, made) < 0) {
                 Py_CLEAR(list);
             }
@@ -199,7 +199,7 @@ static PyObject *entries_with(const mlsp_pairs *p, unsigned bit,
 }
 
 /* (missing, unexpected, shapes, dtypes), seen from the source or from the target. */
-PyObject *mlsp_pairs_report(const mlsp_pairs *p, bool from_target)
+PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target)
 {
     const unsigned missing = from_target ? MLS_UNEXPECTED : MLS_MISSING;
     const unsigned unexpected = from_target ? MLS_MISSING : MLS_UNEXPECTED;
@@ -233,7 +233,7 @@ static PyObject *lender_of(PyObject *array)
 }
 
 /* Turn the BufferError of a tensor without memory here into our own, with its name. */
-static void name_buffer_error(const mlsp_state *state, const char *what)
+static void name_buffer_error(const mlspy_state *state, const char *what)
 {
     PyObject *reason;
 #if PY_VERSION_HEX >= 0x030C0000
@@ -245,28 +245,28 @@ static void name_buffer_error(const mlsp_state *state, const char *what)
     Py_XDECREF(type);
     Py_XDECREF(trace);
 #endif
-    PyErr_Format(state->errors[MLSP_ERROR_COMPATIBILITY],
+    PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
                  "%s: its memory cannot be read: %S", what, reason);
     Py_XDECREF(reason);
 }
 
 /* View one array; errors name it.  The view has an owner of its own, so that a lender
  * made for the occasion may go. */
-int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
-                   bool writable, mlsp_view *out)
+int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char *side,
+                    bool writable, mlspy_view *out)
 {
-    if (mlsp_view_quickly(state, item->value, writable, out)) {
+    if (mlspy_view_quickly(state, item->value, writable, out)) {
         return 0;
     }
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "%s'%.140s'", side, item->name.data);
-    *out = (mlsp_view){0};
+    *out = (mlspy_view){0};
     PyObject *lender = lender_of(item->value);
     if (lender == NULL) {
         return -1;
     }
-    const int failed = writable ? mlsp_view_writable(state, lender, what, out)
-                                : mlsp_view_of(state, lender, what, out);
+    const int failed = writable ? mlspy_view_writable(state, lender, what, out)
+                                : mlspy_view_of(state, lender, what, out);
     Py_DECREF(lender);
     if (failed < 0 && PyErr_ExceptionMatches(PyExc_BufferError)) {
         name_buffer_error(state, what);
@@ -275,11 +275,11 @@ int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *s
 }
 
 /* What array.tobytes() gives.  Not all arrays have it, and none of torch has. */
-static PyObject *bytes_of(const mlsp_state *state, const mlsp_item *item)
+static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *raw = PyObject_CallMethod(item->value, "tobytes", NULL);
     if (raw == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Format(state->errors[MLSP_ERROR_COMPATIBILITY],
+        PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
                      "%.200R: the elements of dtype %.60s of a %.100s cannot be read",
                      item->key, item->facts.dtype, Py_TYPE(item->value)->tp_name);
     }
@@ -288,7 +288,7 @@ static PyObject *bytes_of(const mlsp_state *state, const mlsp_item *item)
 
 /* New reference to the bytes of an array of a dtype that only its package knows, packed
  * and in this machine's byte order: so that byte order alone makes no difference. */
-PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item)
+PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *array = item->value;
     if (!PyArray_Check(array) || PyArray_ISNOTSWAPPED((PyArrayObject *)array)) {
@@ -304,7 +304,7 @@ PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item)
 }
 
 /* Whether the core knows the dtype of an array: others are compared as bytes. */
-bool mlsp_is_known(const mlsp_item *item)
+bool mlspy_is_known(const mlspy_item *item)
 {
     mls_dtype dtype;
     /* a name without a text of its own is a constant of the core */

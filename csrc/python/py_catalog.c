@@ -30,7 +30,7 @@
  * Python's, so that no collection has to look into it.  Half-filled ones end here too. */
 static void catalog_dealloc(PyObject *object)
 {
-    catalog_object *self = (catalog_object *)object;
+    mlspy_catalog *self = (mlspy_catalog *)object;
     PyTypeObject *type = Py_TYPE(object);
     mls_catalog_fini(&self->catalog);
     for (size_t i = 0; i < self->index_count; i++) {
@@ -42,7 +42,7 @@ static void catalog_dealloc(PyObject *object)
 }
 
 /* Say in which file of the checkpoint an index is that is none. */
-static void fail_index(const mlsp_state *state, const mls_status *st, PyObject *path)
+static void fail_index(const mlspy_state *state, const mls_status *st, PyObject *path)
 {
     mls_status named = *st;
     const char *text = PyUnicode_Check(path) ? PyUnicode_AsUTF8(path) : NULL;
@@ -53,13 +53,13 @@ static void fail_index(const mlsp_state *state, const mls_status *st, PyObject *
         PyOS_snprintf(named.text, sizeof named.text, "index/%.60s: %.230s",
                       file == NULL ? text : file + 1, st->text);
     }
-    mlsp_raise(state, &named, path);
+    mlspy_raise(state, &named, path);
 }
 
 /* Parse one index; `name` (borrowed) is that of its file, for errors.  A text of
  * megabytes is parsed without the GIL: the bytes object cannot change, and its caller
  * holds it. */
-static int add_index(const mlsp_state *state, catalog_object *self, PyObject *text,
+static int add_index(const mlspy_state *state, mlspy_catalog *self, PyObject *text,
                      PyObject *name)
 {
     char *bytes;
@@ -84,7 +84,7 @@ static int add_index(const mlsp_state *state, catalog_object *self, PyObject *te
 
 /* All indexes, and the catalog over them.  Whatever fails leaves a Catalog that can be
  * freed: `index_count` says how many indexes there are. */
-static int fill(const mlsp_state *state, catalog_object *self, PyObject *texts,
+static int fill(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
                 PyObject *names)
 {
     const size_t count = (size_t)PyTuple_GET_SIZE(texts);
@@ -109,8 +109,8 @@ static int fill(const mlsp_state *state, catalog_object *self, PyObject *texts,
     Py_END_ALLOW_THREADS
     failed = code == MLS_OK ? 0 : -1;
     if (failed < 0) {
-        mlsp_raise_under(state, &st, count > 0 ? PyTuple_GET_ITEM(names, 0) : Py_None,
-                         NULL);
+        mlspy_raise_under(state, &st, count > 0 ? PyTuple_GET_ITEM(names, 0) : Py_None,
+                          NULL);
     }
 done:
     mls_free(pointers);
@@ -122,7 +122,7 @@ done:
  * In __new__ and not in __init__, which could be called again on one that is in use. */
 static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *texts, *names, *module = mlsp_module_of(type);
+    PyObject *texts, *names, *module = mlspy_module_of(type);
     if (module == NULL ||
         !PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &texts, &PyTuple_Type, &names)) {
         return NULL;
@@ -137,7 +137,7 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     }
     PyObject *self = type->tp_alloc(type, 0);
     if (self != NULL &&
-        fill(mlsp_state_of(module), (catalog_object *)self, texts, names) < 0) {
+        fill(mlspy_state_of(module), (mlspy_catalog *)self, texts, names) < 0) {
         Py_CLEAR(self);
     }
     return self;
@@ -148,16 +148,16 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 /* keys(section) -> [key, ...], in the order of their bytes */
 static PyObject *catalog_keys(PyObject *object, PyObject *argument)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     mls_section section;
-    if (mlsp_take_section(mlsp_catalog_state(object), argument, &section) < 0) {
+    if (mlspy_take_section(mlspy_catalog_state(object), argument, &section) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
         const mls_tensor_id *id = &self->catalog.tensors[i].facts->id;
         if (id->section == section) {
-            PyObject *key = mlsp_catalog_key(id);
+            PyObject *key = mlspy_catalog_key(id);
             if (key == NULL || PyList_Append(list, key) < 0) {
                 Py_CLEAR(list);
             }
@@ -171,7 +171,7 @@ static PyObject *catalog_keys(PyObject *object, PyObject *argument)
 static PyObject *sizes_tuple(const size_t *sizes, int count)
 {
     const mls_facts facts = {.rank = count, .shape = sizes};
-    return mlsp_shape_tuple(&facts);
+    return mlspy_shape_tuple(&facts);
 }
 
 /* New reference to None, or to a tuple of the axes of a state's parameter.  None is the
@@ -200,18 +200,18 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
  * None.
  *
  * Each N takes its reference, or passes a NULL on as the exception that is set. */
-static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tensor *t)
+static PyObject *tensor_tuple(const mlspy_catalog *self, const mls_catalog_tensor *t)
 {
     const mls_index_shard *facts = t->facts;
     const mls_tensor_summary sum = mls_tensor_summarize(&self->catalog, t);
     const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
     PyObject *state =
-        facts->id.has_state ? mlsp_str_of(facts->id.state) : Py_NewRef(Py_None);
+        facts->id.has_state ? mlspy_str_of(facts->id.state) : Py_NewRef(Py_None);
     return Py_BuildValue(
         "(sNNNsNNNnKKzKnz)", mls_section_name(facts->id.section),
-        mlsp_catalog_key(&facts->id), mlsp_str_of(facts->id.name), state,
+        mlspy_catalog_key(&facts->id), mlspy_str_of(facts->id.name), state,
         mls_dtype_of(facts->dtype)->name, sizes_tuple(facts->shape, facts->rank),
-        mlsp_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
+        mlspy_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
         (unsigned long long)sum.bytes, (unsigned long long)sum.version, tier,
         (unsigned long long)sum.stored_bytes, (Py_ssize_t)sum.sparse, sum.codec);
 }
@@ -219,7 +219,7 @@ static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tens
 /* tensors() -> [tuple, ...] */
 static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->catalog.tensor_count);
     for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
@@ -280,7 +280,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     mls_crc_to_digits(shard->crc, crc);
     return Py_BuildValue(
         "(sNnNKzNnz#KN)", mls_section_name(shard->id.section),
-        mlsp_catalog_key(&shard->id), (Py_ssize_t)shard->part, sizes_tuple(dims, rank),
+        mlspy_catalog_key(&shard->id), (Py_ssize_t)shard->part, sizes_tuple(dims, rank),
         (unsigned long long)index->rank, plain ? index->files[shard->file].path : NULL,
         offset, (Py_ssize_t)shard->bytes, plain ? crc : NULL, (Py_ssize_t)MLS_CRC_DIGITS,
         (unsigned long long)shard->version, layers_tuple(index, shard));
@@ -289,7 +289,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
 /* shards() -> [tuple, ...], of all ranks */
 static PyObject *catalog_shards(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -310,14 +310,14 @@ static PyObject *catalog_shards(PyObject *object, PyObject *unused)
  * A file that several indexes name is in it once. */
 static PyObject *catalog_files(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
     PyObject *dict = PyDict_New();
     for (size_t i = 0; dict != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
         for (size_t j = 0; dict != NULL && j < index->file_count; j++) {
             PyObject *bytes = PyLong_FromUnsignedLongLong(index->files[j].bytes);
-            if (bytes == NULL || mlsp_dict_set(dict, index->files[j].path, bytes) < 0) {
+            if (bytes == NULL || mlspy_dict_set(dict, index->files[j].path, bytes) < 0) {
                 Py_CLEAR(dict);
             }
             Py_XDECREF(bytes);
@@ -331,8 +331,8 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
  * That of the first index that lists all of the file. */
 static PyObject *catalog_header(PyObject *object, PyObject *argument)
 {
-    const catalog_object *self = (catalog_object *)object;
-    const mlsp_state *state = mlsp_catalog_state(object);
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_state *state = mlspy_catalog_state(object);
     const char *path = PyUnicode_AsUTF8(argument);
     if (path == NULL) {
         return NULL;
@@ -346,7 +346,7 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
     if (code == MLS_OK) {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
     } else if (code == MLS_E_MEMORY) {
-        mlsp_raise(state, &st, Py_None);
+        mlspy_raise(state, &st, Py_None);
     } else {
         result = Py_NewRef(Py_None);
     }
@@ -357,7 +357,7 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
 /* heads() -> [(generation, rank, world_size, shards, their bytes, stored bytes), ...] */
 static PyObject *catalog_heads(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -385,7 +385,7 @@ static PyObject *problem_tuple(const mls_index *index, const mls_problem *proble
 {
     const bool whole = problem->shard == SIZE_MAX;
     const mls_index_shard *shard = whole ? NULL : &index->shards[problem->shard];
-    PyObject *key = whole ? Py_NewRef(Py_None) : mlsp_catalog_key(&shard->id);
+    PyObject *key = whole ? Py_NewRef(Py_None) : mlspy_catalog_key(&shard->id);
     PyObject *part = whole ? Py_NewRef(Py_None) : PyLong_FromSize_t(shard->part);
     PyObject *text = PyUnicode_DecodeUTF8(
         problem->text, (Py_ssize_t)strlen(problem->text), "backslashreplace");
@@ -417,15 +417,15 @@ static int add_problems(const mls_index *index, const mls_problems *problems,
  * folder is closed whatever happens. */
 static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
-    const catalog_object *self = (catalog_object *)object;
-    const mlsp_state *state = mlsp_catalog_state(object);
-    mlsp_progress progress;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_state *state = mlspy_catalog_state(object);
+    mlspy_progress progress;
     int folder;
     unsigned long long bytes = 0;
     bool good = true;
-    if (mlsp_take_count("verify", 2, count) < 0 ||
-        mlsp_progress_init(&progress, args[1]) < 0 ||
-        mlsp_open_folder(state, args[0], &folder) < 0) {
+    if (mlspy_take_count("verify", 2, count) < 0 ||
+        mlspy_progress_init(&progress, args[1]) < 0 ||
+        mlspy_open_folder(state, args[0], &folder) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
@@ -433,17 +433,17 @@ static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssiz
         const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
         mls_problems problems = {0};
         mls_status st;
-        mlsp_progress_begin(&progress);
+        mlspy_progress_begin(&progress);
         const mls_code code = mls_index_verify(
             folder, &self->indexes[i], crc, state->pool, &progress.core, &problems, &st);
-        mlsp_progress_end(&progress);
+        mlspy_progress_end(&progress);
         if (code != MLS_OK) {
-            mlsp_raise_under(state, &st, args[0], NULL);
+            mlspy_raise_under(state, &st, args[0], NULL);
             good = false;
         } else {
             bytes += problems.bytes_read;
             good = add_problems(&self->indexes[i], &problems, list) == 0 &&
-                   mlsp_progress_finish(&progress) == 0;
+                   mlspy_progress_finish(&progress) == 0;
         }
         mls_problems_fini(&problems);
     }
@@ -470,26 +470,26 @@ static PyMethodDef catalog_methods[] = {
     {"heads", catalog_heads, METH_NOARGS,
      "heads($self, /)\n--\n\nWhat each index says of "
      "itself."},
-    {"load", MLSP_FASTCALL(mlsp_catalog_load),
+    {"load", MLSPY_FASTCALL(mlspy_catalog_load),
      "load($self, folder, section, keys, cutting, verify, mmap, progress, "
      "/)\n--\n\nArrays."},
-    {"load_into", MLSP_FASTCALL(mlsp_catalog_load_into),
+    {"load_into", MLSPY_FASTCALL(mlspy_catalog_load_into),
      "load_into($self, folder, section, keys, cutting, targets, verify, progress, "
      "/)\n--\n\nRead into arrays that exist."},
-    {"fits", MLSP_FASTCALL(mlsp_catalog_fits),
+    {"fits", MLSPY_FASTCALL(mlspy_catalog_fits),
      "fits($self, folder, section, keys, cutting, targets, /)\n--\n\nRefuse what "
      "load_into would."},
-    {"patterns", mlsp_catalog_patterns, METH_NOARGS,
+    {"patterns", mlspy_catalog_patterns, METH_NOARGS,
      "patterns($self, /)\n--\n\nWhat each index lists, apart from its own parts."},
-    {"places", mlsp_catalog_places, METH_NOARGS,
+    {"places", mlspy_catalog_places, METH_NOARGS,
      "places($self, /)\n--\n\nOf each tensor, the indexes and groups that list it."},
-    {"wanted_parts", MLSP_FASTCALL(mlsp_catalog_wanted_parts),
+    {"wanted_parts", MLSPY_FASTCALL(mlspy_catalog_wanted_parts),
      "wanted_parts($self, folder, section, keys, cutting, most, /)\n--\n\nParts that a "
      "load needs, by their tensors' places."},
-    {"reads", MLSP_FASTCALL(mlsp_catalog_reads),
+    {"reads", MLSPY_FASTCALL(mlspy_catalog_reads),
      "reads($self, folder, section, keys, cutting, verify, /)\n--\n\nBytes of files "
      "that loading reads."},
-    {"verify", MLSP_FASTCALL(catalog_verify),
+    {"verify", MLSPY_FASTCALL(catalog_verify),
      "verify($self, folder, progress, /)\n--\n\nEverything that is wrong with the "
      "files."},
     {NULL, NULL, 0, NULL},
@@ -505,15 +505,15 @@ static PyType_Slot catalog_slots[] = {
 
 static PyType_Spec catalog_spec = {
     .name = "mlstate._core.Catalog",
-    .basicsize = sizeof(catalog_object),
+    .basicsize = sizeof(mlspy_catalog),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = catalog_slots,
 };
 
 /* Immutable, so that nobody replaces a method that others rely on. */
-int mlsp_catalog_add(PyObject *module)
+int mlspy_catalog_add(PyObject *module)
 {
-    mlsp_state *state = mlsp_state_of(module);
+    mlspy_state *state = mlspy_state_of(module);
     state->catalog_type =
         (PyTypeObject *)PyType_FromModuleAndSpec(module, &catalog_spec, NULL);
     return state->catalog_type == NULL ? -1

@@ -28,7 +28,7 @@
 
 /* Needs the GIL: arrays may die here.  Accepts a job that was left half done at any
  * point. */
-void mlsp_load_fini(load_job *job)
+void mlspy_load_fini(mlspy_load_job *job)
 {
     for (size_t i = 0; i < job->plan.count; i++) {
         Py_XDECREF(job->wanted[i].key);
@@ -48,17 +48,17 @@ void mlsp_load_fini(load_job *job)
 /* (layout or None, index, world)
  *
  * Without a layout the world counts: 0 is everybody's whole state. */
-static int take_cutting(const mlsp_state *state, PyObject *object, mls_cutting *out)
+static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting *out)
 {
     PyObject *layout;
     int64_t index, world;
     size_t parts;
     mls_status st;
-    if (mlsp_take_tuple(object, "cuts", "OLL", &layout, &index, &world) < 0) {
+    if (mlspy_take_tuple(object, "cuts", "OLL", &layout, &index, &world) < 0) {
         return -1;
     }
     *out = (mls_cutting){.has_layout = layout != Py_None};
-    if (out->has_layout && mlsp_take_layout(state, layout, &out->layout) < 0) {
+    if (out->has_layout && mlspy_take_layout(state, layout, &out->layout) < 0) {
         return -1;
     }
     (void)mls_layout_parts(&out->layout, &parts, &st);
@@ -74,9 +74,9 @@ static int take_cutting(const mlsp_state *state, PyObject *object, mls_cutting *
 }
 
 /* Raise what the core refuses, under the path of the checkpoint.  -1, always. */
-static int raise_of(const load_job *job, const mls_status *st)
+static int raise_of(const mlspy_load_job *job, const mls_status *st)
 {
-    mlsp_raise_under(job->state, st, job->path, NULL);
+    mlspy_raise_under(job->state, st, job->path, NULL);
     return -1;
 }
 
@@ -86,7 +86,7 @@ static int raise_of(const load_job *job, const mls_status *st)
  * The layout is the tensor's own, and is taken as it is: whoever has a state cut along
  * the axes of its parameter has done so already.  How the tensor was cut when it was
  * stored plays no part here. */
-static int take_place(const load_job *job, PyObject *place, mls_wanted *w)
+static int take_place(const mlspy_load_job *job, PyObject *place, mls_wanted *w)
 {
     size_t shape[MLS_LAYOUT_RANK];
     mls_layout layout;
@@ -97,20 +97,20 @@ static int take_place(const load_job *job, PyObject *place, mls_wanted *w)
         return -1;
     }
     PyObject *how = PyTuple_GET_ITEM(place, 1), *last = PyTuple_GET_ITEM(place, 2);
-    const int rank = mlsp_take_shape(job->state, PyTuple_GET_ITEM(place, 0), shape);
-    if (rank < 0 || mlsp_take_int64(job->state, last, "index or end", &end) < 0) {
+    const int rank = mlspy_take_shape(job->state, PyTuple_GET_ITEM(place, 0), shape);
+    if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0) {
         return -1;
     }
     if (mls_wanted_check_whole(w, rank, shape, &st) != MLS_OK) {
         return raise_of(job, &st);
     }
     if (!PyTuple_Check(how)) {
-        if (mlsp_take_int64(job->state, how, "begin", &begin) < 0) {
+        if (mlspy_take_int64(job->state, how, "begin", &begin) < 0) {
             return -1;
         }
         return mls_wanted_run(w, begin, end, &st) == MLS_OK ? 0 : raise_of(job, &st);
     }
-    if (mlsp_take_layout(job->state, how, &layout) < 0) {
+    if (mlspy_take_layout(job->state, how, &layout) < 0) {
         return -1;
     }
     /* a negative index is a large one, of which there is no part either */
@@ -120,7 +120,7 @@ static int take_place(const load_job *job, PyObject *place, mls_wanted *w)
 
 /* Look up all keys of a list, in its order, which becomes that of the result.  `places`
  * has one for each, or is NULL: then all are cut alike. */
-static int choose(load_job *job, mls_section section, PyObject *keys,
+static int choose(mlspy_load_job *job, mls_section section, PyObject *keys,
                   const mls_cutting *how, PyObject *places)
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
@@ -137,17 +137,17 @@ static int choose(load_job *job, mls_section section, PyObject *keys,
     for (Py_ssize_t i = 0; i < count; i++) {
         mls_text text;
         PyObject *key = PyList_GET_ITEM(keys, i);
-        if (mlsp_take_text(key, "tensor name", &text) < 0) {
+        if (mlspy_take_text(key, "tensor name", &text) < 0) {
             return -1;
         }
         const mls_tensor_id id = mls_tensor_id_of(section, text);
         mls_wanted *w = mls_load_plan_add(&job->plan, &id);
         if (w == NULL) {
-            PyErr_Format(job->state->errors[MLSP_ERROR_NOT_FOUND],
+            PyErr_Format(job->state->errors[MLSPY_ERROR_NOT_FOUND],
                          "Tensor '%.200U' not found in checkpoint", key);
             return -1;
         }
-        job->wanted[i] = (mlsp_wanted){.key = Py_NewRef(key)};
+        job->wanted[i] = (mlspy_wanted){.key = Py_NewRef(key)};
         if (places != NULL) {
             if (take_place(job, PyList_GET_ITEM(places, i), w) < 0) {
                 return -1;
@@ -162,7 +162,7 @@ static int choose(load_job *job, mls_section section, PyObject *keys,
 /* ---- loading: what must be read ---- */
 
 /* Find the pieces without the GIL, before any memory for the result is asked for. */
-static int plan(load_job *job)
+static int plan(mlspy_load_job *job)
 {
     mls_status st;
     mls_code code;
@@ -171,7 +171,7 @@ static int plan(load_job *job)
         code = mls_load_plan_find(&job->plan, job->folder, &file, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        mlsp_raise_under(job->state, &st, job->path, file);
+        mlspy_raise_under(job->state, &st, job->path, file);
         return -1;
     }
     return 0;
@@ -182,24 +182,27 @@ static int plan(load_job *job)
 /* Bytes of a new array; none where one of zeros pays. */
 static size_t new_bytes(const void *context, size_t index)
 {
-    const mls_wanted *w = &((const load_job *)context)->plan.wanted[index];
+    const mls_wanted *w = &((const mlspy_load_job *)context)->plan.wanted[index];
     return w->long_zeros ? 0 : mls_wanted_bytes(w);
 }
 
 /* A new array for a part, in the room for all of them or, where `alone`, by itself. */
-static PyObject *new_array(const load_job *job, size_t index, mlsp_room *room, bool alone)
+static PyObject *new_array(const mlspy_load_job *job, size_t index, mlspy_room *room,
+                           bool alone)
 {
     const mls_wanted *w = &job->plan.wanted[index];
     const mls_dtype dtype = w->tensor->facts->dtype;
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mls_part_dims(&w->part, dims);
-    return alone || w->long_zeros ? mlsp_array_new(room, dtype, rank, dims, w->long_zeros)
-                                  : mlsp_room_array(room, index, dtype, rank, dims);
+    return alone || w->long_zeros
+               ? mlspy_array_new(room, dtype, rank, dims, w->long_zeros)
+               : mlspy_room_array(room, index, dtype, rank, dims);
 }
 
 /* The whole of a file, mapped once for all tensors in it; borrowed from the dict.  The
  * arrays keep the capsules, and these the mappings, when the dict is gone. */
-static PyObject *map_file(load_job *job, PyObject *capsules, const mls_index_file *file)
+static PyObject *map_file(mlspy_load_job *job, PyObject *capsules,
+                          const mls_index_file *file)
 {
     mls_status st;
     mls_mapping mapping;
@@ -217,10 +220,10 @@ static PyObject *map_file(load_job *job, PyObject *capsules, const mls_index_fil
         (void)close(fd);
     }
     if (code != MLS_OK) {
-        return mlsp_raise_under(job->state, &st, job->path, file->path);
+        return mlspy_raise_under(job->state, &st, job->path, file->path);
     }
-    capsule = mlsp_mapping_capsule(&mapping);
-    if (capsule == NULL || mlsp_dict_set(capsules, file->path, capsule) < 0) {
+    capsule = mlspy_mapping_capsule(&mapping);
+    if (capsule == NULL || mlspy_dict_set(capsules, file->path, capsule) < 0) {
         Py_XDECREF(capsule);
         return NULL;
     }
@@ -230,8 +233,8 @@ static PyObject *map_file(load_job *job, PyObject *capsules, const mls_index_fil
 
 /* The part as a view of its file, where it lies there in one run; None where it does
  * not.  A new reference. */
-static PyObject *mapped_array(load_job *job, const mls_wanted *w, PyObject *capsules,
-                              mlsp_room *room)
+static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
+                              PyObject *capsules, mlspy_room *room)
 {
     uint64_t offset;
     const mls_catalog_shard *run =
@@ -245,8 +248,8 @@ static PyObject *mapped_array(load_job *job, const mls_wanted *w, PyObject *caps
     }
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mls_part_dims(&w->part, dims);
-    return mlsp_array_over(room, w->tensor->facts->dtype, rank, dims,
-                           mlsp_mapping_data(capsule) + offset, capsule);
+    return mlspy_array_over(room, w->tensor->facts->dtype, rank, dims,
+                            mlspy_mapping_data(capsule) + offset, capsule);
 }
 
 /* Arrays for all that is wanted, as {key: array}; what is mapped needs no reading, so its
@@ -256,15 +259,15 @@ static PyObject *mapped_array(load_job *job, const mls_wanted *w, PyObject *caps
  * the arrays as well: their memory must last while it is read to, whoever may get hold of
  * the dict meanwhile, and also where one of them cannot be made.  `made` is told how many
  * pieces have their places; NULL: nobody waits. */
-static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
+static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_gate *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
-    mlsp_room room = {new_bytes, job, job->plan.count, NULL, 0, 0, {NULL}};
+    mlspy_room room = {new_bytes, job, job->plan.count, NULL, 0, 0, {NULL}};
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* told of by one call */
     for (size_t i = 0; good && i < job->plan.count; i++) {
-        mlsp_wanted *w = &job->wanted[i];
+        mlspy_wanted *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, &job->plan.wanted[i], capsules, &room)
                                : Py_NewRef(Py_None);
         const bool read = array == Py_None;
@@ -284,7 +287,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
         }
     }
     job->plan.piece_count = used;
-    mlsp_room_fini(&room);
+    mlspy_room_fini(&room);
     Py_XDECREF(capsules);
     if (!good) {
         Py_CLEAR(result);
@@ -296,8 +299,8 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_gate *made)
 
 /* Arrays that are made while the first of them are read to. */
 typedef struct making {
-    load_job *job;
-    mlsp_progress *progress;
+    mlspy_load_job *job;
+    mlspy_progress *progress;
     PyObject *result; /* NULL with an exception set, or not called yet */
 } making;
 
@@ -305,46 +308,47 @@ typedef struct making {
 static bool make_meanwhile(void *context, mls_gate *made)
 {
     making *m = context;
-    mlsp_progress_end(m->progress);
+    mlspy_progress_end(m->progress);
     m->result = make_arrays(m->job, false, made);
-    mlsp_progress_begin(m->progress);
+    mlspy_progress_begin(m->progress);
     return m->result != NULL;
 }
 
 /* Read all pieces, checksummed while they are in the cache; `*result` is made meanwhile,
  * where that is not NULL.  Which file a failure concerns is known for all but those of
  * our own. */
-static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **result)
+static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
+                    PyObject **result)
 {
-    mlsp_progress progress;
+    mlspy_progress progress;
     mls_status st;
     size_t failed = 0;
     making m = {job, &progress, NULL};
     const mls_maker maker = {make_meanwhile, &m};
     const mls_crc_kernels *crc = verify ? mls_crc_of(job->state->kernels->cpu) : NULL;
     mls_pool *pool = job->state->pool;
-    if (mlsp_progress_init(&progress, callback) < 0) {
+    if (mlspy_progress_init(&progress, callback) < 0) {
         return -1;
     }
-    mlsp_progress_begin(&progress);
+    mlspy_progress_begin(&progress);
     const mls_code code = mls_shards_read_made(
-        job->folder, job->plan.pieces, job->plan.piece_count, crc, mlsp_codecs(), pool,
+        job->folder, job->plan.pieces, job->plan.piece_count, crc, mlspy_codecs(), pool,
         &progress.core, result == NULL ? NULL : &maker, &failed, &st);
-    mlsp_progress_end(&progress);
+    mlspy_progress_end(&progress);
     if (result != NULL) {
         *result = m.result;
     }
     if (code != MLS_OK) {
         const bool about = code != MLS_E_MEMORY && code != MLS_E_STOPPED;
-        mlsp_raise_under(job->state, &st, job->path,
-                         about ? job->plan.pieces[failed].shard->file : NULL);
+        mlspy_raise_under(job->state, &st, job->path,
+                          about ? job->plan.pieces[failed].shard->file : NULL);
         return -1;
     }
-    return mlsp_progress_finish(&progress);
+    return mlspy_progress_finish(&progress);
 }
 
 /* Arrays first: what is mapped is not read. */
-static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
+static PyObject *map_and_read(mlspy_load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = make_arrays(job, true, NULL);
     if (result != NULL && read_all(job, verify, callback, NULL) < 0) {
@@ -355,7 +359,7 @@ static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
 
 /* Arrays while the first of them are read to: their memory must be had for each, and that
  * takes a while where there are many. */
-static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
+static PyObject *make_and_read(mlspy_load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = NULL;
     mls_load_plan_foresee(&job->plan);
@@ -367,17 +371,17 @@ static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
 
 /* The arguments that all ways of loading begin with, and what is wrong with them before
  * any file is looked at.  `cuts` is one for all tensors, or a list of places. */
-int mlsp_load_begin(load_job *job, PyObject *object, PyObject *path, PyObject *section,
-                    PyObject *keys, PyObject *cuts)
+int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
+                     PyObject *section, PyObject *keys, PyObject *cuts)
 {
     mls_section which;
     mls_cutting how;
     PyObject *places = PyList_Check(cuts) ? cuts : NULL;
-    *job = (load_job){.object = object,
-                      .catalog = (catalog_object *)object,
-                      .state = mlsp_catalog_state(object),
-                      .path = path,
-                      .folder = -1};
+    *job = (mlspy_load_job){.object = object,
+                            .catalog = (mlspy_catalog *)object,
+                            .state = mlspy_catalog_state(object),
+                            .path = path,
+                            .folder = -1};
     if (!PyList_Check(keys)) {
         PyErr_SetString(PyExc_TypeError, "keys must be a list");
         return -1;
@@ -386,7 +390,7 @@ int mlsp_load_begin(load_job *job, PyObject *object, PyObject *path, PyObject *s
         PyErr_SetString(PyExc_ValueError, "a place is wanted for each key");
         return -1;
     }
-    return mlsp_take_section(job->state, section, &which) < 0 ||
+    return mlspy_take_section(job->state, section, &which) < 0 ||
                    (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
                    choose(job, which, keys, &how, places) < 0
                ? -1
@@ -394,22 +398,22 @@ int mlsp_load_begin(load_job *job, PyObject *object, PyObject *path, PyObject *s
 }
 
 /* The same, and all else that can be found wrong before there is anything to undo. */
-static int load_init(load_job *job, PyObject *object, PyObject *path, PyObject *section,
-                     PyObject *keys, PyObject *cuts)
+static int load_init(mlspy_load_job *job, PyObject *object, PyObject *path,
+                     PyObject *section, PyObject *keys, PyObject *cuts)
 {
-    return mlsp_load_begin(job, object, path, section, keys, cuts) < 0 ||
-                   mlsp_open_folder(job->state, path, &job->folder) < 0 || plan(job) < 0
+    return mlspy_load_begin(job, object, path, section, keys, cuts) < 0 ||
+                   mlspy_open_folder(job->state, path, &job->folder) < 0 || plan(job) < 0
                ? -1
                : 0;
 }
 
 /* load(folder, section, keys, (layout, index, world), verify, mmap, progress)
  *     -> {key: array} */
-PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t count)
+PyObject *mlspy_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
-    load_job job = {.folder = -1};
+    mlspy_load_job job = {.folder = -1};
     PyObject *result = NULL;
-    if (mlsp_take_count("load", 7, count) < 0) {
+    if (mlspy_take_count("load", 7, count) < 0) {
         return NULL;
     }
     const int verify = PyObject_IsTrue(args[4]), maps = PyObject_IsTrue(args[5]);
@@ -418,7 +422,7 @@ PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t 
         result = maps ? map_and_read(&job, verify != 0, args[6])
                       : make_and_read(&job, verify != 0, args[6]);
     }
-    mlsp_load_fini(&job);
+    mlspy_load_fini(&job);
     return result;
 }
 
@@ -426,7 +430,7 @@ PyObject *mlsp_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t 
 
 /* Keep what is needed of a view: the memory of a packed target, and a copy of the view of
  * any other.  Takes the view's reference. */
-static int keep_target(const load_job *job, size_t i, mlsp_view *view)
+static int keep_target(const mlspy_load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
     if (mls_wanted_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
@@ -439,27 +443,27 @@ static int keep_target(const load_job *job, size_t i, mlsp_view *view)
 }
 
 /* View a target; what is to be said of one that is none is only made up for that. */
-static int view_array(const load_job *job, const mls_wanted *w, PyObject *array,
-                      mlsp_view *out)
+static int view_array(const mlspy_load_job *job, const mls_wanted *w, PyObject *array,
+                      mlspy_view *out)
 {
     char what[MLS_NAME_BYTES];
     const mls_text name = w->tensor->facts->id.name;
-    if (mlsp_view_quickly(job->state, array, true, out)) {
+    if (mlspy_view_quickly(job->state, array, true, out)) {
         return 0;
     }
     PyOS_snprintf(what, sizeof what, "target '%.*s'",
                   (int)(name.length < 120 ? name.length : 120),
                   name.data == NULL ? "" : name.data);
-    return mlsp_view_writable(job->state, array, what, out);
+    return mlspy_view_writable(job->state, array, what, out);
 }
 
 /* View the target of one tensor, and see that it is what its part is.  The array is held
  * by its owner's reference from then on. */
-static int view_target(const load_job *job, size_t i, PyObject *targets)
+static int view_target(const mlspy_load_job *job, size_t i, PyObject *targets)
 {
-    mlsp_view view;
+    mlspy_view view;
     PyObject *array = NULL, *key = job->wanted[i].key;
-    if (mlsp_dict_get(targets, key, &array) != 1) {
+    if (mlspy_dict_get(targets, key, &array) != 1) {
         if (!PyErr_Occurred()) {
             PyErr_SetObject(PyExc_KeyError, key);
         }
@@ -469,14 +473,14 @@ static int view_target(const load_job *job, size_t i, PyObject *targets)
     Py_DECREF(array);
     if (failed == 0) {
         failed = keep_target(job, i, &view);
-        mlsp_view_release(&view);
+        mlspy_view_release(&view);
     }
     return failed;
 }
 
 /* View all targets, each of which then is what goes there.  Nothing is read before all of
  * them were looked at. */
-static int view_targets(load_job *job, PyObject *targets)
+static int view_targets(mlspy_load_job *job, PyObject *targets)
 {
     if (!PyDict_Check(targets)) {
         PyErr_SetString(PyExc_TypeError, "targets must be a dict");
@@ -500,16 +504,16 @@ static int view_targets(load_job *job, PyObject *targets)
  * What load_into would refuse for the targets' sake, without a look at files: whoever
  * fills several sections, or goes on together with other ranks, asks for all of them
  * before the first is changed.  The folder is for the text of errors. */
-PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count)
+PyObject *mlspy_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
-    load_job job = {.folder = -1};
-    if (mlsp_take_count("fits", 5, count) < 0) {
+    mlspy_load_job job = {.folder = -1};
+    if (mlspy_take_count("fits", 5, count) < 0) {
         return NULL;
     }
     const bool good =
-        mlsp_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
+        mlspy_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
         view_targets(&job, args[4]) == 0;
-    mlsp_load_fini(&job);
+    mlspy_load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -518,13 +522,13 @@ PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t 
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
  * `targets` are writable arrays or tensors by key; where they are not packed, bytes go by
  * way of new memory. */
-PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
-                                 Py_ssize_t count)
+PyObject *mlspy_catalog_load_into(PyObject *object, PyObject *const *args,
+                                  Py_ssize_t count)
 {
-    load_job job = {.folder = -1};
+    mlspy_load_job job = {.folder = -1};
     mls_status st;
     bool good = false;
-    if (mlsp_take_count("load_into", 7, count) < 0) {
+    if (mlspy_take_count("load_into", 7, count) < 0) {
         return NULL;
     }
     const int verify = PyObject_IsTrue(args[5]);
@@ -537,6 +541,6 @@ PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
             good = true;
         }
     }
-    mlsp_load_fini(&job);
+    mlspy_load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
 }

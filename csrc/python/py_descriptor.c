@@ -162,7 +162,7 @@ static PyType_Spec descriptor_spec = {
     .slots = descriptor_slots,
 };
 
-int mlsp_descriptor_add(PyObject *module)
+int mlspy_descriptor_add(PyObject *module)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, &descriptor_spec, NULL);
     const int failed = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

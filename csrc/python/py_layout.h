@@ -1,6 +1,6 @@
 /* py_layout: layouts and shapes as tuples. */
-#ifndef MLSP_PY_LAYOUT_H
-#define MLSP_PY_LAYOUT_H
+#ifndef MLSPY_PY_LAYOUT_H
+#define MLSPY_PY_LAYOUT_H
 
 #include "python_api.h"
 
@@ -10,13 +10,13 @@
 
 /* A layout from a tuple of pairs (axis, or -1 for flat; parts).  -1 with an exception
  * set. */
-int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out);
+int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *out);
 
 /* New reference to such a tuple. */
-PyObject *mlsp_layout_tuple(const mls_layout *layout);
+PyObject *mlspy_layout_tuple(const mls_layout *layout);
 
 /* A shape from a tuple of ints, at most MLS_LAYOUT_RANK of them; its rank, or -1 with an
  * exception set. */
-int mlsp_take_shape(const mlsp_state *state, PyObject *object, size_t *shape);
+int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape);
 
 #endif

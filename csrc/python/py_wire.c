@@ -21,7 +21,7 @@
 static int take_wire(PyObject *object, mls_wire *out)
 {
     mls_text text;
-    if (mlsp_take_text(object, "compression", &text) < 0) {
+    if (mlspy_take_text(object, "compression", &text) < 0) {
         return -1;
     }
     if (mls_wire_from_name(text, out)) {
@@ -35,16 +35,16 @@ static int take_wire(PyObject *object, mls_wire *out)
 /* A bucket of sums of float32 (borrowed from its capsule), and a wire, from the first two
  * arguments.  NULL with an exception set.  The core casts the arrays of such a bucket to
  * float without a further look, so every call checks it. */
-static mls_bucket *take_bucket(const mlsp_state *state, PyObject *const *args,
+static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
                                mls_wire *wire)
 {
     mls_status st;
-    mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    mlspy_bucket *held = mlspy_bucket_of(args[0]);
     if (held == NULL || take_wire(args[1], wire) < 0) {
         return NULL;
     }
     if (mls_wire_check(&held->bucket, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return NULL;
     }
     return &held->bucket;
@@ -57,10 +57,10 @@ static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
                                    Py_ssize_t count)
 {
     mls_wire wire;
-    if (mlsp_take_count("bucket_wire_sizes", 2, count) < 0) {
+    if (mlspy_take_count("bucket_wire_sizes", 2, count) < 0) {
         return NULL;
     }
-    const mls_bucket *b = take_bucket(mlsp_state_of(module), args, &wire);
+    const mls_bucket *b = take_bucket(mlspy_state_of(module), args, &wire);
     PyObject *to = b == NULL ? NULL : PyList_New((Py_ssize_t)b->world);
     for (size_t rank = 0; to != NULL && rank < b->world; rank++) {
         PyObject *number =
@@ -80,11 +80,11 @@ static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
 /* View a buffer of at least `wanted` bytes for messages.  -1 with an exception set, and
  * no view.  Parts are aligned to MLS_BUCKET_ALIGN counted from the buffer's start, so
  * that it must be aligned itself. */
-static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
-                       bool writable, mlsp_view *out)
+static int view_buffer(const mlspy_state *state, PyObject *array, size_t wanted,
+                       bool writable, mlspy_view *out)
 {
     size_t have = 0;
-    if (mlsp_view_packed(state, array, "the messages", writable, out) < 0) {
+    if (mlspy_view_packed(state, array, "the messages", writable, out) < 0) {
         return -1;
     }
     if (!mls_tensor_bytes(&out->tensor, &have) || have < wanted ||
@@ -92,7 +92,7 @@ static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
         PyErr_Format(PyExc_ValueError,
                      "messages of %zu bytes do not fit %zu bytes of memory aligned to %d",
                      wanted, have, (int)MLS_BUCKET_ALIGN);
-        mlsp_view_release(out);
+        mlspy_view_release(out);
         return -1;
     }
     return 0;
@@ -100,8 +100,8 @@ static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
 
 /* What a pack holds on to while the GIL is released. */
 typedef struct pack_job {
-    mlsp_view send, own;
-    mlsp_view *views;  /* of the residuals; NULL for none */
+    mlspy_view send, own;
+    mlspy_view *views; /* of the residuals; NULL for none */
     float **residuals; /* likewise */
     size_t count;
 } pack_job;
@@ -110,10 +110,10 @@ typedef struct pack_job {
 static void pack_fini(pack_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
-        mlsp_view_release(&job->views[i]);
+        mlspy_view_release(&job->views[i]);
     }
-    mlsp_view_release(&job->send);
-    mlsp_view_release(&job->own);
+    mlspy_view_release(&job->send);
+    mlspy_view_release(&job->own);
     mls_free(job->views);
     mls_free(job->residuals);
 }
@@ -123,7 +123,7 @@ static void pack_fini(pack_job *job)
  *
  * A residual covers the whole array, not this rank's part alone: something is lost of
  * what goes to every rank. */
-static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject *list,
+static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObject *list,
                           pack_job *job)
 {
     if (list == Py_None) {
@@ -142,9 +142,9 @@ static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject
     }
     for (size_t i = 0; i < b->count; i++) {
         size_t elements = 0;
-        mlsp_view *view = &job->views[i];
-        if (mlsp_view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual",
-                             true, view) < 0) {
+        mlspy_view *view = &job->views[i];
+        if (mlspy_view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual",
+                              true, view) < 0) {
             return -1;
         }
         job->count++; /* from here on pack_fini lets the view go */
@@ -167,11 +167,11 @@ static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject
 static PyObject *bucket_wire_pack(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_wire wire;
     pack_job job = {0};
     PyObject *result = NULL;
-    if (mlsp_take_count("bucket_wire_pack", 5, count) < 0) {
+    if (mlspy_take_count("bucket_wire_pack", 5, count) < 0) {
         return NULL;
     }
     const mls_bucket *b = take_bucket(state, args, &wire);
@@ -198,11 +198,11 @@ done:
 static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
                                     Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_wire wire;
-    mlsp_view own = {0}, received = {0};
+    mlspy_view own = {0}, received = {0};
     PyObject *result = NULL;
-    if (mlsp_take_count("bucket_wire_reduce", 4, count) < 0) {
+    if (mlspy_take_count("bucket_wire_reduce", 4, count) < 0) {
         return NULL;
     }
     const mls_bucket *b = take_bucket(state, args, &wire);
@@ -217,21 +217,21 @@ static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
     Py_BEGIN_ALLOW_THREADS
         mls_wire_reduce(b, state->kernels, wire, own.tensor.data, received.tensor.data);
     Py_END_ALLOW_THREADS
-    result = mlsp_bucket_tallies(b);
+    result = mlspy_bucket_tallies(b);
 done:
-    mlsp_view_release(&own);
-    mlsp_view_release(&received);
+    mlspy_view_release(&own);
+    mlspy_view_release(&received);
     return result;
 }
 
-PyMethodDef mlsp_wire_methods[] = {
-    {"bucket_wire_sizes", MLSP_FASTCALL(bucket_wire_sizes),
+PyMethodDef mlspy_wire_methods[] = {
+    {"bucket_wire_sizes", MLSPY_FASTCALL(bucket_wire_sizes),
      "bucket_wire_sizes(bucket, compression, /)\n--\n\nBytes to each other rank, and "
      "own."},
-    {"bucket_wire_pack", MLSP_FASTCALL(bucket_wire_pack),
+    {"bucket_wire_pack", MLSPY_FASTCALL(bucket_wire_pack),
      "bucket_wire_pack(bucket, compression, residuals, send, own, /)\n--\n\nEncode all "
      "parts."},
-    {"bucket_wire_reduce", MLSP_FASTCALL(bucket_wire_reduce),
+    {"bucket_wire_reduce", MLSPY_FASTCALL(bucket_wire_reduce),
      "bucket_wire_reduce(bucket, compression, own, received, /)\n--\n\nReduce what was "
      "encoded."},
     {NULL, NULL, 0, NULL},
