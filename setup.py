@@ -92,7 +92,7 @@ setup(
                 ("_DARWIN_C_SOURCE", None),
                 ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
                 ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"),
-                ("PY_ARRAY_UNIQUE_SYMBOL", "mlsp_array_api"),
+                ("PY_ARRAY_UNIQUE_SYMBOL", "mlspy_array_api"),
             ],
             extra_compile_args=compile_args,
             extra_link_args=link_args,

@@ -374,7 +374,7 @@ def test_without_a_layout_parts_are_cut_as_they_were_saved(path):
     mlstate.save(path, {"w": rows})
     assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3).model)
     mlstate.save(path, {"w": rows}, layout=Layout.axis(1, 2) * Layout.rows(2))
-    with pytest.raises(ValueError, match="'w': it was cut in 2 steps: say by layout="):
+    with pytest.raises(ValueError, match="'w': it was cut in 2 steps: give the layout by which"):
         mlstate.load(path, rank=0, world_size=2)
 
 

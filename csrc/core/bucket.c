@@ -9,6 +9,52 @@
 
 #include <string.h>
 
+/* Parts of a complex64 alone would need 4 bytes of alignment. */
+bool mls_bucket_takes(const mls_tensor *t)
+{
+    const size_t item = mls_tensor_item_bytes(t);
+    return mls_tensor_is_contiguous(t) && !t->swapped &&
+           (uintptr_t)t->data % (item < 8 ? item : 8) == 0;
+}
+
+mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
+                           const size_t *counts, size_t world, size_t rank,
+                           mls_status *st)
+{
+    size_t total = 0, start = 0, have = 0, mine = 0;
+    for (size_t r = 0; r < world; r++) {
+        start = r == rank ? total : start;
+        if (!mls_size_add(total, counts[r], &total)) {
+            return mls_fail(st, MLS_E_VALUE,
+                            "the parts of an array have more elements than memory");
+        }
+    }
+    if (!mls_tensor_count(data, &have) || !mls_tensor_count(out, &mine) ||
+        have != total || mine != counts[rank]) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "an array of %zu elements and an output of %zu do not fit counts "
+                        "that add up to %zu, with %zu for this rank",
+                        have, mine, total, counts[rank]);
+    }
+    const unsigned char *part = data->data + start * mls_tensor_item_bytes(data);
+    if (mls_tensor_overlap(data, out) &&
+        (data->dtype != out->dtype || part != out->data)) {
+        return mls_fail(st, MLS_E_OVERLAP,
+                        "the output shares memory with the array, and is not this rank's "
+                        "part of it in the same dtype");
+    }
+    return MLS_OK;
+}
+
+size_t mls_segment_elements(const mls_segment *segment, size_t world)
+{
+    size_t total = 0;
+    for (size_t rank = 0; rank < world; rank++) {
+        total += segment->counts[rank];
+    }
+    return total;
+}
+
 /* Bytes that a part takes in a message, padding included; false where they overflow. */
 static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
 {
@@ -38,6 +84,37 @@ mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_statu
     }
     *out = total;
     return MLS_OK;
+}
+
+/* Bytes of one message for each other rank; `sent`: to it, else as long as this rank's.
+ */
+static mls_code message_bytes(const mls_bucket *b, bool sent, size_t *out, mls_status *st)
+{
+    size_t total = 0;
+    for (size_t rank = 0; rank < b->world; rank++) {
+        size_t bytes;
+        if (mls_bucket_bytes(b, sent ? rank : b->rank, &bytes, st) != MLS_OK) {
+            return st->code;
+        }
+        if (rank != b->rank && !mls_size_add(total, bytes, &total)) {
+            return mls_fail(st, MLS_E_SIZE,
+                            "the messages of a bucket of %zu arrays have more bytes than "
+                            "memory can",
+                            b->count);
+        }
+    }
+    *out = total;
+    return MLS_OK;
+}
+
+mls_code mls_bucket_sent_bytes(const mls_bucket *b, size_t *out, mls_status *st)
+{
+    return message_bytes(b, true, out, st);
+}
+
+mls_code mls_bucket_received_bytes(const mls_bucket *b, size_t *out, mls_status *st)
+{
+    return message_bytes(b, false, out, st);
 }
 
 /* What mls_bucket_bytes found to fit. */

@@ -9,6 +9,8 @@
 #define MLS_BUCKET_H
 
 #include "reduce.h"
+#include "status.h"
+#include "tensor.h"
 
 enum { MLS_BUCKET_ALIGN = 16 };
 
@@ -29,9 +31,30 @@ typedef struct mls_bucket {
     size_t world, rank;
 } mls_bucket;
 
+/* Whether a bucket takes an array where it is: packed, in the machine's byte order, and
+ * aligned to its items, a complex64 to 8 bytes. */
+bool mls_bucket_takes(const mls_tensor *t);
+
+/* Check the arrays of a segment, both of which a bucket takes, against the elements of
+ * each rank's part.  Pack and reduce trust these counts.  An output is memory of its own,
+ * or this rank's part of `data` in the same dtype: anywhere else sums would overwrite
+ * elements that were not sent yet. MLS_E_VALUE: the counts do not add up to `data`, or
+ * rank's count is not that of `out`. MLS_E_OVERLAP. */
+mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
+                           const size_t *counts, size_t world, size_t rank,
+                           mls_status *st);
+
+/* Elements of all parts of a segment that was checked. */
+size_t mls_segment_elements(const mls_segment *segment, size_t world);
+
 /* Bytes of the message to rank `of`: its parts of all segments.  MLS_E_SIZE: more than
  * memory has. */
 mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st);
+
+/* Bytes of the messages to all other ranks together, or from all of them: each of these
+ * has the length of this rank's own message.  MLS_E_SIZE. */
+mls_code mls_bucket_sent_bytes(const mls_bucket *b, size_t *out, mls_status *st);
+mls_code mls_bucket_received_bytes(const mls_bucket *b, size_t *out, mls_status *st);
 
 /* Copy the parts of all other ranks into `send`, rank after rank; nothing for this one.
  */

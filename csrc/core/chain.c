@@ -126,7 +126,7 @@ static mls_code check_rates(const mls_chain *c, mls_status *st)
         return MLS_OK;
     }
     return mls_fail(st, MLS_E_VALUE,
-                    "offload_bytes_per_second is %g and load_bytes_per_second %g: give "
+                    "the offload rate is %g and the load rate %g bytes per second: give "
                     "both, finite and above 0, or neither",
                     c->offload_rate, c->load_rate);
 }

@@ -5,6 +5,8 @@
  */
 #include "compat.h"
 
+#include "size.h"
+
 #include <string.h>
 
 /* Dimensions only count where there are as many on both sides. */
@@ -25,6 +27,18 @@ bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b)
 bool mls_facts_same_dtype(const mls_facts *a, const mls_facts *b)
 {
     return a->dtype == b->dtype || strcmp(a->dtype, b->dtype) == 0;
+}
+
+size_t mls_facts_head(mls_text name, const mls_facts *facts, unsigned char *out)
+{
+    const size_t rank = (size_t)facts->rank;
+    mls_store_le64(out, name.length);
+    mls_store_le64(out + 8, strlen(facts->dtype));
+    mls_store_le64(out + 16, rank);
+    for (size_t axis = 0; axis < rank; axis++) {
+        mls_store_le64(out + 24 + 8 * axis, facts->shape[axis]);
+    }
+    return 24 + 8 * rank;
 }
 
 /* Shape and dtype are only looked at where both sides have the tensor. */
@@ -55,6 +69,7 @@ mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,
         counts.unexpected += (out[i] & MLS_UNEXPECTED) != 0;
         counts.shapes += (out[i] & MLS_SHAPE_DIFFERS) != 0;
         counts.dtypes += (out[i] & MLS_DTYPE_DIFFERS) != 0;
+        counts.same += out[i] == MLS_SAME;
     }
     return counts;
 }

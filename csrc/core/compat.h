@@ -1,12 +1,13 @@
 /* compat: what two state dicts have in common, and where they differ in names, shapes and
  * dtypes.  The bytes of the tensors are not looked at (differ.h does that).
  *
- * The caller pairs the names up: he has hash tables already.
+ * Names are paired up before (name_match.h).
  */
 #ifndef MLS_COMPAT_H
 #define MLS_COMPAT_H
 
 #include "status.h"
+#include "tensor.h"
 #include "text.h"
 
 #include <stdbool.h>
@@ -37,13 +38,20 @@ enum {
     MLS_DTYPE_DIFFERS = 8
 };
 
-/* How often each bit occurs. */
+/* How often each bit occurs, and how many pairs have none. */
 typedef struct mls_compat_counts {
-    size_t missing, unexpected, shapes, dtypes;
+    size_t missing, unexpected, shapes, dtypes, same;
 } mls_compat_counts;
 
 bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b);
 bool mls_facts_same_dtype(const mls_facts *a, const mls_facts *b);
+
+enum { MLS_FACTS_HEAD_MOST = 8 * (3 + MLS_MAX_RANK) };
+
+/* Write to `out` what a digest of a tensor begins with, as 64-bit little-endian numbers:
+ * the lengths of its name and of its dtype's name, the rank and the dimensions.  Returns
+ * the bytes, at most MLS_FACTS_HEAD_MOST. */
+size_t mls_facts_head(mls_text name, const mls_facts *facts, unsigned char *out);
 
 /* The bits of each pair into `out` (`count` of them), and their sums. */
 mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,

@@ -3,6 +3,8 @@
  */
 #include "crc32c.h"
 
+#include "crc32c_powers.h"
+
 /* The checksum register after eight shifts, for each byte that can leave it: the
  * remainder of that byte's polynomial.  A constant, so that no thread need wait for it to
  * be filled. */
@@ -52,10 +54,7 @@ static const uint32_t table[256] = {
     0xbe2da0a5U, 0x4c4623a6U, 0x5f16d052U, 0xad7d5351U,
 };
 
-/* The polynomial without its highest power, and two powers of x, in the register's bit
- * order: x**0 in the highest bit. */
-#define POLYNOMIAL 0x82F63B78U
-#define X_TO_THE_0 0x80000000U
+/* In the register's bit order: x**0 in the highest bit. */
 #define X_TO_THE_8 0x00800000U
 
 /* The register starts with all bits set and is inverted at the end: so leading zeros
@@ -128,22 +127,11 @@ uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
     return crc;
 }
 
-/* Schoolbook multiplication, one bit of `a` at a time. */
-uint32_t mls_crc_multiply(uint32_t a, uint32_t b)
-{
-    uint32_t product = 0;
-    for (; a != 0; a <<= 1) { /* from x**0 upwards, b being multiplied by x each time */
-        product ^= (a & X_TO_THE_0) != 0 ? b : 0;
-        b = (b >> 1) ^ ((b & 1U) != 0 ? POLYNOMIAL : 0);
-    }
-    return product;
-}
-
 /* Bytes behind the first run multiply its checksum by x**8 each; the power is formed by
  * repeated squaring, so the time grows with the logarithm of the length. */
 uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes)
 {
-    uint32_t shift = X_TO_THE_0;
+    uint32_t shift = MLS_CRC_X_TO_THE_0;
     uint32_t power = X_TO_THE_8;
     for (uint64_t left = second_bytes; left != 0; left >>= 1) {
         if ((left & 1U) != 0) {

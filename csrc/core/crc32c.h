@@ -49,7 +49,4 @@ extern const mls_crc_kernels mls_crc_arm; /* the CRC extension, see mls_crc_arm_
 bool mls_crc_arm_offered(void);
 #endif
 
-/* a * b in the field of the checksum: bit 31 is x**0.  For crc32c_*.c. */
-uint32_t mls_crc_multiply(uint32_t a, uint32_t b);
-
 #endif

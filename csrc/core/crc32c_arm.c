@@ -3,6 +3,8 @@
  */
 #include "crc32c.h"
 
+#include "crc32c_powers.h"
+
 #if defined(__aarch64__)
 
 #    include <stdbool.h>

@@ -15,13 +15,31 @@
  * bit lower than it should: in reverse, a factor of x.  Both are taken off beforehand,
  * so that the constants are x**(n + 64 - 33) and x**(n - 33).
  *
- * Private to those two and to the test that computes each of them.
+ * Private to crc32c*.c and to the test that computes each constant.
  */
 #ifndef MLS_CRC32C_POWERS_H
 #define MLS_CRC32C_POWERS_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+/* The Castagnoli polynomial without its highest power, and 1, in this order of bits: bit
+ * 31 of 32 is x**0. */
+#define MLS_CRC_POLYNOMIAL 0x82F63B78U
+#define MLS_CRC_X_TO_THE_0 0x80000000U
+
+/* a * b in the field of the checksum: schoolbook multiplication, one bit of `a` at a
+ * time.
+ */
+static inline uint32_t mls_crc_multiply(uint32_t a, uint32_t b)
+{
+    uint32_t product = 0;
+    for (; a != 0; a <<= 1) { /* from x**0 upwards, b being multiplied by x each time */
+        product ^= (a & MLS_CRC_X_TO_THE_0) != 0 ? b : 0;
+        b = (b >> 1) ^ ((b & 1U) != 0 ? MLS_CRC_POLYNOMIAL : 0);
+    }
+    return product;
+}
 
 /* By how many bytes; each is a sum of vectors (16, 32 or 64 bytes) and pages. */
 typedef enum mls_crc_move {

@@ -54,6 +54,10 @@ typedef struct mls_tensor_id {
     bool has_state; /* never in `params` */
 } mls_tensor_id;
 
+/* The tensor under a key of a section: of MLS_OPTIM_STATE, "layer.0.weight.m" is the
+ * state "m" of the parameter "layer.0.weight".  Shares the key's text. */
+mls_tensor_id mls_tensor_id_of(mls_section section, mls_text key);
+
 /* By section, name and state: below, at or above 0. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b);
 

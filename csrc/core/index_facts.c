@@ -32,6 +32,22 @@ const char *mls_tier_name(mls_tier tier)
     return names[tier];
 }
 
+/* Parameters may have dots in their names; names of optimizer states have none. */
+mls_tensor_id mls_tensor_id_of(mls_section section, mls_text key)
+{
+    size_t dot = key.length;
+    while (section == MLS_OPTIM_STATE && dot > 0 && key.data[dot - 1] != '.') {
+        dot--;
+    }
+    if (section == MLS_PARAMS || dot == 0) {
+        return (mls_tensor_id){.section = section, .name = key};
+    }
+    return (mls_tensor_id){.section = section,
+                           .name = {key.data, dot - 1},
+                           .state = {key.data + dot, key.length - dot},
+                           .has_state = true};
+}
+
 /* Names are compared as bytes, never by locale: the order is part of the format, and two
  * machines must agree on it. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)

@@ -1,9 +1,8 @@
 /* kv: moving the key-value cache of a language model to another sequence length.
  *
  * The checks and the move are apart: a binding checks first, allocates the target only
- * when the request makes sense, and then moves without any way to fail.  The checks name
- * what users passed (source_state, target_seq_length, current_position), since their
- * messages are shown as they are.
+ * when the request makes sense, and then moves without any way to fail.  Messages are
+ * shown to users as they are, so the request carries the names that users know.
  *
  * The move cuts a cache by layer and head.  As a rule the positions of one head lie
  * together, so its tokens are one run to copy and its padding, right behind them, one run
@@ -19,6 +18,19 @@
 /* The names of a cache's axes, as users know them. */
 static const char *const axis_names[MLS_KV_RANK] = {"layers", "heads", "sequence length",
                                                     "head_dim"};
+
+static const mls_kv_names own_words = {.source = "the source",
+                                       .target = "the target",
+                                       .target_length = "target length",
+                                       .position = "position",
+                                       .if_shorter = "compact instead of expanding",
+                                       .if_shared = "pass another target"};
+
+/* The names that a request carries. */
+static const mls_kv_names *names_of(const mls_kv_request *request)
+{
+    return request->names != NULL ? request->names : &own_words;
+}
 
 /* MLS_E_SHAPE unless `rank` is that of a cache; `what` names the argument. */
 static mls_code check_rank(const char *what, int rank, const size_t *shape,
@@ -51,38 +63,37 @@ static mls_code out_of_capacity(mls_status *st, int64_t limit, int64_t got)
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st)
 {
-    const mls_code code = check_rank("source_state", rank, shape, st);
+    const mls_kv_names *names = names_of(&request);
+    const mls_code code = check_rank(names->source, rank, shape, st);
     if (code != MLS_OK) {
         return code;
     }
     const int64_t length = (int64_t)shape[MLS_KV_AXIS];
     const int64_t target = request.target_length;
     if (target < 0) {
-        return mls_fail(st, MLS_E_CAPACITY, "target_seq_length %" PRId64 " is negative",
-                        target);
+        return mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is negative",
+                        names->target_length, target);
     }
     /* expanding never drops a position, whether it holds a token or not */
     if (request.kind == MLS_KV_EXPAND && target < length) {
         mls_fail(st, MLS_E_CAPACITY,
-                 "target_seq_length %" PRId64 " is smaller than the source's %" PRId64
-                 ": use compact_kv_state to move to a shorter cache",
-                 target, length);
+                 "%s %" PRId64 " is smaller than the source's %" PRId64 ": %s",
+                 names->target_length, target, length, names->if_shorter);
         mls_status_expected(st, "at least %" PRId64, length);
         mls_status_got(st, "%" PRId64, target);
         return MLS_E_CAPACITY;
     }
     if (request.position < 0 || request.position > length) {
         mls_fail(st, MLS_E_CAPACITY,
-                 "current_position %" PRId64 " is outside 0..%" PRId64
-                 ", the source's sequence length",
-                 request.position, length);
+                 "%s %" PRId64 " is outside 0..%" PRId64 ", the source's sequence length",
+                 names->position, request.position, length);
         return out_of_capacity(st, length, request.position);
     }
     if (request.position > target) {
         mls_fail(st, MLS_E_CAPACITY,
                  "%" PRId64 " tokens do not fit into %" PRId64
-                 " positions: pass a target_seq_length of at least %" PRId64,
-                 request.position, target, request.position);
+                 " positions: pass a %s of at least %" PRId64,
+                 request.position, target, names->target_length, request.position);
         return out_of_capacity(st, target, request.position);
     }
     return MLS_OK;
@@ -128,16 +139,16 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st)
 {
+    const mls_kv_names *names = names_of(&request);
     mls_tensor wanted = *src;
     wanted.shape[MLS_KV_AXIS] = (size_t)request.target_length;
-    const mls_code code = mls_copy_check(dst, &wanted, "out", st);
+    const mls_code code = mls_copy_check(dst, &wanted, names->target, st);
     if (code != MLS_OK) {
         return code;
     }
     if (mls_tensor_overlap(dst, src)) {
-        return mls_fail(st, MLS_E_OVERLAP,
-                        "out shares memory with source_state: pass another buffer, or "
-                        "use KVState to change a cache in place");
+        return mls_fail(st, MLS_E_OVERLAP, "%s shares memory with %s: %s", names->target,
+                        names->source, names->if_shared);
     }
     return MLS_OK;
 }

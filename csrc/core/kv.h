@@ -18,11 +18,19 @@ typedef enum mls_kv_kind {
     MLS_KV_COMPACT /* the target may be shorter, as long as the tokens fit */
 } mls_kv_kind;
 
+/* What the caller's users call the parts of a request, for messages. */
+typedef struct mls_kv_names {
+    const char *source, *target, *target_length, *position;
+    const char *if_shorter; /* what to do if the target is shorter than the source */
+    const char *if_shared;  /* what to do if both share memory */
+} mls_kv_names;
+
 /* What a transition is asked to do, before any memory is touched. */
 typedef struct mls_kv_request {
     mls_kv_kind kind;
-    int64_t target_length; /* positions of the target */
-    int64_t position;      /* tokens in the source */
+    int64_t target_length;     /* positions of the target */
+    int64_t position;          /* tokens in the source */
+    const mls_kv_names *names; /* borrowed; NULL: the core's own words */
 } mls_kv_request;
 
 /* Check a request against the source's shape.

@@ -119,7 +119,8 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
 
 /* Checks both numbers before it touches memory: on failure the buffer is what it was. */
 mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
-                              size_t length, size_t position, mls_status *st)
+                              size_t length, size_t position, const char *position_name,
+                              mls_status *st)
 {
     if (length > buffer->capacity) {
         return beyond(st, "sequence length", length, "the reserved capacity",
@@ -127,7 +128,7 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     }
     const size_t shorter = length < buffer->length ? length : buffer->length;
     if (position > shorter) {
-        return beyond(st, "current_position", position, "the sequence length", shorter);
+        return beyond(st, position_name, position, "the sequence length", shorter);
     }
     /* whatever leaves the view, or stays in view without a token, becomes zero */
     if (position < buffer->length) {

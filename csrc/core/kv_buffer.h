@@ -38,9 +38,11 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
 
 /* Change the length, keeping the first `position` positions and zeroing what was in view
  * beyond them.  Copies nothing; zeroing costs what is dropped.
+ * Messages call the position `position_name`.
  * MLS_E_CAPACITY: length beyond the capacity, position beyond either length. */
 mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
-                              size_t length, size_t position, mls_status *st);
+                              size_t length, size_t position, const char *position_name,
+                              mls_status *st);
 
 /* Raise the capacity.  The rows move apart inside the one buffer, last row first, so the
  * peak is the new size and not the sum of both (where pages cannot be moved, mem.h, they

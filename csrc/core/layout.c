@@ -169,6 +169,19 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     return MLS_OK;
 }
 
+/* Flat parts are one-dimensional, whatever their tensor is. */
+int mls_part_dims(const mls_part *part, size_t *dims)
+{
+    if (part->flat) {
+        dims[0] = mls_part_count(part);
+        return 1;
+    }
+    for (int i = 0; i < part->rank; i++) {
+        dims[i] = part->length[i];
+    }
+    return part->rank;
+}
+
 /* Of a part that is its whole box too: `begin` and `end` are then those of the box. */
 size_t mls_part_count(const mls_part *part)
 {

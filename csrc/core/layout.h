@@ -69,6 +69,10 @@ void mls_part_copy(mls_part *to, const mls_part *from);
 /* Elements of a part. */
 size_t mls_part_count(const mls_part *part);
 
+/* Shape of a part's array: of the box, or one dimension if it is flat.  `dims` has room
+ * for MLS_LAYOUT_RANK; returns the rank, at least 1 for a flat part. */
+int mls_part_dims(const mls_part *part, size_t *dims);
+
 /* Whether two parts of one tensor have the same elements in the same order. */
 bool mls_part_equal(const mls_part *a, const mls_part *b);
 

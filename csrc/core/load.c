@@ -154,8 +154,8 @@ static mls_code named(mls_status *st, const mls_load_pair *pair)
     return st->code;
 }
 
-/* MLS_E_SHAPE, MLS_E_DTYPE.  Without `cast`, dtypes that would convert are refused too,
- * and the message says that they would.  The name is made ready only for a failure. */
+/* MLS_E_SHAPE, MLS_E_DTYPE.  Without `cast`, dtypes that would convert are refused too.
+ * The name is made ready only for a failure. */
 static mls_code check_kind(const mls_load_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;
@@ -169,7 +169,7 @@ static mls_code check_kind(const mls_load_pair *pair, bool cast, mls_status *st)
         return named(st, pair);
     }
     mls_fail(st, MLS_E_DTYPE,
-             "%s: the target has dtype %s, the source %s: pass cast=True to convert",
+             "%s: the target has dtype %s, the source %s, and nothing is converted",
              name.text, mls_dtype_of(to)->name, mls_dtype_of(from)->name);
     mls_status_expected(st, "%s", mls_dtype_of(from)->name);
     mls_status_got(st, "%s", mls_dtype_of(to)->name);

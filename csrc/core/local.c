@@ -23,6 +23,11 @@
 #    include <sys/stat.h>
 #    include <unistd.h>
 
+#    if defined(__linux__)
+#        include <linux/futex.h>
+#        include <sys/syscall.h>
+#    endif
+
 enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 1000 };
 
 /* A slot is divided among all peers, and each piece must hold a block of the widest
@@ -153,6 +158,27 @@ static mls_local_blame unpack(uint64_t word)
                              .kind = (mls_local_kind)(word >> 8 & 0xFF),
                              .reporter = (size_t)(word >> 16 & 0xFFFF),
                              .culprit = (size_t)(word >> 32 & 0xFFFF)};
+}
+
+/* Wake a rank that sleeps on its bell (local_wait.c). */
+static void wake(_Atomic(uint32_t) *bell)
+{
+    atomic_fetch_add(bell, 1);
+#    if defined(__linux__)
+    (void)syscall(SYS_futex, bell, FUTEX_WAKE, 1, NULL, NULL, 0);
+#    endif
+}
+
+/* One who took the word "sleeping" back is not rung for twice. */
+void mls_local_ring(const mls_local *g)
+{
+    for (size_t rank = 0; rank < g->shape.world; rank++) {
+        mls_local_area *area = mls_local_area_of(g, rank);
+        if (rank != g->rank && atomic_load(&area->sleeping) != 0 &&
+            atomic_exchange(&area->sleeping, 0) != 0) {
+            wake(&area->bell);
+        }
+    }
 }
 
 /* The first one is believed: what follows is mostly its consequence. */

@@ -120,6 +120,9 @@ mls_local_area *mls_local_area_of(const mls_local *g, size_t rank);
 /* The slot of a rank that holds a step. */
 unsigned char *mls_local_slot(const mls_local *g, size_t rank, uint64_t step);
 
+/* Ring for every rank that sleeps. */
+void mls_local_ring(const mls_local *g);
+
 /* Declare the group to be of no use, unless somebody did before, and wake everybody. */
 void mls_local_break(mls_local *g, mls_local_blame blame);
 
@@ -179,9 +182,6 @@ bool mls_local_begin_direct(mls_local *g);
 
 /* No array of another rank is accessed any more. */
 void mls_local_end_direct(mls_local *g);
-
-/* Ring for every rank that sleeps. */
-void mls_local_ring(const mls_local *g);
 
 /* ---- small things ---- */
 

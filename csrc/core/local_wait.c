@@ -118,27 +118,6 @@ static void sleep_on(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 #    endif
 }
 
-/* The other half. */
-static void wake(_Atomic(uint32_t) *bell)
-{
-    atomic_fetch_add(bell, 1);
-#    if defined(__linux__)
-    (void)syscall(SYS_futex, bell, FUTEX_WAKE, 1, NULL, NULL, 0);
-#    endif
-}
-
-/* One who took the word "sleeping" back is not rung for twice. */
-void mls_local_ring(const mls_local *g)
-{
-    for (size_t rank = 0; rank < g->shape.world; rank++) {
-        mls_local_area *area = mls_local_area_of(g, rank);
-        if (rank != g->rank && atomic_load(&area->sleeping) != 0 &&
-            atomic_exchange(&area->sleeping, 0) != 0) {
-            wake(&area->bell);
-        }
-    }
-}
-
 /* Whether the process of a rank has ended: nobody holds its lock. */
 static bool is_dead(const mls_local *g, size_t rank)
 {

@@ -10,20 +10,19 @@
 
 /* The order of the checks is the order of the arguments, as users count them. */
 mls_code mls_mask_check(int64_t seq_length, int64_t attention_size, int64_t position,
-                        mls_status *st)
+                        const mls_mask_names *names, mls_status *st)
 {
     if (seq_length < 0) {
-        return mls_fail(st, MLS_E_CAPACITY, "seq_length %" PRId64 " is negative",
-                        seq_length);
+        return mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is negative",
+                        names->seq_length, seq_length);
     }
     if (attention_size < 0) {
-        return mls_fail(st, MLS_E_CAPACITY, "attention_size %" PRId64 " is negative",
-                        attention_size);
+        return mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is negative",
+                        names->attention_size, attention_size);
     }
     if (position < 0 || position > seq_length) {
-        mls_fail(st, MLS_E_CAPACITY,
-                 "current_position %" PRId64 " is outside 0..%" PRId64 ", the seq_length",
-                 position, seq_length);
+        mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is outside 0..%" PRId64 ", the %s",
+                 names->position, position, seq_length, names->seq_length);
         mls_status_expected(st, "0..%" PRId64, seq_length);
         mls_status_got(st, "%" PRId64, position);
         return MLS_E_CAPACITY;

@@ -8,10 +8,15 @@
 
 #include "copy.h"
 
+/* What the caller's users call the numbers of a request, for messages. */
+typedef struct mls_mask_names {
+    const char *seq_length, *attention_size, *position;
+} mls_mask_names;
+
 /* Check the numbers of a mask request.
  * MLS_E_CAPACITY: a negative length or size, a position outside 0..seq_length. */
 mls_code mls_mask_check(int64_t seq_length, int64_t attention_size, int64_t position,
-                        mls_status *st);
+                        const mls_mask_names *names, mls_status *st);
 
 /* Fill rows first_row, first_row + 1, ... of a mask, one for each index along the second
  * last axis of `dst`, whose other leading axes have length 1 and whose last is the

@@ -38,46 +38,10 @@ struct mls_names {
 
 /* ---- the table ---- */
 
-/* One round of mixing: each bit of `word` reaches the upper half of the product, and the
- * shift brings that back down. */
-static uint64_t mix(uint64_t hash, uint64_t word)
-{
-    hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
-    return hash ^ (hash >> 32);
-}
-
-/* The 0 to 8 last bytes of a segment as a number.  Shorter ones are put together from
- * reads that overlap: the length, which is mixed in elsewhere, tells them apart. */
-static uint64_t tail_word(const char *data, size_t length)
-{
-    if (length >= 4) {
-        uint32_t low, high;
-        memcpy(&low, data, sizeof low);
-        memcpy(&high, data + length - sizeof high, sizeof high);
-        return ((uint64_t)high << 32) | low;
-    }
-    if (length == 0) {
-        return 0;
-    }
-    const unsigned char *bytes = (const unsigned char *)data;
-    return bytes[0] | ((unsigned)bytes[length / 2] << 8) |
-           ((unsigned)bytes[length - 1] << 16);
-}
-
-/* Hash of a segment under a parent.  Byte order does not matter: no hash leaves the
- * process. */
+/* Hash of a segment under a parent. */
 static uint32_t hash_segment(uint32_t parent, mls_text segment)
 {
-    uint64_t hash = mix(parent, segment.length);
-    const char *data = segment.data;
-    size_t length = segment.length;
-    for (; length > 8; length -= 8, data += 8) {
-        uint64_t word;
-        memcpy(&word, data, sizeof word);
-        hash = mix(hash, word);
-    }
-    hash = mix(hash, tail_word(data, length));
-    return (uint32_t)mix(hash, length);
+    return (uint32_t)mls_text_hash(parent, segment);
 }
 
 /* The slot that holds the child, or the empty one where it belongs.  There always is an

@@ -8,6 +8,8 @@
 
 #include "mem.h"
 
+#include <string.h>
+
 /* What both walks need. */
 typedef struct outline {
     const mls_name_node *nodes;
@@ -144,4 +146,75 @@ mls_code mls_outline_new(const mls_names *names, size_t max_rows, size_t max_chi
     return good ? MLS_OK
                 : mls_fail(st, MLS_E_MEMORY, "no memory for an outline of %zu names",
                            nodes);
+}
+
+/* ---- what rows show ---- */
+
+/* Add a part to the whole.  Dtypes are compared by name: arrays may have dtypes that the
+ * core lacks. */
+static void add_sum(mls_outline_sum *whole, const mls_outline_sum *part)
+{
+    whole->bytes += part->bytes;
+    if (whole->dtype == NULL) {
+        whole->dtype = part->dtype;
+    } else if (part->dtype != NULL && strcmp(whole->dtype, part->dtype) != 0) {
+        whole->dtype = "mixed";
+    }
+}
+
+/* Parents come before their children: from the end on, each sum is complete when it is
+ * added to its parent's. */
+mls_code mls_outline_sums(const mls_names *names, const mls_outline_sum *leaves,
+                          mls_outline_sum **sums, mls_status *st)
+{
+    const mls_name_node *nodes = mls_names_nodes(names);
+    mls_outline_sum *list = mls_alloc(mls_names_size(names), sizeof *list);
+    if (list == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for the sums of %zu layers",
+                        mls_names_size(names));
+    }
+    for (size_t i = mls_names_size(names); i-- > 0;) {
+        if (nodes[i].name != MLS_NAME_NONE) {
+            add_sum(&list[i], &leaves[nodes[i].name]);
+        }
+        if (nodes[i].parent != MLS_NAME_NONE) {
+            add_sum(&list[nodes[i].parent], &list[i]);
+        }
+    }
+    *sums = list;
+    return MLS_OK;
+}
+
+/* Sum up the siblings that a row hides, from its node on. */
+static void add_hidden(const mls_name_node *nodes, const mls_outline_sum *sums,
+                       const mls_outline_row *row, mls_outline_entry *out)
+{
+    uint32_t node = row->node;
+    for (uint32_t i = 0; i < row->hidden && node != MLS_NAME_NONE; i++) {
+        add_sum(&out->sum, &sums[node]);
+        out->count += nodes[node].count;
+        node = nodes[node].next_sibling;
+    }
+}
+
+mls_outline_entry mls_outline_describe(const mls_names *names,
+                                       const mls_outline_sum *sums,
+                                       const mls_outline_row *row)
+{
+    const mls_name_node *nodes = mls_names_nodes(names);
+    const mls_name_node *node = &nodes[row->node], *leaf = node;
+    mls_outline_entry out = {.name = MLS_NAME_NONE};
+    if (row->hidden > 0) {
+        add_hidden(nodes, sums, row, &out);
+    } else {
+        out.count = node->count;
+        out.sum = sums[row->node];
+        while (out.count == 1 && leaf->name == MLS_NAME_NONE) {
+            leaf = &nodes[leaf->first_child];
+        }
+        out.name = leaf->name;
+    }
+    const size_t above = node->path.length - node->segment.length;
+    out.label = (mls_text){leaf->path.data + above, leaf->path.length - above};
+    return out;
 }

@@ -156,6 +156,17 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
     memmove(out + written, name.data + read, length - read);
 }
 
+/* Without a star the old part may be empty: it then matches the start of each name. */
+bool mls_rename_rule_of(mls_text old, mls_text new, mls_rename_rule *out)
+{
+    *out = (mls_rename_rule){.old = old, .new = new};
+    if (old.length > 0 && old.data[0] == '*') {
+        out->anywhere = true;
+        out->old = (mls_text){old.data + 1, old.length - 1};
+    }
+    return !out->anywhere || out->old.length > 0;
+}
+
 /* A name that no rule hits costs one copy and one look for each rule.  Where the room
  * ends on the way, what is asked for covers the rules that are still to come. */
 size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,

@@ -20,6 +20,10 @@ typedef struct mls_rename_rule {
     bool anywhere;
 } mls_rename_rule;
 
+/* A rule of two texts, which it borrows: a star in front of `old` means anywhere.  False:
+ * there is nothing behind the star. */
+bool mls_rename_rule_of(mls_text old, mls_text new, mls_rename_rule *out);
+
 /* Apply each rule once, in order, to `name`, and write the result to `out` (no NUL at its
  * end), which must not be the memory of `name` or of a rule.  A rule that does not match
  * changes nothing.  `used` is NULL or has an entry for each rule: those that match are

@@ -84,6 +84,10 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
                                bool verify, mls_safetensors *out, mls_status *st);
 
+/* Offset of the end of the last tensor in the file, which mls_safetensors_parse checked
+ * to be the file's end; 0 without tensors. */
+uint64_t mls_safetensors_end(const mls_safetensors *file);
+
 void mls_safetensors_fini(mls_safetensors *file); /* accepts a zeroed one; zeroes it */
 
 #if !defined(_WIN32)

@@ -543,6 +543,17 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
     return MLS_OK;
 }
 
+/* Tensors are in the header's order, which need not be that of their offsets. */
+uint64_t mls_safetensors_end(const mls_safetensors *file)
+{
+    uint64_t last = 0;
+    for (size_t i = 0; i < file->count; i++) {
+        const uint64_t end = file->tensors[i].offset + file->tensors[i].bytes;
+        last = end > last ? end : last;
+    }
+    return last;
+}
+
 /* The names and the metadata lie in the JSON document, which goes last. */
 void mls_safetensors_fini(mls_safetensors *file)
 {

@@ -184,3 +184,21 @@ mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_ker
     mls_free(r.keys);
     return code;
 }
+
+/* Ranks may share a file: an index that lists only a part of it is passed over. */
+mls_code mls_shard_header_find(const mls_index *indexes, size_t count, const char *path,
+                               const mls_crc_kernels *crc, mls_buffer *out,
+                               mls_status *st)
+{
+    for (size_t i = 0; i < count; i++) {
+        for (size_t file = 0; file < indexes[i].file_count; file++) {
+            if (strcmp(indexes[i].files[file].path, path) == 0) {
+                const mls_code code = mls_shard_header(&indexes[i], file, crc, out, st);
+                if (code == MLS_OK || code == MLS_E_MEMORY) {
+                    return code;
+                }
+            }
+        }
+    }
+    return mls_fail(st, MLS_E_VALUE, "no index lists all of the file");
+}

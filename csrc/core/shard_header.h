@@ -28,4 +28,10 @@ void mls_shard_write_key(const mls_tensor_id *id, char *to);
 mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_kernels *crc,
                           mls_buffer *out, mls_status *st);
 
+/* The same for the file of a path, from the first index that lists all of it.
+ * MLS_E_VALUE: none does. */
+mls_code mls_shard_header_find(const mls_index *indexes, size_t count, const char *path,
+                               const mls_crc_kernels *crc, mls_buffer *out,
+                               mls_status *st);
+
 #endif

@@ -265,6 +265,59 @@ void mls_shard_plan_fini(mls_shard_plan *plan)
     *plan = (mls_shard_plan){0};
 }
 
+/* ---- layers of a shard ---- */
+
+/* The new layer and its runs are in the same block. */
+void mls_planned_drop_layers(mls_planned *planned)
+{
+    mls_free(planned->layers);
+    mls_free(planned->frames);
+    planned->layers = NULL;
+    planned->frames = NULL;
+    planned->fresh = NULL;
+}
+
+/* Of a layer that nobody sees any more nothing is read: leaving it out gives its file up,
+ * as soon as nothing else lives there. */
+static size_t keep_layers(const mls_index_shard *before, mls_layer *out)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < mls_index_place_count(before); i++) {
+        const mls_layer layer = mls_index_place(before, i);
+        if (before->layers == NULL || layer.visible_count > 0) {
+            out[kept++] = layer;
+        }
+    }
+    return kept;
+}
+
+/* The block has the list and the new layer's runs behind its head: all of it is there as
+ * long as the plan, and goes with one call. */
+mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_cut *rows,
+                                const unsigned char *bits, mls_status *st)
+{
+    const size_t old = keep ? mls_index_place_count(planned->before) : 0;
+    const size_t runs = bits == NULL ? 0 : mls_rows_runs(rows, bits, NULL);
+    mls_layers *layers =
+        mls_alloc(1, sizeof *layers + (old + 1) * sizeof(mls_layer) +
+                         runs * sizeof(mls_extent)); /* less than the shard itself */
+    if (layers == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a layer of %zu runs", runs);
+    }
+    layers->list = (mls_layer *)(layers + 1);
+    layers->count = keep ? keep_layers(planned->before, layers->list) : 0;
+    if (runs > 0) {
+        mls_extent *list = (mls_extent *)(layers->list + old + 1);
+        mls_layer *fresh = &layers->list[layers->count++];
+        (void)mls_rows_runs(rows, bits, list);
+        *fresh = (mls_layer){.row = rows->row, .runs = list, .run_count = runs};
+        fresh->bytes = mls_layer_held(fresh, rows->elements) * rows->item;
+        planned->fresh = fresh;
+    }
+    planned->layers = layers;
+    return MLS_OK;
+}
+
 /* ---- what stays where it is ---- */
 
 /* Of each file of before: the bytes of everything in it, and of what stays if it does.

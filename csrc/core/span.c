@@ -41,3 +41,24 @@ mls_span *mls_spans_sort(mls_span *spans, mls_span *spare, size_t count)
     } while (runs > 1);
     return spans;
 }
+
+/* If nothing before overlapped, all spans before end where the last one ends or earlier:
+ * it is enough to compare neighbours. */
+bool mls_spans_tied(const mls_span *sorted, size_t count, const size_t *kinds, bool *tied,
+                    size_t *pair)
+{
+    for (size_t i = 1; i < count; i++) {
+        const mls_span *a = &sorted[i - 1], *b = &sorted[i];
+        if (b->low >= a->high) {
+            continue;
+        }
+        if (a->low != b->low || a->high != b->high ||
+            kinds[a->owner] != kinds[b->owner]) {
+            pair[0] = a->owner;
+            pair[1] = b->owner;
+            return false;
+        }
+        tied[a->owner] = true;
+    }
+    return true;
+}

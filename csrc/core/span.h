@@ -21,4 +21,11 @@ typedef struct mls_span {
  * as `spans`; both are overwritten, and the one that holds the result is returned. */
 mls_span *mls_spans_sort(mls_span *spans, mls_span *spare, size_t count);
 
+/* Find the owners of the same memory.  `sorted` spans overlap only if they are equal and
+ * their owners are of one kind, `kinds[owner]`.  Sets `tied[owner]` for each owner whose
+ * memory a later owner has too.  False: two spans overlap in another way; `pair` gets
+ * both owners. */
+bool mls_spans_tied(const mls_span *sorted, size_t count, const size_t *kinds, bool *tied,
+                    size_t *pair);
+
 #endif

@@ -273,6 +273,18 @@ static void point_to_copies(const copying *c)
     }
 }
 
+void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
+                      size_t bytes)
+{
+    const uintptr_t start = (uintptr_t)memory;
+    for (size_t i = 0; i < count; i++) {
+        mls_shard_item *item = &items[i];
+        const unsigned char *data = item->data != NULL ? item->data : item->strided->data;
+        const uintptr_t at = (uintptr_t)data;
+        item->staged = at >= start && at - start < bytes;
+    }
+}
+
 /* Sorting costs less than a thousandth of the copying.  Pieces are of the memory, not of
  * the items: a large item is shared out, and a task of small ones has enough to do. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,

@@ -41,6 +41,11 @@ mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out
 mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t threads,
                              bool compress, size_t *out, mls_status *st);
 
+/* Mark as `staged` exactly the items whose memory is in the first `bytes` bytes of
+ * `memory`: copies that the caller made. */
+void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
+                      size_t bytes);
+
 /* Copy what there is room for, one behind the other and packed.  Left out are the largest
  * items, until one will do; then the smallest that does.  Each that was copied points to
  * its copy and is `staged`.  Items that are staged

@@ -110,19 +110,19 @@ int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *s
 
 /* ---- settings and state ---- */
 
-mls_code mls_strategy_init(mls_strategy *out, const int64_t *number, const char *what,
-                           double max_share, int64_t now, mls_status *st)
+mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
+                           const char *number_name, double max_share,
+                           const char *share_name, int64_t now, mls_status *st)
 {
     if (number != NULL && *number <= 0) {
-        return mls_fail(st, MLS_E_VALUE, "%s must be greater than 0, got %" PRId64, what,
-                        *number);
+        return mls_fail(st, MLS_E_VALUE, "%s must be greater than 0, got %" PRId64,
+                        number_name, *number);
     }
     /* the comparison fails for NaN too */
     const float share = (float)max_share;
     if (!(share > 0.0F && share <= 1.0F)) {
-        return mls_fail(st, MLS_E_VALUE,
-                        "max_memory_percentage must be above 0 and at most 1, got %g",
-                        max_share);
+        return mls_fail(st, MLS_E_VALUE, "%s must be above 0 and at most 1, got %g",
+                        share_name, max_share);
     }
     *out = (mls_strategy){.max_share = share};
     out->number = number == NULL ? 0 : *number;

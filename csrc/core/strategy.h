@@ -79,11 +79,13 @@ MLS_STRATEGY_KINDS(MLS_DECLARE_DECIDE)
 #define MLS_MAX_TICKS        (INT64_MAX / 4)
 
 /* A strategy at the beginning, with no layers named: mark them in `named`.  `number` is
- * borrowed, and called `what`; NULL: none.  MLS_E_VALUE: the number is not above 0, or
+ * borrowed, and NULL if there is none.  Messages call the two `number_name` and
+ * `share_name`.  MLS_E_VALUE: the number is not above 0, or
  * `max_share`, as a float32, is not above 0 and at most 1 (nor is NaN); `*out` is
  * untouched.  Gives: end it with mls_strategy_fini. */
-mls_code mls_strategy_init(mls_strategy *out, const int64_t *number, const char *what,
-                           double max_share, int64_t now, mls_status *st);
+mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
+                           const char *number_name, double max_share,
+                           const char *share_name, int64_t now, mls_status *st);
 
 /* Begin again at `now`; settings stay. */
 void mls_strategy_reset(mls_strategy *s, int64_t now);

@@ -129,3 +129,44 @@ bool mls_text_next_number(const char **at, const char *end, uint64_t *out)
     *out = value;
     return true;
 }
+
+/* One round of mixing: each bit of `word` reaches the upper half of the product, and the
+ * shift brings that back down. */
+static uint64_t mix(uint64_t hash, uint64_t word)
+{
+    hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    return hash ^ (hash >> 32);
+}
+
+/* The 0 to 8 last bytes of a text as a number.  Shorter ones are put together from
+ * reads that overlap: the length, which is mixed in elsewhere, tells them apart. */
+static uint64_t tail_word(const char *data, size_t length)
+{
+    if (length >= 4) {
+        uint32_t low, high;
+        memcpy(&low, data, sizeof low);
+        memcpy(&high, data + length - sizeof high, sizeof high);
+        return ((uint64_t)high << 32) | low;
+    }
+    if (length == 0) {
+        return 0;
+    }
+    const unsigned char *bytes = (const unsigned char *)data;
+    return bytes[0] | ((unsigned)bytes[length / 2] << 8) |
+           ((unsigned)bytes[length - 1] << 16);
+}
+
+/* Byte order does not matter: no hash leaves the process. */
+uint64_t mls_text_hash(uint64_t seed, mls_text text)
+{
+    uint64_t hash = mix(seed, text.length);
+    const char *data = text.data;
+    size_t length = text.length;
+    for (; length > 8; length -= 8, data += 8) {
+        uint64_t word;
+        memcpy(&word, data, sizeof word);
+        hash = mix(hash, word);
+    }
+    hash = mix(hash, tail_word(data, length));
+    return mix(hash, length);
+}

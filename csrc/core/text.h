@@ -41,6 +41,9 @@ int mls_text_compare(mls_text a, mls_text b);
 /* Whether `text` starts with all of `prefix`; true for an empty one. */
 bool mls_text_starts(mls_text text, mls_text prefix);
 
+/* A hash of all bytes of a text, for tables in memory: it differs between machines. */
+uint64_t mls_text_hash(uint64_t seed, mls_text text);
+
 /* How many of the eight characters at `text` are plain before the first that is not, all
  * looked at together: no quote, no backslash, no DEL, nothing below a space or beyond
  * ASCII.  In JSON such a character can only stand for itself. */

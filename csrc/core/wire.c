@@ -33,6 +33,17 @@ static size_t encoded_bytes(mls_wire wire, size_t n)
     return wire == MLS_WIRE_INT8 ? n + blocks_of(n) * sizeof(float) : 2 * n;
 }
 
+bool mls_wire_from_name(mls_text name, mls_wire *out)
+{
+    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
+        if (mls_text_is(name, mls_wire_name((mls_wire)wire))) {
+            *out = (mls_wire)wire;
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Padded, so that what follows in a message is aligned too. */
 size_t mls_wire_bytes(mls_wire wire, size_t n)
 {
@@ -168,12 +179,33 @@ void mls_wire_encode(const mls_kernels *kernels, mls_wire wire, const float *src
 
 /* ---- buckets ---- */
 
+mls_code mls_wire_check(const mls_bucket *b, mls_status *st)
+{
+    for (size_t i = 0; i < b->count; i++) {
+        const mls_reduction *r = &b->segments[i].reduction;
+        if (r->dtype != MLS_F32 || r->out_dtype != MLS_F32 || r->op != MLS_REDUCE_SUM) {
+            return mls_fail(st, MLS_E_VALUE, "only sums of float32 can be compressed");
+        }
+    }
+    return MLS_OK;
+}
+
 /* Every rank has the same counts, so that sender and receiver find the same number. */
 size_t mls_wire_bucket_bytes(const mls_bucket *b, mls_wire wire, size_t of)
 {
     size_t total = 0;
     for (size_t i = 0; i < b->count; i++) {
         total += mls_wire_bytes(wire, b->segments[i].counts[of]);
+    }
+    return total;
+}
+
+/* No more than the arrays have in memory, so the sum cannot overflow. */
+size_t mls_wire_sent_bytes(const mls_bucket *b, mls_wire wire)
+{
+    size_t total = 0;
+    for (size_t rank = 0; rank < b->world; rank++) {
+        total += rank == b->rank ? 0 : mls_wire_bucket_bytes(b, wire, rank);
     }
     return total;
 }

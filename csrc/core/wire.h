@@ -12,6 +12,8 @@
 
 #include "bucket.h"
 #include "copy.h"
+#include "status.h"
+#include "text.h"
 
 typedef enum mls_wire {
     MLS_WIRE_F16,
@@ -24,6 +26,9 @@ enum { MLS_WIRE_BLOCK = 256 };
 
 /* "float16", "bfloat16" or "int8". */
 const char *mls_wire_name(mls_wire wire);
+
+/* The wire of such a name; false: there is none. */
+bool mls_wire_from_name(mls_text name, mls_wire *out);
 
 /* Bytes of n encoded elements, a multiple of MLS_BUCKET_ALIGN.  n is that of an array of
  * float32 which lies in memory: nothing can overflow. */
@@ -41,8 +46,13 @@ void mls_wire_decode(const mls_kernels *kernels, mls_wire wire, const unsigned c
 
 /* ---- buckets whose segments are float32, sources and outputs ---- */
 
-/* Bytes of the message to rank `of`. */
+/* Check that all segments are sums of float32 in float32, which the functions below take
+ * for granted.  MLS_E_VALUE. */
+mls_code mls_wire_check(const mls_bucket *b, mls_status *st);
+
+/* Bytes of the message to rank `of`, and of the messages to all other ranks. */
 size_t mls_wire_bucket_bytes(const mls_bucket *b, mls_wire wire, size_t of);
+size_t mls_wire_sent_bytes(const mls_bucket *b, mls_wire wire);
 
 /* Encode all parts: those of the other ranks into `send`, rank after rank, and this
  * rank's own into `own`: its sum is made of what others would have seen of it.

@@ -4,10 +4,13 @@
  * them.  Numbers are taken as Python means them: anything with __index__ counts as an
  * integer, a float never does.
  */
-#include "mlsp.h"
+#include "args.h"
+
+#include "errors.h"
+#include "module_state.h"
 
 /* METH_FASTCALL hands over whatever came: `args` may be read only after this. */
-int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
+int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
 {
     if (wanted == got) {
         return 0;
@@ -16,7 +19,7 @@ int mlsp_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
     return -1;
 }
 
-int mlsp_take_tuple(PyObject *object, const char *what, const char *format, ...)
+int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...)
 {
     va_list places;
     if (!PyTuple_Check(object)) {
@@ -31,8 +34,8 @@ int mlsp_take_tuple(PyObject *object, const char *what, const char *format, ...)
 }
 
 /* By __index__ and not by __int__, which would cut a float down without a word. */
-int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
-                    int64_t *out)
+int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *what,
+                     int64_t *out)
 {
     PyObject *number = PyNumber_Index(object);
     if (number == NULL) {
@@ -50,7 +53,7 @@ int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
     if (overflow != 0) {
         mls_status st;
         mls_fail(&st, MLS_E_CAPACITY, "%s does not fit into 64 bits", what);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     if (value == -1 && PyErr_Occurred()) {
@@ -61,7 +64,7 @@ int mlsp_take_int64(const mlsp_state *state, PyObject *object, const char *what,
 }
 
 /* NaN and infinities pass: whether a dtype has them is the core's to say. */
-int mlsp_take_double(PyObject *object, const char *what, double *out)
+int mlspy_take_double(PyObject *object, const char *what, double *out)
 {
     const double value = PyFloat_AsDouble(object);
     if (value == -1.0 && PyErr_Occurred()) {
@@ -80,7 +83,7 @@ int mlsp_take_double(PyObject *object, const char *what, double *out)
 }
 
 /* No copy: a str keeps its UTF-8 once it was asked for it, as long as it lives. */
-int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
+int mlspy_take_text(PyObject *object, const char *what, mls_text *out)
 {
     if (!PyUnicode_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
@@ -102,28 +105,20 @@ int mlsp_take_text(PyObject *object, const char *what, mls_text *out)
     return 0;
 }
 
-/* Lengths are compared too: a str may hold a NUL. */
-int mlsp_take_op(PyObject *object, mls_reduce_op *out)
+/* The same text as mlspy_items_of. */
+int mlspy_take_dict(PyObject *object, const char *what)
 {
-    static const char *const names[] = {
-        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
-    mls_text text;
-    if (mlsp_take_text(object, "op", &text) < 0) {
-        return -1;
+    if (PyDict_Check(object)) {
+        return 0;
     }
-    for (int op = 0; op <= MLS_REDUCE_MAX; op++) {
-        if (mls_text_is(text, names[op])) {
-            *out = (mls_reduce_op)op;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "op must be sum, min or max, got %.100R", object);
+    PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
+                 Py_TYPE(object)->tp_name);
     return -1;
 }
 
 /* Strict all the same: text that is not UTF-8 is a mistake of ours, and must not pass as
  * some other name. */
-PyObject *mlsp_str_of(mls_text text)
+PyObject *mlspy_str_of(mls_text text)
 {
     return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
 }

@@ -1,43 +1,39 @@
 /* catalog_load: what is wanted of a Catalog, shared by loading and by looking ahead. */
-#ifndef MLSP_CATALOG_LOAD_H
-#define MLSP_CATALOG_LOAD_H
+#ifndef MLSPY_CATALOG_LOAD_H
+#define MLSPY_CATALOG_LOAD_H
 
-#include "checkpoint.h"
+#include "python_api.h"
 
-/* A tensor, the part of it that is wanted, and where it goes. */
-typedef struct wanted {
-    const mls_catalog_tensor *tensor;
-    PyObject *key;       /* strong: as it was asked for */
-    PyObject *array;     /* strong: the result, or what owns the target's memory */
-    unsigned char *data; /* of a target that is packed */
-    mls_tensor *strided; /* of one that is not; owned */
-    size_t first, count; /* of the job's pieces */
-    bool long_zeros;     /* a new array pays that is zero to begin with */
-    mls_part part;       /* last: most of it is room that is never touched */
-} wanted;
+#include "catalog_object.h"
+#include "module_state.h"
 
-typedef struct load_job {
+#include "load_plan.h"
+
+/* What Python has of one part that is wanted. */
+typedef struct mlspy_wanted {
+    PyObject *key;   /* strong: as it was asked for */
+    PyObject *array; /* strong: the result, or what owns the target's memory */
+} mlspy_wanted;
+
+typedef struct mlspy_load_job {
     PyObject *object; /* the Catalog, borrowed */
-    const catalog_object *catalog;
-    const mlsp_state *state;
-    PyObject *path;
-    int folder;
-    wanted *wanted;
-    size_t count;
-    mls_stored_shard *stored;
-    mls_part *parts; /* that they are of */
-    mls_piece *pieces;
-    size_t piece_count;
-} load_job;
+    const mlspy_catalog *catalog;
+    const mlspy_state *state;
+    PyObject *path; /* borrowed */
+    int folder;     /* owned; -1: none */
+    mls_load_plan plan;
+    mlspy_wanted *wanted;     /* one for each part of the plan */
+    mls_load_target *targets; /* likewise, of arrays that exist; NULL: new arrays */
+} mlspy_load_job;
 
 /* Choose tensors and parts; no file is looked at.  `path` is for errors.  `cuts` is
  * (layout or None, index, world) for all tensors, or a list with a place for each key.
- * -1 with an exception set; end with mlsp_load_fini either way. */
-int mlsp_load_begin(load_job *job, PyObject *object, PyObject *path, PyObject *section,
-                    PyObject *keys, PyObject *cuts);
+ * -1 with an exception set; end with mlspy_load_fini either way. */
+int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
+                     PyObject *section, PyObject *keys, PyObject *cuts);
 
 /* Needs the GIL: arrays may die here.  Accepts a job that was left half done at any
  * point. */
-void mlsp_load_fini(load_job *job);
+void mlspy_load_fini(mlspy_load_job *job);
 
 #endif

@@ -4,7 +4,9 @@
  * a thread state for as long as the call takes; zlib and zstd let go of the GIL while
  * they work, so the threads do so side by side.
  */
-#include "checkpoint.h"
+#include "codecs.h"
+
+#include "python_api.h"
 
 #include <string.h>
 
@@ -129,7 +131,7 @@ static mls_code decode(void *context, mls_codec codec, const unsigned char *from
 }
 
 /* One pair for all: which codec it is is said with each call. */
-const mls_codecs *mlsp_codecs(void)
+const mls_codecs *mlspy_codecs(void)
 {
     static const mls_codecs codecs = {.encode = encode, .decode = decode};
     return &codecs;

@@ -10,9 +10,13 @@
  * name under which ml_dtypes registered it.  Without ml_dtypes, files are read as
  * unsigned integers of the same size, whose descriptor has the name in its metadata.
  */
-#include "mlsp.h"
+#include "array_view.h"
 
 #include "dlpack.h"
+#include "errors.h"
+#include "gil.h"
+#include "module_state.h"
+
 #include "size.h"
 
 /* ---- dtypes ---- */
@@ -97,7 +101,7 @@ static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
 }
 
 /* Registered types have numbers that differ from run to run: they go by name. */
-bool mlsp_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
+bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
 {
     const int number = descr->type_num;
     if (number >= NPY_USERDEF || number < 0) {
@@ -160,7 +164,7 @@ static PyArray_Descr *labelled_descr(mls_dtype dtype)
 }
 
 /* ml_dtypes is imported only when one of its types is wanted. */
-PyArray_Descr *mlsp_descr_of_dtype(mls_dtype dtype)
+PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
 {
     const int number = type_number(dtype);
     if (number != NPY_NOTYPE) {
@@ -191,8 +195,8 @@ static PyArray_Descr *asked_descr(mls_dtype dtype)
 }
 
 /* The core's own names first: NumPy knows "bfloat16" only once ml_dtypes was imported. */
-PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
-                                    mls_dtype *out)
+PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
+                                     mls_dtype *out)
 {
     PyArray_Descr *descr = NULL;
     mls_dtype named;
@@ -206,12 +210,12 @@ PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
         return NULL;
     }
     /* NumPy has types that the core does not: text, dates, objects, long double */
-    if (descr != NULL && !mlsp_dtype_of_descr(descr, out)) {
+    if (descr != NULL && !mlspy_dtype_of_descr(descr, out)) {
         mls_status st;
         mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported",
                  descr->typeobj->tp_name);
         Py_CLEAR(descr);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     }
     return descr;
 }
@@ -219,7 +223,7 @@ PyArray_Descr *mlsp_descr_of_object(const mlsp_state *state, PyObject *object,
 /* ---- ndarrays ---- */
 
 /* Only what the array has is written: most of a view is room for dimensions. */
-static void fill_view(PyArrayObject *array, mls_dtype dtype, mlsp_view *out)
+static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
 {
     mls_tensor *t = &out->tensor;
     t->data = PyArray_DATA(array);
@@ -236,16 +240,16 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlsp_view *out)
 
 /* The array itself is the owner.  Only its dtype can be refused: shape and strides may be
  * whatever NumPy allows. */
-static int view_of_ndarray(const mlsp_state *state, PyArrayObject *array,
-                           const char *what, mlsp_view *out)
+static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
+                           const char *what, mlspy_view *out)
 {
     mls_dtype dtype;
     PyArray_Descr *descr = PyArray_DESCR(array);
-    if (!mlsp_dtype_of_descr(descr, &dtype)) {
+    if (!mlspy_dtype_of_descr(descr, &dtype)) {
         mls_status st;
         mls_fail(&st, MLS_E_DTYPE, "%s: dtype %.60s is not supported", what,
                  descr->typeobj->tp_name);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     fill_view(array, dtype, out);
@@ -325,7 +329,7 @@ static PyObject *without_graph(PyObject *array)
 
 /* Whether the elements of a tensor are what its memory has with another sign: torch
  * exports such a view as if it were not one.  -1 with an exception set. */
-static int is_negated(const mlsp_state *state, PyObject *array)
+static int is_negated(const mlspy_state *state, PyObject *array)
 {
     PyObject *method = PyObject_GetAttr(array, state->negative_name);
     if (method == NULL) { /* others have no such views */
@@ -489,19 +493,19 @@ static void owner_end(PyObject *owner)
 static PyObject *take_capsule(PyObject *capsule)
 {
     PyObject *owner = NULL;
-    MLSP_BEGIN_LOCKED(capsule)
-        const bool versioned = PyCapsule_IsValid(capsule, "dltensor_versioned") != 0;
-        void *managed =
-            PyCapsule_GetPointer(capsule, versioned ? "dltensor_versioned" : "dltensor");
-        if (managed != NULL) {
-            owner = PyCapsule_New(managed, versioned ? versioned_owner : plain_owner,
-                                  owner_end);
-        }
-        if (owner != NULL) { /* cannot fail: it is a capsule, and the name is given */
-            (void)PyCapsule_SetName(capsule, versioned ? "used_dltensor_versioned"
-                                                       : "used_dltensor");
-        }
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(capsule)
+    const bool versioned = PyCapsule_IsValid(capsule, "dltensor_versioned") != 0;
+    void *managed =
+        PyCapsule_GetPointer(capsule, versioned ? "dltensor_versioned" : "dltensor");
+    if (managed != NULL) {
+        owner =
+            PyCapsule_New(managed, versioned ? versioned_owner : plain_owner, owner_end);
+    }
+    if (owner != NULL) { /* cannot fail: it is a capsule, and the name is given */
+        (void)PyCapsule_SetName(capsule,
+                                versioned ? "used_dltensor_versioned" : "used_dltensor");
+    }
+    MLSPY_END_LOCKED()
     return owner;
 }
 
@@ -534,9 +538,9 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_te
     return MLS_OK;
 }
 
-/* As mlsp_view_of, for an object with __dlpack__. */
-static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *what,
-                          mlsp_view *out)
+/* As mlspy_view_of, for an object with __dlpack__. */
+static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char *what,
+                          mlspy_view *out)
 {
     mls_status st;
     bool readonly;
@@ -555,7 +559,7 @@ static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *
     const dlpack_tensor *from =
         capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);
     if (from != NULL && check_dlpack(from, what, &t, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     } else if (from != NULL) {
         owner = take_capsule(capsule);
     }
@@ -563,7 +567,7 @@ static int view_of_dlpack(const mlsp_state *state, PyObject *array, const char *
     if (owner == NULL) {
         return -1;
     }
-    *out = (mlsp_view){.tensor = t, .readonly = readonly, .owner = owner};
+    *out = (mlspy_view){.tensor = t, .readonly = readonly, .owner = owner};
     return 0;
 }
 
@@ -582,8 +586,8 @@ static PyObject *array_over(PyObject *object)
 }
 
 /* A write to the copy of a scalar would be lost, so that is read-only. */
-static int view_of_interface(const mlsp_state *state, PyObject *object, const char *what,
-                             mlsp_view *out)
+static int view_of_interface(const mlspy_state *state, PyObject *object, const char *what,
+                             mlspy_view *out)
 {
     PyObject *array = array_over(object);
     if (array == NULL) {
@@ -608,8 +612,8 @@ static int view_of_interface(const mlsp_state *state, PyObject *object, const ch
 /* Subclasses of ndarray are taken as arrays, whatever else they offer.  DLPack comes
  * before the interface: it has every type of the core, and says where memory is on a
  * device. */
-int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
-                 mlsp_view *out)
+int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *what,
+                  mlspy_view *out)
 {
     out->owner = NULL;
     if (PyArray_Check(array)) {
@@ -624,7 +628,7 @@ int mlsp_view_of(const mlsp_state *state, PyObject *array, const char *what,
 /* The exchange functions of an object's own type; NULL without an exception where it has
  * none.  They are for objects of just that type: a subclass, which inherits them, may be
  * more than its memory. */
-static const dlpack_exchange *exchange_of(const mlsp_state *state, PyObject *array)
+static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *array)
 {
     const PyTypeObject *type = Py_TYPE(array);
     if (!PyType_HasFeature(Py_TYPE(array), Py_TPFLAGS_HEAPTYPE) ||
@@ -642,7 +646,7 @@ static const dlpack_exchange *exchange_of(const mlsp_state *state, PyObject *arr
 /* Whether a tensor is no part of a graph, and its elements are those in memory: torch
  * has tensors whose negation is to come.  False with an exception where it cannot be
  * asked. */
-static bool is_plain_tensor(const mlsp_state *state, PyObject *array)
+static bool is_plain_tensor(const mlspy_state *state, PyObject *array)
 {
     PyObject *graph = PyObject_GetAttr(array, state->graph_name);
     PyObject *negative =
@@ -656,7 +660,7 @@ static bool is_plain_tensor(const mlsp_state *state, PyObject *array)
 /* A tensor through its type's exchange functions, which take a tenth of the time of
  * __dlpack__.  The owner is the tensor itself.  What torch raises for a tensor without
  * memory of its own is dropped: the long way finds out again. */
-static bool view_by_exchange(const mlsp_state *state, PyObject *array, mlsp_view *out)
+static bool view_by_exchange(const mlspy_state *state, PyObject *array, mlspy_view *out)
 {
     const dlpack_exchange *exchange = exchange_of(state, array);
     dlpack_tensor from = {0};
@@ -674,14 +678,14 @@ static bool view_by_exchange(const mlsp_state *state, PyObject *array, mlsp_view
     return true;
 }
 
-bool mlsp_view_quickly(const mlsp_state *state, PyObject *array, bool writable,
-                       mlsp_view *out)
+bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable,
+                        mlspy_view *out)
 {
     mls_dtype dtype;
     if (!PyArray_Check(array)) {
         return view_by_exchange(state, array, out);
     }
-    if (!mlsp_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
+    if (!mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
         (writable && !PyArray_ISWRITEABLE((PyArrayObject *)array))) {
         return false;
     }
@@ -690,14 +694,14 @@ bool mlsp_view_quickly(const mlsp_state *state, PyObject *array, bool writable,
 }
 
 /* A view of a read-only array is released again. */
-int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *what,
-                       mlsp_view *out)
+int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *what,
+                        mlspy_view *out)
 {
-    if (mlsp_view_of(state, array, what, out) < 0) {
+    if (mlspy_view_of(state, array, what, out) < 0) {
         return -1;
     }
     if (out->readonly) {
-        mlsp_view_release(out);
+        mlspy_view_release(out);
         PyErr_Format(PyExc_ValueError, "%s is read-only: pass a writable array", what);
         return -1;
     }
@@ -705,7 +709,7 @@ int mlsp_view_writable(const mlsp_state *state, PyObject *array, const char *wha
 }
 
 /* Needs the GIL: the owner may die here. */
-void mlsp_view_release(mlsp_view *view)
+void mlspy_view_release(mlspy_view *view)
 {
     Py_CLEAR(view->owner);
 }

@@ -6,8 +6,8 @@
  * that to the capsule itself, which is what convert.c relies on.  Field order and widths
  * are an interface between binaries: nothing here may be changed.
  */
-#ifndef MLSP_DLPACK_H
-#define MLSP_DLPACK_H
+#ifndef MLSPY_DLPACK_H
+#define MLSPY_DLPACK_H
 
 #include <stdint.h>
 

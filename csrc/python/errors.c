@@ -8,7 +8,9 @@
  * What is wrong with an argument by itself, with no state or file behind it, stays a
  * plain ValueError, as in all of Python.
  */
-#include "mlsp.h"
+#include "errors.h"
+
+#include "module_state.h"
 
 #include <errno.h>
 
@@ -16,7 +18,7 @@
 typedef struct error_spec {
     const char *name; /* dotted, as pickled */
     const char *doc;  /* the class docstring */
-    mlsp_error base;  /* another class of this table; its own index for the root */
+    mlspy_error base; /* another class of this table; its own index for the root */
     PyObject **mixin; /* a builtin class that old code catches, or NULL */
 } error_spec;
 
@@ -34,59 +36,59 @@ static const char *const field_names[] = {"name", "expected", "got",
                                           "path", "offset",   "rank"};
 
 /* PyExc_* are not constant expressions, so the table is filled by a function. */
-static error_spec spec_of(mlsp_error which)
+static error_spec spec_of(mlspy_error which)
 {
     switch (which) {
-    case MLSP_ERROR_NOT_FOUND:
+    case MLSPY_ERROR_NOT_FOUND:
         return (error_spec){"mlstate.errors.TensorNotFoundError",
-                            "A state dict has no tensor of that name.", MLSP_ERROR_BASE,
+                            "A state dict has no tensor of that name.", MLSPY_ERROR_BASE,
                             &PyExc_KeyError};
-    case MLSP_ERROR_COMPATIBILITY:
+    case MLSPY_ERROR_COMPATIBILITY:
         return (error_spec){"mlstate.errors.CompatibilityError",
                             "Shapes, dtypes or keys that do not go together.\n\n"
                             "``differences`` lists all that stood in the way of "
                             "`mlstate.state.load_into`; it is empty elsewhere.",
-                            MLSP_ERROR_BASE, &PyExc_ValueError};
-    case MLSP_ERROR_FORMAT:
+                            MLSPY_ERROR_BASE, &PyExc_ValueError};
+    case MLSPY_ERROR_FORMAT:
         return (error_spec){"mlstate.errors.FormatError",
-                            "A file is not what it claims to be.", MLSP_ERROR_BASE,
+                            "A file is not what it claims to be.", MLSPY_ERROR_BASE,
                             &PyExc_ValueError};
-    case MLSP_ERROR_CHECKSUM:
+    case MLSPY_ERROR_CHECKSUM:
         return (error_spec){"mlstate.errors.ChecksumError",
                             "A file's bytes changed since they were written.",
-                            MLSP_ERROR_FORMAT, NULL};
-    case MLSP_ERROR_CAPACITY:
+                            MLSPY_ERROR_FORMAT, NULL};
+    case MLSPY_ERROR_CAPACITY:
         return (error_spec){"mlstate.errors.CapacityError",
                             "A position, length or buffer that does not fit.",
-                            MLSP_ERROR_BASE, &PyExc_ValueError};
-    case MLSP_ERROR_STORE:
+                            MLSPY_ERROR_BASE, &PyExc_ValueError};
+    case MLSPY_ERROR_STORE:
         return (error_spec){"mlstate.errors.StoreError",
                             "The operating system refused a file operation.",
-                            MLSP_ERROR_BASE, &PyExc_OSError};
-    case MLSP_ERROR_STORE_MISSING:
+                            MLSPY_ERROR_BASE, &PyExc_OSError};
+    case MLSPY_ERROR_STORE_MISSING:
         return (error_spec){"mlstate.errors.StoreNotFoundError", "A file does not exist.",
-                            MLSP_ERROR_STORE, &PyExc_FileNotFoundError};
-    case MLSP_ERROR_STORE_DENIED:
+                            MLSPY_ERROR_STORE, &PyExc_FileNotFoundError};
+    case MLSPY_ERROR_STORE_DENIED:
         return (error_spec){"mlstate.errors.StorePermissionError",
-                            "A file may not be read or written.", MLSP_ERROR_STORE,
+                            "A file may not be read or written.", MLSPY_ERROR_STORE,
                             &PyExc_PermissionError};
-    case MLSP_ERROR_COLLECTIVE:
+    case MLSPY_ERROR_COLLECTIVE:
         return (error_spec){"mlstate.errors.CollectiveError",
-                            "An operation across ranks failed.", MLSP_ERROR_BASE,
+                            "An operation across ranks failed.", MLSPY_ERROR_BASE,
                             &PyExc_RuntimeError};
-    case MLSP_ERROR_BASE:
-    case MLSP_ERROR_COUNT:
+    case MLSPY_ERROR_BASE:
+    case MLSPY_ERROR_COUNT:
         break;
     }
-    return (error_spec){"mlstate.errors.MLStateError", base_doc, MLSP_ERROR_BASE,
+    return (error_spec){"mlstate.errors.MLStateError", base_doc, MLSPY_ERROR_BASE,
                         &PyExc_Exception};
 }
 
 /* New reference to the tuple of bases of `which`. */
-static PyObject *bases_of(const mlsp_state *state, mlsp_error which)
+static PyObject *bases_of(const mlspy_state *state, mlspy_error which)
 {
     const error_spec spec = spec_of(which);
-    if (which == MLSP_ERROR_BASE) {
+    if (which == MLSPY_ERROR_BASE) {
         return PyTuple_Pack(1, *spec.mixin);
     }
     if (spec.mixin == NULL) {
@@ -132,21 +134,21 @@ static int add_differences(PyObject *class)
 }
 
 /* In the table's order: a class comes after the one that it derives from. */
-int mlsp_errors_add(PyObject *module)
+int mlspy_errors_add(PyObject *module)
 {
-    mlsp_state *state = mlsp_state_of(module);
-    for (int i = 0; i < MLSP_ERROR_COUNT; i++) {
-        const error_spec spec = spec_of((mlsp_error)i);
-        PyObject *bases = bases_of(state, (mlsp_error)i);
+    mlspy_state *state = mlspy_state_of(module);
+    for (int i = 0; i < MLSPY_ERROR_COUNT; i++) {
+        const error_spec spec = spec_of((mlspy_error)i);
+        PyObject *bases = bases_of(state, (mlspy_error)i);
         if (bases == NULL) {
             return -1;
         }
         state->errors[i] = PyErr_NewExceptionWithDoc(spec.name, spec.doc, bases, NULL);
         Py_DECREF(bases);
         if (state->errors[i] == NULL ||
-            (i == MLSP_ERROR_BASE && add_fields(state->errors[i]) < 0) ||
-            (i == MLSP_ERROR_COMPATIBILITY && add_differences(state->errors[i]) < 0) ||
-            (i == MLSP_ERROR_NOT_FOUND && restore_plain_text(state->errors[i]) < 0) ||
+            (i == MLSPY_ERROR_BASE && add_fields(state->errors[i]) < 0) ||
+            (i == MLSPY_ERROR_COMPATIBILITY && add_differences(state->errors[i]) < 0) ||
+            (i == MLSPY_ERROR_NOT_FOUND && restore_plain_text(state->errors[i]) < 0) ||
             PyModule_AddObjectRef(module, strrchr(spec.name, '.') + 1, state->errors[i]) <
                 0) {
             return -1;
@@ -156,30 +158,30 @@ int mlsp_errors_add(PyObject *module)
 }
 
 /* The class (borrowed) that stands for a status. */
-static PyObject *class_of(const mlsp_state *state, const mls_status *st)
+static PyObject *class_of(const mlspy_state *state, const mls_status *st)
 {
     switch (st->code) {
     case MLS_E_MEMORY:
         return PyExc_MemoryError;
     case MLS_E_SHAPE:
     case MLS_E_DTYPE:
-        return state->errors[MLSP_ERROR_COMPATIBILITY];
+        return state->errors[MLSPY_ERROR_COMPATIBILITY];
     case MLS_E_CAPACITY:
     case MLS_E_SIZE:
-        return state->errors[MLSP_ERROR_CAPACITY];
+        return state->errors[MLSPY_ERROR_CAPACITY];
     case MLS_E_FORMAT:
-        return state->errors[MLSP_ERROR_FORMAT];
+        return state->errors[MLSPY_ERROR_FORMAT];
     case MLS_E_CHECKSUM:
-        return state->errors[MLSP_ERROR_CHECKSUM];
+        return state->errors[MLSPY_ERROR_CHECKSUM];
     case MLS_E_BUSY:
         return PyExc_BufferError;
     case MLS_E_PEER:
-        return state->errors[MLSP_ERROR_COLLECTIVE];
+        return state->errors[MLSPY_ERROR_COLLECTIVE];
     case MLS_E_IO:
-        return state->errors[st->os_error == ENOENT ? MLSP_ERROR_STORE_MISSING
+        return state->errors[st->os_error == ENOENT ? MLSPY_ERROR_STORE_MISSING
                              : st->os_error == EACCES || st->os_error == EPERM
-                                 ? MLSP_ERROR_STORE_DENIED
-                                 : MLSP_ERROR_STORE];
+                                 ? MLSPY_ERROR_STORE_DENIED
+                                 : MLSPY_ERROR_STORE];
     case MLS_OK:
     case MLS_E_STOPPED: /* whoever stopped it knows why, and raises that */
     case MLS_E_VALUE:
@@ -247,13 +249,20 @@ static PyObject *make_error(PyObject *type, const mls_status *st, PyObject *path
     return error;
 }
 
+/* A text that fills its room keeps its beginning. */
+void mlspy_status_hint(mls_status *st, const char *hint)
+{
+    const size_t length = strlen(st->text);
+    PyOS_snprintf(st->text + length, sizeof st->text - length, ": %s", hint);
+}
+
 /* Where making the exception fails, what went wrong there is raised in its place. */
-PyObject *mlsp_raise(const mlsp_state *state, const mls_status *st, PyObject *path)
+PyObject *mlspy_raise(const mlspy_state *state, const mls_status *st, PyObject *path)
 {
     PyObject *type = class_of(state, st);
     PyObject *error = make_error(type, st, path);
     const bool ours =
-        error != NULL && PyObject_IsInstance(error, state->errors[MLSP_ERROR_BASE]) == 1;
+        error != NULL && PyObject_IsInstance(error, state->errors[MLSPY_ERROR_BASE]) == 1;
     if (error != NULL && (!ours || set_fields(error, st, path) == 0)) {
         PyErr_SetObject(type, error);
     }

@@ -4,7 +4,13 @@
  * code runs.  So its entries are taken at one moment, with references of their own, and
  * everything else works on those.
  */
-#include "mlsp.h"
+#include "items.h"
+
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gil.h"
+#include "module_state.h"
 
 #include "mem.h"
 
@@ -44,7 +50,7 @@ static void refuse_value(PyObject *key, PyObject *value)
 }
 
 /* Anything else takes a second look. */
-bool mlsp_entry_is_plain(PyObject *key, PyObject *value)
+bool mlspy_entry_is_plain(PyObject *key, PyObject *value)
 {
     return PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
            PyArray_CheckExact(value) &&
@@ -52,14 +58,14 @@ bool mlsp_entry_is_plain(PyObject *key, PyObject *value)
 }
 
 /* A subclass of str becomes a plain one. */
-PyObject *mlsp_check_entry(PyObject *key, PyObject *value)
+PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 {
     mls_text name;
-    if (mlsp_entry_is_plain(key, value)) {
+    if (mlspy_entry_is_plain(key, value)) {
         return Py_NewRef(key);
     }
     if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {
-        if (mlsp_take_text(key, "tensor name", &name) < 0) {
+        if (mlspy_take_text(key, "tensor name", &name) < 0) {
             return NULL;
         }
     }
@@ -76,19 +82,19 @@ PyObject *mlsp_check_entry(PyObject *key, PyObject *value)
 /* ---- taking the entries ---- */
 
 /* New references to all keys and values.  No code of others runs in between. */
-static int take_all(PyObject *dict, mlsp_items *out)
+static int take_all(PyObject *dict, mlspy_items *out)
 {
     bool failed = false;
-    MLSP_BEGIN_LOCKED(dict)
-        PyObject *key, *value;
-        Py_ssize_t at = 0;
-        out->items = mls_alloc((size_t)PyDict_GET_SIZE(dict), sizeof *out->items);
-        failed = out->items == NULL;
-        while (!failed && PyDict_Next(dict, &at, &key, &value)) {
-            out->items[out->count].key = Py_NewRef(key);
-            out->items[out->count++].value = Py_NewRef(value);
-        }
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(dict)
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    out->items = mls_alloc((size_t)PyDict_GET_SIZE(dict), sizeof *out->items);
+    failed = out->items == NULL;
+    while (!failed && PyDict_Next(dict, &at, &key, &value)) {
+        out->items[out->count].key = Py_NewRef(key);
+        out->items[out->count++].value = Py_NewRef(value);
+    }
+    MLSPY_END_LOCKED()
     if (failed) {
         PyErr_NoMemory();
         return -1;
@@ -97,9 +103,9 @@ static int take_all(PyObject *dict, mlsp_items *out)
 }
 
 /* After this the dict may become what it likes. */
-int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
+int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out)
 {
-    *out = (mlsp_items){0};
+    *out = (mlspy_items){0};
     if (!PyDict_Check(dict)) {
         PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
                      Py_TYPE(dict)->tp_name);
@@ -110,8 +116,12 @@ int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
     }
     /* names after entries: encoding one allocates, which may run a collection */
     for (size_t i = 0; i < out->count; i++) {
-        if (mlsp_take_text(out->items[i].key, "tensor name", &out->items[i].name) < 0) {
-            mlsp_items_release(out);
+        mlspy_item *item = &out->items[i];
+        if (PyUnicode_CheckExact(item->key) && PyUnicode_IS_COMPACT_ASCII(item->key)) {
+            item->name.data = (const char *)PyUnicode_1BYTE_DATA(item->key);
+            item->name.length = (size_t)PyUnicode_GET_LENGTH(item->key);
+        } else if (mlspy_take_text(item->key, "tensor name", &item->name) < 0) {
+            mlspy_items_release(out);
             return -1;
         }
     }
@@ -119,7 +129,7 @@ int mlsp_items_of(PyObject *dict, const char *what, mlsp_items *out)
 }
 
 /* The facts alone: key and value stay, to be asked again. */
-void mlsp_item_forget(mlsp_item *item)
+void mlspy_item_forget(mlspy_item *item)
 {
     Py_CLEAR(item->text);
     mls_free(item->owned_shape);
@@ -127,19 +137,19 @@ void mlsp_item_forget(mlsp_item *item)
 }
 
 /* Needs the GIL: arrays may die here. */
-void mlsp_items_release(mlsp_items *items)
+void mlspy_items_release(mlspy_items *items)
 {
     for (size_t i = 0; i < items->count; i++) {
         Py_XDECREF(items->items[i].key);
         Py_XDECREF(items->items[i].value);
-        mlsp_item_forget(&items->items[i]);
+        mlspy_item_forget(&items->items[i]);
     }
     mls_free(items->items);
-    *items = (mlsp_items){0};
+    *items = (mlspy_items){0};
 }
 
 /* A new reference in any version: a borrowed one may die in a free-threaded Python. */
-int mlsp_dict_get(PyObject *dict, PyObject *key, PyObject **out)
+int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 {
 #if PY_VERSION_HEX >= 0x030D0000
     return PyDict_GetItemRef(dict, key, out);
@@ -151,7 +161,7 @@ int mlsp_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 }
 
 /* The dict keeps the key. */
-int mlsp_dict_set(PyObject *dict, const char *key, PyObject *value)
+int mlspy_dict_set(PyObject *dict, const char *key, PyObject *value)
 {
     PyObject *text = PyUnicode_FromString(key);
     const int failed = text == NULL ? -1 : PyDict_SetItem(dict, text, value);
@@ -171,7 +181,7 @@ static bool same_key(PyObject *a, PyObject *b)
 
 /* The next entry of the dict, where it is the one looked for; hashing starts with the
  * first that is not. */
-static bool next_is(mlsp_finder *finder, PyObject *key, PyObject **out)
+static bool next_is(mlspy_finder *finder, PyObject *key, PyObject **out)
 {
 #if defined(Py_GIL_DISABLED)
     (void)finder, (void)key, (void)out;
@@ -189,20 +199,20 @@ static bool next_is(mlsp_finder *finder, PyObject *key, PyObject **out)
 }
 
 /* Equal state dicts have equal order: then each name is found without its hash. */
-int mlsp_find(mlsp_finder *finder, PyObject *key, PyObject **out)
+int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out)
 {
-    return next_is(finder, key, out) ? 1 : mlsp_dict_get(finder->dict, key, out);
+    return next_is(finder, key, out) ? 1 : mlspy_dict_get(finder->dict, key, out);
 }
 
 /* ---- shapes and dtypes ---- */
 
 /* The name of a dtype: the core's, or as its package prints it, "torch." left out, which
  * the item keeps. */
-static int take_dtype_text(PyObject *dtype, mlsp_item *item)
+static int take_dtype_text(PyObject *dtype, mlspy_item *item)
 {
     mls_dtype known;
     if (PyArray_DescrCheck(dtype) &&
-        mlsp_dtype_of_descr((PyArray_Descr *)dtype, &known)) {
+        mlspy_dtype_of_descr((PyArray_Descr *)dtype, &known)) {
         item->facts.dtype = mls_dtype_of(known)->name;
         return 0;
     }
@@ -220,10 +230,10 @@ static int take_dtype_text(PyObject *dtype, mlsp_item *item)
 }
 
 /* Room in the item for its shape; NULL with MemoryError set. */
-static size_t *make_shape(mlsp_item *item, int rank)
+static size_t *make_shape(mlspy_item *item, int rank)
 {
     size_t *sizes = item->few;
-    if (rank > MLSP_FEW_AXES) {
+    if (rank > MLSPY_FEW_AXES) {
         sizes = item->owned_shape = mls_alloc((size_t)rank, sizeof *sizes);
     }
     if (sizes == NULL) {
@@ -237,7 +247,7 @@ static size_t *make_shape(mlsp_item *item, int rank)
 
 /* Copied, since the array's own are gone when somebody assigns to its .shape meanwhile:
  * another item's code, or another thread's. */
-static int facts_of_ndarray(mlsp_item *item)
+static int facts_of_ndarray(mlspy_item *item)
 {
     PyArrayObject *array = (PyArrayObject *)item->value;
     mls_dtype dtype;
@@ -249,7 +259,7 @@ static int facts_of_ndarray(mlsp_item *item)
     for (int axis = 0; axis < rank; axis++) {
         sizes[axis] = (size_t)PyArray_DIM(array, axis);
     }
-    if (mlsp_dtype_of_descr(PyArray_DESCR(array), &dtype)) {
+    if (mlspy_dtype_of_descr(PyArray_DESCR(array), &dtype)) {
         item->facts.dtype = mls_dtype_of(dtype)->name;
         return 0;
     }
@@ -279,7 +289,7 @@ static bool take_size(PyObject *object, size_t *out)
 
 /* Dimensions out of a tuple of anybody's: it may be longer than any array's, or hold no
  * numbers.  False with or without an exception. */
-static bool take_sizes(PyObject *tuple, mlsp_item *item)
+static bool take_sizes(PyObject *tuple, mlspy_item *item)
 {
     const Py_ssize_t rank = PyTuple_GET_SIZE(tuple);
     size_t *sizes = rank > MLS_MAX_RANK ? NULL : make_shape(item, (int)rank);
@@ -291,7 +301,7 @@ static bool take_sizes(PyObject *tuple, mlsp_item *item)
 }
 
 /* -1 with an exception set: CompatibilityError for what is no shape. */
-static int take_shape(const mlsp_state *state, PyObject *shape, mlsp_item *item)
+static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *item)
 {
     mls_status st;
     PyObject *tuple = PySequence_Tuple(shape);
@@ -307,27 +317,27 @@ static int take_shape(const mlsp_state *state, PyObject *shape, mlsp_item *item)
         mls_fail(&st, MLS_E_SHAPE, "'%.140s': its shape is no tuple of at most %d sizes",
                  item->name.data, (int)MLS_MAX_RANK);
         mls_status_name(&st, item->name.data, item->name.length);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     }
     return -1;
 }
 
 /* An array that says its shape and dtype is asked for them, whatever memory it is in: a
  * tensor on a device, or on torch's meta device, has facts too. */
-static int facts_of_attributes(const mlsp_state *state, PyObject *shape, PyObject *dtype,
-                               mlsp_item *item)
+static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObject *dtype,
+                               mlspy_item *item)
 {
     return take_shape(state, shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1
                                                                                   : 0;
 }
 
 /* What offers nothing but its memory is viewed. */
-static int facts_of_view(const mlsp_state *state, mlsp_item *item)
+static int facts_of_view(const mlspy_state *state, mlspy_item *item)
 {
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "'%.140s'", item->name.data);
-    mlsp_view view;
-    if (mlsp_view_of(state, item->value, what, &view) < 0) {
+    mlspy_view view;
+    if (mlspy_view_of(state, item->value, what, &view) < 0) {
         return -1;
     }
     /* the view goes, its shape must stay */
@@ -336,12 +346,12 @@ static int facts_of_view(const mlsp_state *state, mlsp_item *item)
         memcpy(sizes, view.tensor.shape, (size_t)view.tensor.rank * sizeof *sizes);
         item->facts.dtype = mls_dtype_of(view.tensor.dtype)->name;
     }
-    mlsp_view_release(&view);
+    mlspy_view_release(&view);
     return sizes == NULL ? -1 : 0;
 }
 
 /* Asked when they are needed, not for every array: a property may cost a lot. */
-int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
+int mlspy_item_facts(const mlspy_state *state, mlspy_item *item)
 {
     /* the quick way first: nearly all arrays are NumPy's */
     if (PyArray_Check(item->value)) {
@@ -364,10 +374,10 @@ int mlsp_item_facts(const mlsp_state *state, mlsp_item *item)
 }
 
 /* Of all; the first that fails ends it, and the release forgets the others. */
-int mlsp_items_facts(const mlsp_state *state, mlsp_items *items)
+int mlspy_items_facts(const mlspy_state *state, mlspy_items *items)
 {
     for (size_t i = 0; i < items->count; i++) {
-        if (mlsp_item_facts(state, &items->items[i]) < 0) {
+        if (mlspy_item_facts(state, &items->items[i]) < 0) {
             return -1;
         }
     }
@@ -397,7 +407,7 @@ static int said_bytes(PyObject *array, uint64_t *out)
 }
 
 /* An array that says how many bytes it has is believed; others are viewed. */
-int mlsp_array_bytes(const mlsp_state *state, PyObject *array, uint64_t *out)
+int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
 {
     if (PyArray_Check(array)) {
         *out = (uint64_t)PyArray_NBYTES((PyArrayObject *)array);
@@ -407,19 +417,19 @@ int mlsp_array_bytes(const mlsp_state *state, PyObject *array, uint64_t *out)
     if (said != 0) {
         return said < 0 ? -1 : 0;
     }
-    mlsp_view view;
+    mlspy_view view;
     size_t bytes = 0;
-    if (mlsp_view_of(state, array, "tensor", &view) < 0) {
+    if (mlspy_view_of(state, array, "tensor", &view) < 0) {
         return -1;
     }
     (void)mls_tensor_bytes(&view.tensor, &bytes); /* it lies in memory, so it fits */
     *out = bytes;
-    mlsp_view_release(&view);
+    mlspy_view_release(&view);
     return 0;
 }
 
 /* As NumPy and torch say shapes, so that the two can be compared in Python. */
-PyObject *mlsp_shape_tuple(const mls_facts *facts)
+PyObject *mlspy_shape_tuple(const mls_facts *facts)
 {
     PyObject *tuple = PyTuple_New(facts->rank);
     for (int axis = 0; tuple != NULL && axis < facts->rank; axis++) {

@@ -1,25 +1,21 @@
 /* new_arrays: arrays for the tensors of files. */
 #include "new_arrays.h"
 
-enum {
-    LARGE = 4 << 20,  /* NumPy asks for large pages from here on */
-    BLOCK = 16 << 20, /* is kept whole by any one of its arrays */
-    LINE = 64         /* of the cache, and the widest registers */
-};
+#include "array_view.h"
 
 /* New reference to a descriptor: looking for ml_dtypes takes longer than making an array,
  * most of all in vain. */
-static PyArray_Descr *find_descr(mlsp_room *room, mls_dtype dtype)
+static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
 {
     if (room->descrs[dtype] == NULL) {
-        room->descrs[dtype] = mlsp_descr_of_dtype(dtype);
+        room->descrs[dtype] = mlspy_descr_of_dtype(dtype);
     }
     Py_XINCREF(room->descrs[dtype]);
     return room->descrs[dtype];
 }
 
 /* All arrays are made here: of their own memory where `data` is NULL. */
-static PyObject *make(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
+static PyObject *make(mlspy_room *room, mls_dtype dtype, int rank, const size_t *shape,
                       void *data, int flags, bool zeros)
 {
     npy_intp dims[MLS_MAX_RANK];
@@ -46,16 +42,16 @@ static PyObject *keep_alive(PyObject *array, PyObject *base)
     return array;
 }
 
-PyObject *mlsp_array_new(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
-                         bool zeros)
+PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
+                          const size_t *shape, bool zeros)
 {
     return make(room, dtype, rank, shape, NULL, 0, zeros);
 }
 
 /* Files of other writers may place it anywhere: NumPy then reads it more slowly, but
  * rightly, if it is told so. */
-PyObject *mlsp_array_over(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
-                          const unsigned char *data, PyObject *base)
+PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
+                           const size_t *shape, const unsigned char *data, PyObject *base)
 {
     /* NumPy takes the address without const, and keeps the array read-only */
     PyObject *array = make(room, dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
@@ -66,55 +62,42 @@ PyObject *mlsp_array_over(mlsp_room *room, mls_dtype dtype, int rank, const size
     return keep_alive(array, base);
 }
 
-/* Up to the next line; of something small. */
-static size_t lines(size_t bytes)
+/* The block for the arrays from `index` on, or none. */
+static int next_block(mlspy_room *room, size_t index)
 {
-    return (bytes + LINE - 1) / LINE * LINE;
-}
-
-/* The block for the arrays from `index` on: as many as fill one, exactly.  What would not
- * be worth large pages has no block, so that a few small arrays do not keep each other's
- * memory. */
-static int next_block(mlsp_room *room, size_t index)
-{
-    size_t bytes = LINE; /* NumPy's memory need not begin with a line */
     Py_CLEAR(room->block);
-    for (; index < room->count && bytes < BLOCK; index++) {
-        const size_t more = room->bytes_of(room->context, index);
-        bytes += more < LARGE ? lines(more) : 0;
-    }
-    room->until = index;
-    if (bytes < LARGE) {
+    npy_intp length = (npy_intp)mls_block_plan(room->bytes_of, room->context, index,
+                                               room->count, &room->until);
+    if (length == 0) {
         return 0;
     }
-    npy_intp length = (npy_intp)bytes;
     room->block = PyArray_SimpleNew(1, &length, NPY_UINT8);
     if (room->block == NULL) {
         return -1;
     }
     const uintptr_t begin = (uintptr_t)PyArray_DATA((PyArrayObject *)room->block);
-    room->used = (LINE - begin % LINE) % LINE;
+    room->used = (MLS_BLOCK_LINE - begin % MLS_BLOCK_LINE) % MLS_BLOCK_LINE;
     return 0;
 }
 
-PyObject *mlsp_room_array(mlsp_room *room, size_t index, mls_dtype dtype, int rank,
-                          const size_t *shape)
+PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int rank,
+                           const size_t *shape)
 {
     if (index >= room->until && next_block(room, index) < 0) {
         return NULL;
     }
     const size_t bytes = room->bytes_of(room->context, index);
-    if (room->block == NULL || bytes == 0 || bytes >= LARGE) {
-        return mlsp_array_new(room, dtype, rank, shape, false);
+    if (room->block == NULL || !mls_block_takes(bytes)) {
+        return mlspy_array_new(room, dtype, rank, shape, false);
     }
     char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
-    room->used += lines(bytes);
+    room->used += mls_block_lines(bytes);
     return keep_alive(make(room, dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
                       room->block);
 }
 
 /* Its arrays keep the last block. */
-void mlsp_room_fini(mlsp_room *room)
+void mlspy_room_fini(mlspy_room *room)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
         Py_CLEAR(room->descrs[i]);

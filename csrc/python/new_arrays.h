@@ -1,47 +1,44 @@
-/* new_arrays: arrays for the tensors of files, over new memory or over a mapping.
- *
- * Many small arrays take their memory from few large blocks, as views of these: NumPy
- * asks for large pages for a block of 4 MiB, and for nothing smaller, and the system
- * takes several times as long to hand out the same memory in small ones.
- */
-#ifndef MLSP_NEW_ARRAYS_H
-#define MLSP_NEW_ARRAYS_H
+/* new_arrays: arrays for the tensors of files, over new memory or over a mapping.  Small
+ * ones share blocks (array_block.h). */
+#ifndef MLSPY_NEW_ARRAYS_H
+#define MLSPY_NEW_ARRAYS_H
 
-#include "mlsp.h"
+#include "python_api.h"
+
+#include "array_block.h"
+#include "dtype.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Bytes of the array `index`; 0 for one that is made in some other way. */
-typedef size_t mlsp_bytes_of(const void *context, size_t index);
-
 /* Memory for `count` arrays that are made in their order.  Zeroed but for its first
- * fields; end with mlsp_room_fini, when all arrays are made or none is to be made any
+ * fields; end with mlspy_room_fini, when all arrays are made or none is to be made any
  * more. */
-typedef struct mlsp_room {
-    mlsp_bytes_of *bytes_of;
+typedef struct mlspy_room {
+    mls_block_bytes_of *bytes_of;
     const void *context;
     size_t count;
     PyObject *block; /* what the next arrays lie in; NULL: each has memory of its own */
     size_t used;     /* bytes of it, from its address on */
     size_t until;    /* arrays before this one were looked at */
     PyArray_Descr *descrs[MLS_DTYPE_COUNT]; /* of the arrays so far, or NULL */
-} mlsp_room;
+} mlspy_room;
 
 /* A new array of its own memory, which is zero where `zeros`, and then not even touched.
  * NULL with an exception set, here and below. */
-PyObject *mlsp_array_new(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
-                         bool zeros);
+PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
+                          const size_t *shape, bool zeros);
 
 /* A read-only array over `data`, which `base` keeps alive.  It may lie unaligned. */
-PyObject *mlsp_array_over(mlsp_room *room, mls_dtype dtype, int rank, const size_t *shape,
-                          const unsigned char *data, PyObject *base);
+PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
+                           const size_t *shape, const unsigned char *data,
+                           PyObject *base);
 
 /* The array `index`: of its own memory where it is large, or where there is not enough
  * for a block, and else part of a block, aligned to 64 bytes. */
-PyObject *mlsp_room_array(mlsp_room *room, size_t index, mls_dtype dtype, int rank,
-                          const size_t *shape);
+PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int rank,
+                           const size_t *shape);
 
-void mlsp_room_fini(mlsp_room *room);
+void mlspy_room_fini(mlspy_room *room);
 
 #endif

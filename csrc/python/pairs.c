@@ -1,81 +1,103 @@
-/* pairs: names paired by looking them up, what differs as lists, and views of both sides.
+/* pairs: two dicts side by side, what differs as lists, and views of both sides.
  *
- * Python's dicts are the hash tables, so that no name is hashed twice; where both dicts
- * have the same order, none is hashed at all.
- *
- * The source is taken at one moment.  The target is looked into name by name, and may
- * change meanwhile: every pair still holds references to two arrays that were there.
+ * Source and target are each taken at one moment; the core pairs their names up.  The
+ * arrays of every pair are held, whatever happens to the dicts.
  */
 #include "pairs.h"
 
-#include "mem.h"
-#include "size.h"
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
 
-/* Accepts pairs that mlsp_pairs_init left half done. */
-void mlsp_pairs_fini(mlsp_pairs *p)
+#include "mem.h"
+#include "name_match.h"
+
+/* Accepts pairs that mlspy_pairs_init left half done. */
+void mlspy_pairs_fini(mlspy_pairs *p)
 {
-    mlsp_items_release(&p->source);
-    mlsp_items_release(&p->target);
+    mlspy_items_release(&p->source);
+    mlspy_items_release(&p->target);
     mls_free(p->pairs);
     mls_free(p->bits);
-    *p = (mlsp_pairs){0};
+    *p = (mlspy_pairs){0};
 }
 
-/* Give each source item its partner; `*found` counts them.  One without a partner keeps
- * an item without key, so that both lists go on side by side. */
-static int find_partners(mlsp_pairs *p, PyObject *target, size_t *found)
+/* Texts of the names of some items; NULL with MemoryError set. */
+static mls_text *texts_of(const mlspy_items *items)
 {
-    mlsp_finder finder = {.dict = target, .in_step = true};
-    *found = 0;
-    for (size_t i = 0; i < p->source.count; i++) {
-        const mlsp_item *from = &p->source.items[i];
-        mlsp_item *to = &p->target.items[i];
-        const int there = mlsp_find(&finder, from->key, &to->value);
-        if (there < 0) {
-            return -1;
-        }
-        /* the name is the same text, so one UTF-8 serves both */
-        if (there == 1) {
-            to->key = Py_NewRef(from->key);
-            to->name = from->name;
-            (*found)++;
-        }
+    mls_text *texts = mls_realloc(NULL, items->count, sizeof *texts);
+    if (texts == NULL) {
+        PyErr_NoMemory();
+        return NULL;
     }
-    return 0;
+    for (size_t i = 0; i < items->count; i++) {
+        texts[i] = items->items[i].name;
+    }
+    return texts;
 }
 
-/* Move what only the target has behind the partners.  An item that moved is zeroed where
- * it was, so that releasing `all` gives back the others only. */
-static int find_others(mlsp_pairs *p, PyObject *source, mlsp_items *all)
+/* Arrange the target's items in the order of the pairs: the partner of each source item,
+ * or an item without key, then the rest.  `all` is emptied. */
+static int arrange(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
+                   const size_t *rest, size_t rest_count)
 {
-    size_t room;
-    mlsp_item *items = NULL;
-    if (mls_size_add(p->source.count, all->count, &room)) {
-        items = mls_realloc(p->target.items, room, sizeof *items);
+    p->count = p->source.count + rest_count; /* no more than both dicts have in memory */
+    size_t in_step = 0;
+    while (in_step < p->source.count && partners[in_step] == in_step) {
+        in_step++;
     }
-    if (items == NULL) {
+    if (in_step == p->count) { /* nothing needs to move */
+        p->target = *all;
+        *all = (mlspy_items){0};
+        return 0;
+    }
+    p->target.items = mls_alloc(p->count, sizeof *p->target.items);
+    if (p->target.items == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    /* what was there moved along; what is new is not part of the list yet */
-    p->target.items = items;
-    for (size_t i = 0; i < all->count; i++) {
-        const int there = PyDict_Contains(source, all->items[i].key);
-        if (there < 0) {
-            return -1;
-        }
-        if (there == 0) {
-            items[p->target.count++] = all->items[i];
-            all->items[i] = (mlsp_item){0};
+    p->target.count = p->count;
+    for (size_t i = 0; i < p->count; i++) {
+        const size_t from = i < p->source.count ? partners[i] : rest[i - p->source.count];
+        if (from != MLS_NO_PARTNER) {
+            p->target.items[i] = all->items[from];
         }
     }
-    p->count = p->target.count;
+    mls_free(all->items); /* its references moved */
+    *all = (mlspy_items){0};
     return 0;
+}
+
+/* Pair the names of both dicts up. */
+static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *all)
+{
+    mls_status st;
+    size_t rest_count;
+    mls_text *source = texts_of(&p->source);
+    mls_text *target = source == NULL ? NULL : texts_of(all);
+    size_t *partners = mls_realloc(NULL, p->source.count, sizeof *partners);
+    size_t *rest = mls_realloc(NULL, all->count, sizeof *rest);
+    int failed = -1;
+    if (target == NULL || partners == NULL || rest == NULL) {
+        PyErr_NoMemory();
+    } else if (mls_names_match(source, p->source.count, target, all->count, partners,
+                               rest, &rest_count, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+    } else {
+        failed = arrange(p, all, partners, rest, rest_count);
+    }
+    mls_free(rest);
+    mls_free(partners);
+    mls_free(target);
+    mls_free(source);
+    return failed;
 }
 
 /* Fill in the pairs from the items.  After this no item may move: facts of few axes point
  * into the item that has them. */
-static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
+static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
 {
     p->pairs = mls_alloc(p->count, sizeof *p->pairs);
     p->bits = mls_alloc(p->count, sizeof *p->bits);
@@ -84,8 +106,8 @@ static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
         return -1;
     }
     for (size_t i = 0; i < p->count; i++) {
-        mlsp_item *from = i < p->source.count ? &p->source.items[i] : NULL;
-        mlsp_item *to = &p->target.items[i];
+        mlspy_item *from = i < p->source.count ? &p->source.items[i] : NULL;
+        mlspy_item *to = &p->target.items[i];
         mls_fact_pair *pair = &p->pairs[i];
         pair->has_source = from != NULL;
         pair->has_target = to->key != NULL;
@@ -94,7 +116,7 @@ static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
         if (from == NULL || to->key == NULL) {
             continue;
         }
-        if (mlsp_item_facts(state, from) < 0 || mlsp_item_facts(state, to) < 0) {
+        if (mlspy_item_facts(state, from) < 0 || mlspy_item_facts(state, to) < 0) {
             return -1;
         }
         pair->source = from->facts;
@@ -104,73 +126,38 @@ static int make_pairs(const mlsp_state *state, mlsp_pairs *p)
     return 0;
 }
 
-/* Find what belongs together.  Only where the target has names of its own is all of it
- * looked at. */
-static int match_items(mlsp_pairs *p, PyObject *source, PyObject *target)
-{
-    mlsp_items all;
-    size_t found;
-    p->target.items = mls_alloc(p->source.count, sizeof *p->target.items);
-    if (p->target.items == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    p->target.count = p->count = p->source.count;
-    if (find_partners(p, target, &found) < 0) {
-        return -1;
-    }
-    /* as many found as there are: the target has nothing of its own */
-    if (found == (size_t)PyDict_GET_SIZE(target)) {
-        return 0;
-    }
-    if (mlsp_items_of(target, "target", &all) < 0) {
-        return -1;
-    }
-    const int failed = find_others(p, source, &all);
-    mlsp_items_release(&all);
-    return failed;
-}
-
-/* The same words as for a dict of which the items are taken. */
-int mlsp_take_dict(PyObject *object, const char *what)
-{
-    if (PyDict_Check(object)) {
-        return 0;
-    }
-    PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
-                 Py_TYPE(object)->tp_name);
-    return -1;
-}
-
 /* The target's type is looked at first, before the source's entries are taken in
  * vain. */
-int mlsp_pairs_init(const mlsp_state *state, PyObject *source, PyObject *target,
-                    mlsp_pairs *p)
+int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *target,
+                     mlspy_pairs *p)
 {
-    *p = (mlsp_pairs){0};
-    if (mlsp_take_dict(target, "target") < 0 ||
-        mlsp_items_of(source, "source", &p->source) < 0 ||
-        match_items(p, source, target) < 0 || make_pairs(state, p) < 0) {
-        mlsp_pairs_fini(p);
-        return -1;
+    mlspy_items all = {0};
+    *p = (mlspy_pairs){0};
+    const bool good = mlspy_take_dict(target, "target") == 0 &&
+                      mlspy_items_of(source, "source", &p->source) == 0 &&
+                      mlspy_items_of(target, "target", &all) == 0 &&
+                      match_items(state, p, &all) == 0 && make_pairs(state, p) == 0;
+    mlspy_items_release(&all);
+    if (!good) {
+        mlspy_pairs_fini(p);
     }
-    return 0;
+    return good ? 0 : -1;
 }
 
 /* ---- what differs, as lists ---- */
 
 /* The key of a pair (borrowed). */
-PyObject *mlsp_pair_key(const mlsp_pairs *p, size_t i)
+PyObject *mlspy_pair_key(const mlspy_pairs *p, size_t i)
 {
     return i < p->source.count ? p->source.items[i].key : p->target.items[i].key;
 }
 
 /* New list of the names that have a bit. */
-static PyObject *names_with(const mlsp_pairs *p, unsigned bit)
+static PyObject *names_with(const mlspy_pairs *p, unsigned bit)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < p->count; i++) {
-        if ((p->bits[i] & bit) != 0 && PyList_Append(list, mlsp_pair_key(p, i)) < 0) {
+        if ((p->bits[i] & bit) != 0 && PyList_Append(list, mlspy_pair_key(p, i)) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -180,8 +167,8 @@ static PyObject *names_with(const mlsp_pairs *p, unsigned bit)
 /* (name, shape of the source, shape of the target) */
 static PyObject *shape_entry(PyObject *key, const mls_fact_pair *pair)
 {
-    PyObject *source = mlsp_shape_tuple(&pair->source);
-    PyObject *target = source == NULL ? NULL : mlsp_shape_tuple(&pair->target);
+    PyObject *source = mlspy_shape_tuple(&pair->source);
+    PyObject *target = source == NULL ? NULL : mlspy_shape_tuple(&pair->target);
     PyObject *entry = target == NULL ? NULL : PyTuple_Pack(3, key, source, target);
     Py_XDECREF(source);
     Py_XDECREF(target);
@@ -195,13 +182,13 @@ static PyObject *dtype_entry(PyObject *key, const mls_fact_pair *pair)
 }
 
 /* New list of what `entry` makes of the pairs that have a bit. */
-static PyObject *entries_with(const mlsp_pairs *p, unsigned bit,
+static PyObject *entries_with(const mlspy_pairs *p, unsigned bit,
                               PyObject *(*entry)(PyObject *, const mls_fact_pair *))
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < p->count; i++) {
         if ((p->bits[i] & bit) != 0) {
-            PyObject *made = entry(mlsp_pair_key(p, i), &p->pairs[i]);
+            PyObject *made = entry(mlspy_pair_key(p, i), &p->pairs[i]);
             if (made == NULL || PyList_Append(list, made) < 0) {
                 Py_CLEAR(list);
             }
@@ -212,7 +199,7 @@ static PyObject *entries_with(const mlsp_pairs *p, unsigned bit,
 }
 
 /* (missing, unexpected, shapes, dtypes), seen from the source or from the target. */
-PyObject *mlsp_pairs_report(const mlsp_pairs *p, bool from_target)
+PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target)
 {
     const unsigned missing = from_target ? MLS_UNEXPECTED : MLS_MISSING;
     const unsigned unexpected = from_target ? MLS_MISSING : MLS_UNEXPECTED;
@@ -246,7 +233,7 @@ static PyObject *lender_of(PyObject *array)
 }
 
 /* Turn the BufferError of a tensor without memory here into our own, with its name. */
-static void name_buffer_error(const mlsp_state *state, const char *what)
+static void name_buffer_error(const mlspy_state *state, const char *what)
 {
     PyObject *reason;
 #if PY_VERSION_HEX >= 0x030C0000
@@ -258,28 +245,28 @@ static void name_buffer_error(const mlsp_state *state, const char *what)
     Py_XDECREF(type);
     Py_XDECREF(trace);
 #endif
-    PyErr_Format(state->errors[MLSP_ERROR_COMPATIBILITY],
+    PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
                  "%s: its memory cannot be read: %S", what, reason);
     Py_XDECREF(reason);
 }
 
 /* View one array; errors name it.  The view has an owner of its own, so that a lender
  * made for the occasion may go. */
-int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
-                   bool writable, mlsp_view *out)
+int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char *side,
+                    bool writable, mlspy_view *out)
 {
-    if (mlsp_view_quickly(state, item->value, writable, out)) {
+    if (mlspy_view_quickly(state, item->value, writable, out)) {
         return 0;
     }
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "%s'%.140s'", side, item->name.data);
-    *out = (mlsp_view){0};
+    *out = (mlspy_view){0};
     PyObject *lender = lender_of(item->value);
     if (lender == NULL) {
         return -1;
     }
-    const int failed = writable ? mlsp_view_writable(state, lender, what, out)
-                                : mlsp_view_of(state, lender, what, out);
+    const int failed = writable ? mlspy_view_writable(state, lender, what, out)
+                                : mlspy_view_of(state, lender, what, out);
     Py_DECREF(lender);
     if (failed < 0 && PyErr_ExceptionMatches(PyExc_BufferError)) {
         name_buffer_error(state, what);
@@ -288,11 +275,11 @@ int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *s
 }
 
 /* What array.tobytes() gives.  Not all arrays have it, and none of torch has. */
-static PyObject *bytes_of(const mlsp_state *state, const mlsp_item *item)
+static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *raw = PyObject_CallMethod(item->value, "tobytes", NULL);
     if (raw == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Format(state->errors[MLSP_ERROR_COMPATIBILITY],
+        PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
                      "%.200R: the elements of dtype %.60s of a %.100s cannot be read",
                      item->key, item->facts.dtype, Py_TYPE(item->value)->tp_name);
     }
@@ -301,7 +288,7 @@ static PyObject *bytes_of(const mlsp_state *state, const mlsp_item *item)
 
 /* New reference to the bytes of an array of a dtype that only its package knows, packed
  * and in this machine's byte order: so that byte order alone makes no difference. */
-PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item)
+PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *array = item->value;
     if (!PyArray_Check(array) || PyArray_ISNOTSWAPPED((PyArrayObject *)array)) {
@@ -317,25 +304,10 @@ PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item)
 }
 
 /* Whether the core knows the dtype of an array: others are compared as bytes. */
-bool mlsp_is_known(const mlsp_item *item)
+bool mlspy_is_known(const mlspy_item *item)
 {
     mls_dtype dtype;
     /* a name without a text of its own is a constant of the core */
     return item->text == NULL ||
            mls_dtype_from_name(item->facts.dtype, strlen(item->facts.dtype), &dtype);
-}
-
-/* Let go of the GIL for work on that many bytes, if that is worth it; resume with what
- * it gives. */
-PyThreadState *mlsp_leave_python(uint64_t bytes)
-{
-    return bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
-}
-
-/* The other half of mlsp_leave_python; NULL says that the GIL was never let go. */
-void mlsp_resume_python(PyThreadState *saved)
-{
-    if (saved != NULL) {
-        PyEval_RestoreThread(saved);
-    }
 }

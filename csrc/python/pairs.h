@@ -1,53 +1,52 @@
 /* pairs: two dicts of arrays side by side, for everything that compares or loads them.
  */
-#ifndef MLSP_PAIRS_H
-#define MLSP_PAIRS_H
+#ifndef MLSPY_PAIRS_H
+#define MLSPY_PAIRS_H
 
-#include "mlsp.h"
+#include "python_api.h"
+
+#include "array_view.h"
+#include "items.h"
+#include "module_state.h"
+
+#include "compat.h"
 
 /* The items of the source in its order, each with the target's item of the same name;
  * after them what only the target has. */
-typedef struct mlsp_pairs {
-    mlsp_items source; /* all of it */
-    mlsp_items target; /* as long as `pairs`: an item without key where it has none */
+typedef struct mlspy_pairs {
+    mlspy_items source; /* all of it */
+    mlspy_items target; /* as long as `pairs`: an item without key where it has none */
     mls_fact_pair *pairs;
     unsigned char *bits; /* of each pair, as compat.h says */
     size_t count;
     mls_compat_counts counts;
-} mlsp_pairs;
+} mlspy_pairs;
 
-/* Pair up two dicts.  Gives: release with mlsp_pairs_fini.  -1 with an exception set, and
+/* Pair up two dicts.  Gives: release with mlspy_pairs_fini.  -1 with an exception set,
+ * and
  * `*p` zeroed. */
-int mlsp_pairs_init(const mlsp_state *state, PyObject *source, PyObject *target,
-                    mlsp_pairs *p);
+int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *target,
+                     mlspy_pairs *p);
 
-void mlsp_pairs_fini(mlsp_pairs *p); /* accepts a zeroed struct; zeroes it */
+void mlspy_pairs_fini(mlspy_pairs *p); /* accepts a zeroed struct; zeroes it */
 
 /* The key of a pair (borrowed). */
-PyObject *mlsp_pair_key(const mlsp_pairs *p, size_t i);
+PyObject *mlspy_pair_key(const mlspy_pairs *p, size_t i);
 
 /* New tuple (missing, unexpected, shapes, dtypes) of lists, seen from the source or from
  * the target. */
-PyObject *mlsp_pairs_report(const mlsp_pairs *p, bool from_target);
-
-/* TypeError unless an object is a dict; `what` names it. */
-int mlsp_take_dict(PyObject *object, const char *what);
+PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target);
 
 /* View the array of an item; errors name it, with `side` in front. */
-int mlsp_view_item(const mlsp_state *state, const mlsp_item *item, const char *side,
-                   bool writable, mlsp_view *out);
+int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char *side,
+                    bool writable, mlspy_view *out);
 
 /* New reference to the bytes of an array of a dtype that only its package knows, packed
  * and in this machine's byte order; NULL with an exception set.  The item has its key and
  * facts. */
-PyObject *mlsp_raw_bytes(const mlsp_state *state, const mlsp_item *item);
+PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item);
 
 /* Whether the core knows the dtype of an item that has its facts. */
-bool mlsp_is_known(const mlsp_item *item);
-
-/* Let go of the GIL for work on that many bytes, where it is worth it, and take it back
- * with what that gave. */
-PyThreadState *mlsp_leave_python(uint64_t bytes);
-void mlsp_resume_python(PyThreadState *saved);
+bool mlspy_is_known(const mlspy_item *item);
 
 #endif

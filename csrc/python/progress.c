@@ -4,7 +4,7 @@
  * its share of it, takes the GIL from time to time, hands the sum to the callback and
  * lets Python look for signals.
  */
-#include "checkpoint.h"
+#include "progress.h"
 
 #include <pthread.h>
 #include <time.h>
@@ -19,13 +19,13 @@ static int64_t now(void)
 }
 
 /* The bytes that nobody was told of, which are told now. */
-static unsigned long long take_pending(mlsp_progress *p)
+static unsigned long long take_pending(mlspy_progress *p)
 {
     return __atomic_exchange_n(&p->pending, 0, __ATOMIC_RELAXED);
 }
 
 /* With the GIL: call back.  -1 with an exception set. */
-static int tell(mlsp_progress *p)
+static int tell(mlspy_progress *p)
 {
     const unsigned long long bytes = take_pending(p);
     if (p->callback == NULL || bytes == 0) {
@@ -39,7 +39,7 @@ static int tell(mlsp_progress *p)
 /* The core's callback, from any thread. */
 static bool report(void *context, uint64_t bytes)
 {
-    mlsp_progress *p = context;
+    mlspy_progress *p = context;
     __atomic_add_fetch(&p->pending, bytes, __ATOMIC_RELAXED);
     if (p->thread != (unsigned long)pthread_self() || now() - p->told < INTERVAL) {
         return true;
@@ -52,20 +52,20 @@ static bool report(void *context, uint64_t bytes)
 }
 
 /* Nothing is called yet: an object that is no callable is refused before any work. */
-int mlsp_progress_init(mlsp_progress *progress, PyObject *callback)
+int mlspy_progress_init(mlspy_progress *progress, PyObject *callback)
 {
     if (callback != Py_None && !PyCallable_Check(callback)) {
         PyErr_Format(PyExc_TypeError, "progress must be callable, got %.100s",
                      Py_TYPE(callback)->tp_name);
         return -1;
     }
-    *progress = (mlsp_progress){.callback = callback == Py_None ? NULL : callback,
-                                .core = {.report = report, .context = progress}};
+    *progress = (mlspy_progress){.callback = callback == Py_None ? NULL : callback,
+                                 .core = {.report = report, .context = progress}};
     return 0;
 }
 
 /* From here on the thread state is kept for those moments when the GIL is taken back. */
-void mlsp_progress_begin(mlsp_progress *progress)
+void mlspy_progress_begin(mlspy_progress *progress)
 {
     progress->thread = (unsigned long)pthread_self();
     progress->told = now();
@@ -73,14 +73,14 @@ void mlsp_progress_begin(mlsp_progress *progress)
 }
 
 /* An exception that stopped the work is set in this thread, and stays set. */
-void mlsp_progress_end(mlsp_progress *progress)
+void mlspy_progress_end(mlspy_progress *progress)
 {
     PyEval_RestoreThread(progress->saved);
 }
 
 /* What the last interval left untold, so that the counts add up to the whole.  Called
  * with the GIL. */
-int mlsp_progress_finish(mlsp_progress *progress)
+int mlspy_progress_finish(mlspy_progress *progress)
 {
     return tell(progress);
 }

@@ -4,6 +4,10 @@
  * device, on torch's meta device, or a description that has no elements at all.  A torch
  * tensor of one of torch's own classes is asked for its bytes instead, once.
  */
+#include "activation_bindings.h"
+#include "errors.h"
+#include "gil.h"
+#include "module_state.h"
 #include "strategyp.h"
 
 #include "footprint.h"
@@ -44,7 +48,7 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
 
 /* Bytes of one element: what the dtype says itself, or what NumPy or the core make of its
  * name.  -1 with an exception set. */
-static int item_bytes(const mlsp_state *state, PyObject *dtype, size_t *out)
+static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
 {
     /* NumPy's own first, then names, then whoever says a size */
     if (PyArray_DescrCheck(dtype)) {
@@ -81,8 +85,8 @@ static int item_bytes(const mlsp_state *state, PyObject *dtype, size_t *out)
     return 0;
 }
 
-/* As mlsp_activation_bytes with the two attributes at hand; 1 for too many bytes. */
-static int bytes_of(const mlsp_state *state, PyObject *shape, PyObject *dtype,
+/* As mlspy_activation_bytes with the two attributes at hand; 1 for too many bytes. */
+static int bytes_of(const mlspy_state *state, PyObject *shape, PyObject *dtype,
                     size_t *out)
 {
     size_t bytes;
@@ -114,10 +118,10 @@ static int bytes_of(const mlsp_state *state, PyObject *shape, PyObject *dtype,
  * much, and the DLPack exchange function raises for tensors on the meta device, which
  * takes a millisecond.  Half of the cost of PyObject_GetAttr is finding the descriptor,
  * so the C function behind it is kept for the exact classes Tensor and Parameter. */
-static PyObject *tensor_nbytes(const mlsp_state *state, PyObject *tensor)
+static PyObject *tensor_nbytes(const mlspy_state *state, PyObject *tensor)
 {
-    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
-        const mlsp_bytes_getter *kept = &state->bytes_getters[i];
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
+        const mlspy_bytes_getter *kept = &state->bytes_getters[i];
         if (atomic_load_explicit(&kept->type, memory_order_acquire) == Py_TYPE(tensor)) {
             return kept->get(tensor, kept->closure);
         }
@@ -127,10 +131,10 @@ static PyObject *tensor_nbytes(const mlsp_state *state, PyObject *tensor)
 
 /* Store the getter in the first free place; each class is stored once.  The caller holds
  * the module's lock. */
-static void keep_getter(mlsp_state *state, PyTypeObject *type, const PyGetSetDef *found)
+static void keep_getter(mlspy_state *state, PyTypeObject *type, const PyGetSetDef *found)
 {
-    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
-        mlsp_bytes_getter *kept = &state->bytes_getters[i];
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
+        mlspy_bytes_getter *kept = &state->bytes_getters[i];
         PyTypeObject *taken = atomic_load_explicit(&kept->type, memory_order_relaxed);
         if (taken == type) {
             return;
@@ -150,37 +154,18 @@ static void keep_getter(mlsp_state *state, PyTypeObject *type, const PyGetSetDef
  * Never fails, and leaves no exception. */
 static void keep_tensor_class(PyObject *module, PyTypeObject *type)
 {
-    mlsp_state *state = mlsp_state_of(module);
+    mlspy_state *state = mlspy_state_of(module);
     PyObject *found = PyObject_GetAttr((PyObject *)type, state->nbytes_name);
     if (found != NULL && type->tp_getattro == PyObject_GenericGetAttr &&
         Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
         PyType_IsSubtype(type, PyDescr_TYPE(found))) {
         const PyGetSetDef *property = ((PyGetSetDescrObject *)found)->d_getset;
-        MLSP_BEGIN_LOCKED(module)
-            keep_getter(state, type, property);
-        MLSP_END_LOCKED()
+        MLSPY_BEGIN_LOCKED(module)
+        keep_getter(state, type, property);
+        MLSPY_END_LOCKED()
     }
     PyErr_Clear();
     Py_XDECREF(found);
-}
-
-/* For tp_traverse. */
-int mlsp_bytes_getters_visit(mlsp_state *state, visitproc visit, void *arg)
-{
-    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
-        Py_VISIT(
-            atomic_load_explicit(&state->bytes_getters[i].type, memory_order_relaxed));
-    }
-    return 0;
-}
-
-/* For tp_clear; the places are free afterwards. */
-void mlsp_bytes_getters_clear(mlsp_state *state)
-{
-    for (int i = 0; i < MLSP_TENSOR_CLASSES; i++) {
-        PyTypeObject *type = atomic_exchange(&state->bytes_getters[i].type, NULL);
-        Py_XDECREF(type);
-    }
 }
 
 /* Bytes by the attribute `nbytes`, for a class named as torch names its own: subclasses
@@ -188,7 +173,7 @@ void mlsp_bytes_getters_clear(mlsp_state *state)
  * shape and dtype have to be asked. */
 static bool tensor_bytes(PyObject *module, PyObject *activation, size_t *out)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     PyObject *answer = tensor_nbytes(state, activation);
     if (answer == NULL && !PyErr_Occurred()) {
         const char *name = Py_TYPE(activation)->tp_name;
@@ -211,7 +196,7 @@ static bool tensor_bytes(PyObject *module, PyObject *activation, size_t *out)
 
 /* Bytes by the attributes `shape` and `dtype`; 1 for too many bytes, -1 with an exception
  * set. */
-static int described_bytes(const mlsp_state *state, PyObject *activation, size_t *out)
+static int described_bytes(const mlspy_state *state, PyObject *activation, size_t *out)
 {
     PyObject *shape = PyObject_GetAttr(activation, state->shape_name);
     PyObject *dtype =
@@ -224,15 +209,15 @@ static int described_bytes(const mlsp_state *state, PyObject *activation, size_t
     return failed;
 }
 
-int mlsp_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
+int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     int failed;
     if (tensor_bytes(module, activation, out)) {
         return 0;
     }
     if (PyArray_Check(activation)) {
-        failed = !mlsp_ndarray_bytes((PyArrayObject *)activation, out);
+        failed = !mlspy_ndarray_bytes((PyArrayObject *)activation, out);
     } else {
         failed = described_bytes(state, activation, out);
     }
@@ -240,7 +225,7 @@ int mlsp_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
     if (failed > 0) {
         mls_status st;
         mls_fail(&st, MLS_E_SIZE, "activation has more bytes than memory can have");
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     }
     return failed == 0 ? 0 : -1;
 }
@@ -249,7 +234,7 @@ int mlsp_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
 static PyObject *activation_bytes(PyObject *module, PyObject *activation)
 {
     size_t bytes;
-    if (mlsp_activation_bytes(module, activation, &bytes) < 0) {
+    if (mlspy_activation_bytes(module, activation, &bytes) < 0) {
         return NULL;
     }
     return PyLong_FromSize_t(bytes);
@@ -267,14 +252,14 @@ static PyObject *memory_footprint(PyObject *module, PyObject *unused)
         code = mls_footprint_read(&found, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        return mlsp_raise(mlsp_state_of(module), &st, NULL);
+        return mlspy_raise(mlspy_state_of(module), &st, NULL);
     }
     return Py_BuildValue("KKK", (unsigned long long)found.used,
                          (unsigned long long)found.peak, (unsigned long long)found.total);
 }
 
 /* Used by mlstate/_memory_tracker.py and mlstate/_activation_manager.py. */
-PyMethodDef mlsp_activation_methods[] = {
+PyMethodDef mlspy_activation_methods[] = {
     {"activation_bytes", activation_bytes, METH_O,
      "activation_bytes(activation, /)\n--\n\nBytes of an activation by its shape and "
      "dtype."},

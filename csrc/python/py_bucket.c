@@ -5,6 +5,12 @@
  */
 #include "bucketp.h"
 
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gradients_bindings.h"
+#include "module_state.h"
+
 #include "mem.h"
 #include "size.h"
 #include "sketch.h"
@@ -14,12 +20,31 @@
 /* The capsule's name, by which a capsule of anybody else's is told apart. */
 static const char BUCKET[] = "mlstate.bucket";
 
+/* Lengths are compared too: a str may hold a NUL. */
+int mlspy_take_op(PyObject *object, mls_reduce_op *out)
+{
+    static const char *const names[] = {
+        [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
+    mls_text text;
+    if (mlspy_take_text(object, "op", &text) < 0) {
+        return -1;
+    }
+    for (int op = 0; op <= MLS_REDUCE_MAX; op++) {
+        if (mls_text_is(text, names[op])) {
+            *out = (mls_reduce_op)op;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "op must be sum, min or max, got %.100R", object);
+    return -1;
+}
+
 /* ---- making ---- */
 
 /* Free all that a bucket holds; accepts one that was half made, where `count` says how
  * many segments have their owners.  Needs the GIL, since the last reference to an array
  * may go here. */
-static void bucket_free(mlsp_bucket *held)
+static void bucket_free(mlspy_bucket *held)
 {
     if (held == NULL) {
         return;
@@ -40,17 +65,17 @@ static void capsule_free(PyObject *capsule)
 }
 
 /* Also refuses what is no capsule at all. */
-mlsp_bucket *mlsp_bucket_of(PyObject *capsule)
+mlspy_bucket *mlspy_bucket_of(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, BUCKET);
 }
 
 /* Room for `count` segments of `world` ranks, of which it has none yet; NULL with an
  * exception set.  Segments point into `counts`, so that nothing here grows later. */
-static mlsp_bucket *bucket_new(size_t count, size_t world)
+static mlspy_bucket *bucket_new(size_t count, size_t world)
 {
     size_t numbers;
-    mlsp_bucket *held = mls_alloc(1, sizeof *held);
+    mlspy_bucket *held = mls_alloc(1, sizeof *held);
     if (held == NULL || !mls_size_mul(count, world, &numbers)) {
         mls_free(held);
         PyErr_NoMemory();
@@ -68,30 +93,22 @@ static mlsp_bucket *bucket_new(size_t count, size_t world)
     return held;
 }
 
-/* A complex64 is asked for 8 bytes of alignment, though its parts alone would need 4. */
-static bool lies_packed(const mls_tensor *t)
-{
-    const size_t item = mls_tensor_item_bytes(t);
-    return mls_tensor_is_contiguous(t) && !t->swapped &&
-           (uintptr_t)t->data % (item < 8 ? item : 8) == 0;
-}
-
 /* The quick way is for plain arrays, of which a bucket may have thousands.  Where it
  * declines, the long way finds out what the object is, or raises what fits. */
-int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
-                     bool writable, mlsp_view *out)
+int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *what,
+                      bool writable, mlspy_view *out)
 {
-    if (!mlsp_view_quickly(state, array, writable, out) &&
-        (writable ? mlsp_view_writable(state, array, what, out)
-                  : mlsp_view_of(state, array, what, out)) < 0) {
+    if (!mlspy_view_quickly(state, array, writable, out) &&
+        (writable ? mlspy_view_writable(state, array, what, out)
+                  : mlspy_view_of(state, array, what, out)) < 0) {
         return -1;
     }
-    if (!lies_packed(&out->tensor)) {
+    if (!mls_bucket_takes(&out->tensor)) {
         PyErr_Format(PyExc_ValueError,
                      "%s of a bucket must be contiguous, aligned and in the byte order "
                      "of the machine",
                      what);
-        mlsp_view_release(out);
+        mlspy_view_release(out);
         return -1;
     }
     return 0;
@@ -100,12 +117,12 @@ int mlsp_view_packed(const mlsp_state *state, PyObject *array, const char *what,
 /* Look at an array that a bucket takes as it lies, of this dtype and shape: a plain
  * ndarray or tensor in main memory.  1 with a view that the caller releases; 0 without,
  * for all others; -1 with TypeError set where dtype or shape are none. */
-static int view_fitting(const mlsp_state *state, PyObject *array, PyObject *dtype,
-                        PyObject *shape, bool writable, mlsp_view *out)
+static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dtype,
+                        PyObject *shape, bool writable, mlspy_view *out)
 {
     mls_text name;
     mls_dtype wanted;
-    if (mlsp_take_text(dtype, "dtype", &name) < 0) {
+    if (mlspy_take_text(dtype, "dtype", &name) < 0) {
         return -1;
     }
     if (!PyTuple_Check(shape)) {
@@ -115,18 +132,18 @@ static int view_fitting(const mlsp_state *state, PyObject *array, PyObject *dtyp
     /* a subclass of ndarray may be more than its memory */
     if ((PyArray_Check(array) && !PyArray_CheckExact(array)) ||
         !mls_dtype_from_name(name.data, name.length, &wanted) ||
-        !mlsp_view_quickly(state, array, writable, out)) {
+        !mlspy_view_quickly(state, array, writable, out)) {
         return 0;
     }
     const mls_tensor *t = &out->tensor;
     bool same =
-        t->dtype == wanted && lies_packed(t) && t->rank == PyTuple_GET_SIZE(shape);
+        t->dtype == wanted && mls_bucket_takes(t) && t->rank == PyTuple_GET_SIZE(shape);
     for (int axis = 0; same && axis < t->rank; axis++) {
         PyObject *length = PyTuple_GET_ITEM(shape, axis);
         same = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
     }
     if (!same) {
-        mlsp_view_release(out);
+        mlspy_view_release(out);
         PyErr_Clear(); /* of lengths that no array has */
     }
     return same;
@@ -135,15 +152,15 @@ static int view_fitting(const mlsp_state *state, PyObject *array, PyObject *dtyp
 /* is_plain(array, writable) -> bool */
 static PyObject *is_plain(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    mlsp_view view;
-    if (mlsp_take_count("is_plain", 2, count) < 0) {
+    mlspy_view view;
+    if (mlspy_take_count("is_plain", 2, count) < 0) {
         return NULL;
     }
     const bool plain =
         (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
-        mlsp_view_quickly(mlsp_state_of(module), args[0], args[1] == Py_True, &view);
+        mlspy_view_quickly(mlspy_state_of(module), args[0], args[1] == Py_True, &view);
     if (plain) {
-        mlsp_view_release(&view);
+        mlspy_view_release(&view);
     }
     return PyBool_FromLong(plain);
 }
@@ -151,29 +168,26 @@ static PyObject *is_plain(PyObject *module, PyObject *const *args, Py_ssize_t co
 /* bucket_fits(array, dtype, shape, writable) -> bool */
 static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    mlsp_view view;
-    if (mlsp_take_count("bucket_fits", 4, count) < 0) {
+    mlspy_view view;
+    if (mlspy_take_count("bucket_fits", 4, count) < 0) {
         return NULL;
     }
-    const int fits = view_fitting(mlsp_state_of(module), args[0], args[1], args[2],
+    const int fits = view_fitting(mlspy_state_of(module), args[0], args[1], args[2],
                                   args[3] == Py_True, &view);
     if (fits < 0) {
         return NULL;
     }
     if (fits) {
-        mlsp_view_release(&view);
+        mlspy_view_release(&view);
     }
     return PyBool_FromLong(fits);
 }
 
-/* The elements of each rank's part, which make up the array and its output; -1 with an
- * exception set.  Pack and reduce trust these numbers: nothing else keeps them within the
- * memory of `views`, the array's and the output's.  A tuple cannot change while __index__
- * of one of its items runs. */
-static int take_counts(const mlsp_state *state, PyObject *tuple, size_t world,
-                       size_t rank, const mlsp_view *views, size_t *counts)
+/* The elements of each rank's part from a tuple; -1 with an exception set.  A tuple
+ * cannot change while __index__ of one of its items runs. */
+static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
+                       size_t *counts)
 {
-    size_t total = 0, have = 0, mine = 0;
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)world) {
         PyErr_Format(PyExc_TypeError, "counts must be a tuple of %zu ints", world);
         return -1;
@@ -181,58 +195,26 @@ static int take_counts(const mlsp_state *state, PyObject *tuple, size_t world,
     for (size_t i = 0; i < world; i++) {
         int64_t count;
         PyObject *number = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
-        if (mlsp_take_int64(state, number, "count", &count) < 0) {
+        if (mlspy_take_int64(state, number, "count", &count) < 0) {
             return -1;
         }
-        if (count < 0 || !mls_size_add(total, (size_t)count, &total)) {
+        if (count < 0) {
             PyErr_SetString(PyExc_ValueError, "counts must not be negative");
             return -1;
         }
         counts[i] = (size_t)count;
     }
-    if (!mls_tensor_count(&views[0].tensor, &have) ||
-        !mls_tensor_count(&views[1].tensor, &mine) || have != total ||
-        mine != counts[rank]) {
-        PyErr_Format(PyExc_ValueError,
-                     "an array of %zu elements and an output of %zu do not fit counts "
-                     "that add up to %zu, with %zu for this rank",
-                     have, mine, total, counts[rank]);
-        return -1;
-    }
     return 0;
-}
-
-/* An output must be memory of its own, or this rank's part of the input as it is.  -1
- * with ValueError set.  In any other place, or with wider elements, the sums would be
- * written over elements that other ranks have not yet been sent. */
-static int check_apart(const mls_tensor *data, const mls_tensor *out,
-                       const size_t *counts, size_t rank)
-{
-    if (!mls_tensor_overlap(data, out)) {
-        return 0;
-    }
-    size_t start = 0;
-    for (size_t r = 0; r < rank; r++) {
-        start += counts[r];
-    }
-    const unsigned char *part = data->data + start * mls_tensor_item_bytes(data);
-    if (data->dtype == out->dtype && part == out->data) {
-        return 0;
-    }
-    PyErr_SetString(PyExc_ValueError,
-                    "out shares memory with the array, and is not this rank's part of it "
-                    "in the same dtype");
-    return -1;
 }
 
 /* The output of a segment: of any dtype that reductions have, or, in a tuple that has
  * dtype and shape as well, just that, of the kind of the array.  -1 with an exception
  * set. */
-static int view_output(const mlsp_state *state, PyObject *tuple, mlsp_view *out)
+static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *out)
 {
     PyObject *output = PyTuple_GET_ITEM(tuple, 2);
     if (PyTuple_GET_SIZE(tuple) == 3) {
-        return mlsp_view_packed(state, output, "the output", true, out);
+        return mlspy_view_packed(state, output, "the output", true, out);
     }
     int fits = Py_TYPE(output) == Py_TYPE(PyTuple_GET_ITEM(tuple, 0));
     if (fits) {
@@ -250,12 +232,12 @@ static int view_output(const mlsp_state *state, PyObject *tuple, mlsp_view *out)
 /* Fill segment `held->bucket.count` from a tuple, and count it.  -1 with an exception
  * set; the caller then frees the whole bucket.  `reduction` comes without its dtypes,
  * which each segment has from its own arrays. */
-static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction reduction,
-                      mlsp_bucket *held)
+static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction reduction,
+                      mlspy_bucket *held)
 {
     mls_status st;
     mls_bucket *b = &held->bucket;
-    mlsp_view views[2];
+    mlspy_view views[2];
     size_t *counts = &held->counts[b->world * b->count];
     if (!PyTuple_Check(tuple) ||
         (PyTuple_GET_SIZE(tuple) != 3 && PyTuple_GET_SIZE(tuple) != 5)) {
@@ -263,26 +245,26 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
                                          "(array, counts, out, dtype, shape)");
         return -1;
     }
-    if (mlsp_view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false,
-                         &views[0]) < 0) {
+    if (mlspy_view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false,
+                          &views[0]) < 0) {
         return -1;
     }
     if (view_output(state, tuple, &views[1]) < 0) {
-        mlsp_view_release(&views[0]);
+        mlspy_view_release(&views[0]);
         return -1;
     }
     held->owners[2 * b->count] = views[0].owner;
     held->owners[2 * b->count + 1] = views[1].owner;
     b->count++; /* from here on bucket_free lets the owners go */
-    if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, b->rank, views, counts) <
-            0 ||
-        check_apart(&views[0].tensor, &views[1].tensor, counts, b->rank) < 0) {
+    if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, counts) < 0) {
         return -1;
     }
     reduction.dtype = views[0].tensor.dtype;
     reduction.out_dtype = views[1].tensor.dtype;
-    if (mls_reduce_check(&reduction, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+    if (mls_segment_check(&views[0].tensor, &views[1].tensor, counts, b->world, b->rank,
+                          &st) != MLS_OK ||
+        mls_reduce_check(&reduction, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     b->segments[b->count - 1] = (mls_segment){.data = views[0].tensor.data,
@@ -298,14 +280,14 @@ static int bucket_add(const mlsp_state *state, PyObject *tuple, mls_reduction re
  * capsule the bucket is freed here, afterwards by its destructor. */
 static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_reduction reduction = {.divisor = 1};
     int64_t world, rank;
-    if (mlsp_take_count("bucket", 5, count) < 0 ||
-        mlsp_take_int64(state, args[1], "world", &world) < 0 ||
-        mlsp_take_int64(state, args[2], "rank", &rank) < 0 ||
-        mlsp_take_op(args[3], &reduction.op) < 0 ||
-        mlsp_take_double(args[4], "divisor", &reduction.divisor) < 0) {
+    if (mlspy_take_count("bucket", 5, count) < 0 ||
+        mlspy_take_int64(state, args[1], "world", &world) < 0 ||
+        mlspy_take_int64(state, args[2], "rank", &rank) < 0 ||
+        mlspy_take_op(args[3], &reduction.op) < 0 ||
+        mlspy_take_double(args[4], "divisor", &reduction.divisor) < 0) {
         return NULL;
     }
     /* a rank below `world` that is not negative says that `world` is at least 1 */
@@ -316,7 +298,7 @@ static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     /* a copy: the list may change while outputs are looked at */
     PyObject *segments = PyList_AsTuple(args[0]);
-    mlsp_bucket *held = NULL;
+    mlspy_bucket *held = NULL;
     if (segments == NULL ||
         (held = bucket_new((size_t)PyTuple_GET_SIZE(segments), (size_t)world)) == NULL) {
         goto done;
@@ -346,19 +328,19 @@ done:
  * is enough for all.  "N" passes the list on, in case of failure too. */
 static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_status st;
-    if (mlsp_take_count("bucket_sizes", 1, count) < 0) {
+    if (mlspy_take_count("bucket_sizes", 1, count) < 0) {
         return NULL;
     }
-    const mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    const mlspy_bucket *held = mlspy_bucket_of(args[0]);
     PyObject *to = held == NULL ? NULL : PyList_New((Py_ssize_t)held->bucket.world);
     size_t mine = 0;
     for (size_t rank = 0; to != NULL && rank < held->bucket.world; rank++) {
         size_t bytes;
         if (mls_bucket_bytes(&held->bucket, rank, &bytes, &st) != MLS_OK) {
             Py_CLEAR(to);
-            return mlsp_raise(state, &st, NULL);
+            return mlspy_raise(state, &st, NULL);
         }
         const bool own = rank == held->bucket.rank;
         mine = own ? bytes : mine;
@@ -372,39 +354,21 @@ static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_
     return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)mine);
 }
 
-/* Bytes that all messages take together: to the others, or from them, each of which has
- * the length of this rank's own.  -1 with an exception set. */
-static int message_bytes(const mlsp_state *state, const mls_bucket *b, bool sent,
-                         size_t *out)
-{
-    size_t total = 0;
-    mls_status st;
-    for (size_t rank = 0; rank < b->world; rank++) {
-        size_t bytes;
-        if (mls_bucket_bytes(b, sent ? rank : b->rank, &bytes, &st) != MLS_OK) {
-            mlsp_raise(state, &st, NULL);
-            return -1;
-        }
-        /* cannot wrap in what fits memory as arrays; checked all the same */
-        if (rank != b->rank && !mls_size_add(total, bytes, &total)) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
-    *out = total;
-    return 0;
-}
-
 /* View a buffer with room for all messages; -1 with an exception set, and no view.  Parts
  * lie at multiples of MLS_BUCKET_ALIGN in it and kernels read them where they are, so
  * that the buffer must begin at one.  One to send from is filled here: it must be
  * writable. */
-static int view_messages(const mlsp_state *state, const mls_bucket *b, PyObject *array,
-                         bool sent, mlsp_view *out)
+static int view_messages(const mlspy_state *state, const mls_bucket *b, PyObject *array,
+                         bool sent, mlspy_view *out)
 {
     size_t wanted, have;
-    if (message_bytes(state, b, sent, &wanted) < 0 ||
-        mlsp_view_packed(state, array, "the messages", sent, out) < 0) {
+    mls_status st;
+    if ((sent ? mls_bucket_sent_bytes(b, &wanted, &st)
+              : mls_bucket_received_bytes(b, &wanted, &st)) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    if (mlspy_view_packed(state, array, "the messages", sent, out) < 0) {
         return -1;
     }
     if (!mls_tensor_bytes(&out->tensor, &have) || have < wanted ||
@@ -412,7 +376,7 @@ static int view_messages(const mlsp_state *state, const mls_bucket *b, PyObject 
         PyErr_Format(PyExc_ValueError,
                      "messages of %zu bytes do not fit %zu bytes of memory aligned to %d",
                      wanted, have, (int)MLS_BUCKET_ALIGN);
-        mlsp_view_release(out);
+        mlspy_view_release(out);
         return -1;
     }
     return 0;
@@ -424,24 +388,24 @@ static int view_messages(const mlsp_state *state, const mls_bucket *b, PyObject 
  * stays while the GIL is let go. */
 static PyObject *bucket_pack(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    mlsp_view send = {0};
-    if (mlsp_take_count("bucket_pack", 2, count) < 0) {
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_view send = {0};
+    if (mlspy_take_count("bucket_pack", 2, count) < 0) {
         return NULL;
     }
-    const mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    const mlspy_bucket *held = mlspy_bucket_of(args[0]);
     if (held == NULL || view_messages(state, &held->bucket, args[1], true, &send) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
         mls_bucket_pack(&held->bucket, send.tensor.data);
     Py_END_ALLOW_THREADS
-    mlsp_view_release(&send);
+    mlspy_view_release(&send);
     Py_RETURN_NONE;
 }
 
 /* A list that is filled in part can be let go: its empty places are NULL. */
-PyObject *mlsp_bucket_tallies(const mls_bucket *b)
+PyObject *mlspy_bucket_tallies(const mls_bucket *b)
 {
     PyObject *list = PyList_New((Py_ssize_t)b->count);
     for (size_t i = 0; list != NULL && i < b->count; i++) {
@@ -463,27 +427,27 @@ PyObject *mlsp_bucket_tallies(const mls_bucket *b)
  * mix their figures. */
 static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    mlsp_view received = {0};
-    if (mlsp_take_count("bucket_reduce", 2, count) < 0) {
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_view received = {0};
+    if (mlspy_take_count("bucket_reduce", 2, count) < 0) {
         return NULL;
     }
-    mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    mlspy_bucket *held = mlspy_bucket_of(args[0]);
     if (held == NULL ||
         view_messages(state, &held->bucket, args[1], false, &received) < 0) {
         return NULL;
     }
     const void **sources = mls_alloc(held->bucket.world, sizeof *sources);
     if (sources == NULL) {
-        mlsp_view_release(&received);
+        mlspy_view_release(&received);
         return PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
         mls_bucket_reduce(&held->bucket, state->kernels, received.tensor.data, sources);
     Py_END_ALLOW_THREADS
     mls_free(sources);
-    mlsp_view_release(&received);
-    return mlsp_bucket_tallies(&held->bucket);
+    mlspy_view_release(&received);
+    return mlspy_bucket_tallies(&held->bucket);
 }
 
 /* sketch(array, start, seed) -> (signed sum, sum of absolute values)
@@ -491,16 +455,16 @@ static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize
  * `array` lies packed; its first element has index `start`. */
 static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    mlsp_view view = {0};
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_view view = {0};
     mls_sketch sum = {0};
     mls_status st;
     int64_t start, seed;
     size_t elements = 0;
-    if (mlsp_take_count("sketch", 3, count) < 0 ||
-        mlsp_take_int64(state, args[1], "start", &start) < 0 ||
-        mlsp_take_int64(state, args[2], "seed", &seed) < 0 ||
-        mlsp_view_packed(state, args[0], "an array", false, &view) < 0) {
+    if (mlspy_take_count("sketch", 3, count) < 0 ||
+        mlspy_take_int64(state, args[1], "start", &start) < 0 ||
+        mlspy_take_int64(state, args[2], "seed", &seed) < 0 ||
+        mlspy_view_packed(state, args[0], "an array", false, &view) < 0) {
         return NULL;
     }
     (void)mls_tensor_count(&view.tensor, &elements);
@@ -509,30 +473,30 @@ static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t coun
         code = mls_sketch_add(&sum, view.tensor.data, view.tensor.dtype, (size_t)start,
                               elements, (uint64_t)seed, &st);
     Py_END_ALLOW_THREADS
-    mlsp_view_release(&view);
+    mlspy_view_release(&view);
     if (code != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     return Py_BuildValue("(dd)", sum.signed_sum, sum.magnitude);
 }
 
-PyMethodDef mlsp_bucket_methods[] = {
-    {"is_plain", MLSP_FASTCALL(is_plain),
+PyMethodDef mlspy_bucket_methods[] = {
+    {"is_plain", MLSPY_FASTCALL(is_plain),
      "is_plain(array, writable, /)\n--\n\nWhether an array is an ndarray, or a torch "
      "tensor\nin main memory, that the core reads or writes as it is."},
-    {"bucket_fits", MLSP_FASTCALL(bucket_fits),
+    {"bucket_fits", MLSPY_FASTCALL(bucket_fits),
      "bucket_fits(array, dtype, shape, writable, /)\n--\n\nWhether a bucket takes an "
      "array as it "
      "lies."},
-    {"bucket", MLSP_FASTCALL(bucket),
+    {"bucket", MLSPY_FASTCALL(bucket),
      "bucket(segments, world, rank, op, divisor, /)\n--\n\nArrays to be reduced as one."},
-    {"bucket_sizes", MLSP_FASTCALL(bucket_sizes),
+    {"bucket_sizes", MLSPY_FASTCALL(bucket_sizes),
      "bucket_sizes(bucket, /)\n--\n\nBytes to each other rank, and from each."},
-    {"bucket_pack", MLSP_FASTCALL(bucket_pack),
+    {"bucket_pack", MLSPY_FASTCALL(bucket_pack),
      "bucket_pack(bucket, send, /)\n--\n\nFill the messages to the other ranks."},
-    {"bucket_reduce", MLSP_FASTCALL(bucket_reduce),
+    {"bucket_reduce", MLSPY_FASTCALL(bucket_reduce),
      "bucket_reduce(bucket, received, /)\n--\n\nReduce what the other ranks sent."},
-    {"sketch", MLSP_FASTCALL(sketch),
+    {"sketch", MLSPY_FASTCALL(sketch),
      "sketch(array, start, seed, /)\n--\n\nSigned and absolute sum of the elements."},
     {NULL, NULL, 0, NULL},
 };

@@ -4,8 +4,18 @@
  * goes: choose tensors and parts, see that all of it is stored and that the files are
  * there, make or view the arrays (with the GIL), read (without).
  */
-#include "checkpoint.h"
+#include "args.h"
+#include "catalog_methods.h"
+#include "catalog_object.h"
+#include "checkpoint_bindings.h"
+#include "checkpoint_folder.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
+#include "progress.h"
+#include "py_layout.h"
 
+#include "catalog_summary.h"
 #include "mem.h"
 #include "safetensors.h"
 #include "seal.h"
@@ -20,7 +30,7 @@
  * Python's, so that no collection has to look into it.  Half-filled ones end here too. */
 static void catalog_dealloc(PyObject *object)
 {
-    catalog_object *self = (catalog_object *)object;
+    mlspy_catalog *self = (mlspy_catalog *)object;
     PyTypeObject *type = Py_TYPE(object);
     mls_catalog_fini(&self->catalog);
     for (size_t i = 0; i < self->index_count; i++) {
@@ -32,7 +42,7 @@ static void catalog_dealloc(PyObject *object)
 }
 
 /* Say in which file of the checkpoint an index is that is none. */
-static void fail_index(const mlsp_state *state, const mls_status *st, PyObject *path)
+static void fail_index(const mlspy_state *state, const mls_status *st, PyObject *path)
 {
     mls_status named = *st;
     const char *text = PyUnicode_Check(path) ? PyUnicode_AsUTF8(path) : NULL;
@@ -43,20 +53,20 @@ static void fail_index(const mlsp_state *state, const mls_status *st, PyObject *
         PyOS_snprintf(named.text, sizeof named.text, "index/%.60s: %.230s",
                       file == NULL ? text : file + 1, st->text);
     }
-    mlsp_raise(state, &named, path);
+    mlspy_raise(state, &named, path);
 }
 
 /* Parse one index; `name` (borrowed) is that of its file, for errors.  A text of
  * megabytes is parsed without the GIL: the bytes object cannot change, and its caller
  * holds it. */
-static int add_index(const mlsp_state *state, catalog_object *self, PyObject *text,
+static int add_index(const mlspy_state *state, mlspy_catalog *self, PyObject *text,
                      PyObject *name)
 {
     char *bytes;
     Py_ssize_t length;
     mls_status st;
     mls_code code;
-    const mls_crc_kernels *crc = mlsp_crc_of(state);
+    const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
     mls_index *index = &self->indexes[self->index_count];
     if (PyBytes_AsStringAndSize(text, &bytes, &length) < 0) {
         return -1;
@@ -74,7 +84,7 @@ static int add_index(const mlsp_state *state, catalog_object *self, PyObject *te
 
 /* All indexes, and the catalog over them.  Whatever fails leaves a Catalog that can be
  * freed: `index_count` says how many indexes there are. */
-static int fill(const mlsp_state *state, catalog_object *self, PyObject *texts,
+static int fill(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
                 PyObject *names)
 {
     const size_t count = (size_t)PyTuple_GET_SIZE(texts);
@@ -99,8 +109,8 @@ static int fill(const mlsp_state *state, catalog_object *self, PyObject *texts,
     Py_END_ALLOW_THREADS
     failed = code == MLS_OK ? 0 : -1;
     if (failed < 0) {
-        mlsp_raise_under(state, &st, count > 0 ? PyTuple_GET_ITEM(names, 0) : Py_None,
-                         NULL);
+        mlspy_raise_under(state, &st, count > 0 ? PyTuple_GET_ITEM(names, 0) : Py_None,
+                          NULL);
     }
 done:
     mls_free(pointers);
@@ -112,7 +122,7 @@ done:
  * In __new__ and not in __init__, which could be called again on one that is in use. */
 static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *texts, *names, *module = mlsp_module_of(type);
+    PyObject *texts, *names, *module = mlspy_module_of(type);
     if (module == NULL ||
         !PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &texts, &PyTuple_Type, &names)) {
         return NULL;
@@ -127,92 +137,27 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     }
     PyObject *self = type->tp_alloc(type, 0);
     if (self != NULL &&
-        fill(mlsp_state_of(module), (catalog_object *)self, texts, names) < 0) {
+        fill(mlspy_state_of(module), (mlspy_catalog *)self, texts, names) < 0) {
         Py_CLEAR(self);
     }
     return self;
 }
 
-/* A world that was smaller has no index of that rank; a Catalog may also hold only some
- * of the ranks.  Borrowed from the Catalog, which the caller holds. */
-int mlsp_catalog_index(const mlsp_state *state, PyObject *catalog, int64_t rank,
-                       const mls_index **out)
-{
-    if (!PyObject_TypeCheck(catalog, state->catalog_type)) {
-        PyErr_SetString(PyExc_TypeError, "a Catalog is wanted");
-        return -1;
-    }
-    catalog_object *self = (catalog_object *)catalog;
-    *out = NULL;
-    for (size_t i = 0; i < self->index_count; i++) {
-        if (self->indexes[i].rank == (uint64_t)rank) {
-            *out = &self->indexes[i];
-        }
-    }
-    return 0;
-}
-
-/* The module's state, from an object of ours. */
-const mlsp_state *mlsp_catalog_state(PyObject *self)
-{
-    return mlsp_state_of(mlsp_module_of(Py_TYPE(self)));
-}
-
 /* ---- what it holds ---- */
-
-/* New reference to the key under which a state dict has a tensor.  An index keeps name
- * and state apart, as files of other programs might divide them elsewhere than at a dot.
- * Nearly all keys are short: these are joined as bytes. */
-PyObject *mlsp_catalog_key(const mls_tensor_id *id)
-{
-    char joined[256];
-    const size_t length = id->name.length + 1 + id->state.length;
-    if (id->has_state && length <= sizeof joined && id->name.length > 0 &&
-        id->state.length > 0) {
-        memcpy(joined, id->name.data, id->name.length);
-        joined[id->name.length] = '.';
-        memcpy(joined + id->name.length + 1, id->state.data, id->state.length);
-        return mlsp_str_of((mls_text){joined, length});
-    }
-    PyObject *name = mlsp_str_of(id->name);
-    if (name == NULL || !id->has_state) {
-        return name;
-    }
-    PyObject *state = mlsp_str_of(id->state);
-    PyObject *key = state == NULL ? NULL : PyUnicode_FromFormat("%U.%U", name, state);
-    Py_DECREF(name);
-    Py_XDECREF(state);
-    return key;
-}
-
-/* A section's number as an argument. */
-int mlsp_take_section(const mlsp_state *state, PyObject *object, mls_section *out)
-{
-    int64_t number;
-    if (mlsp_take_int64(state, object, "section", &number) < 0) {
-        return -1;
-    }
-    if (number < 0 || number >= MLS_SECTION_COUNT) {
-        PyErr_SetString(PyExc_ValueError, "no such section");
-        return -1;
-    }
-    *out = (mls_section)number;
-    return 0;
-}
 
 /* keys(section) -> [key, ...], in the order of their bytes */
 static PyObject *catalog_keys(PyObject *object, PyObject *argument)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     mls_section section;
-    if (mlsp_take_section(mlsp_catalog_state(object), argument, &section) < 0) {
+    if (mlspy_take_section(mlspy_catalog_state(object), argument, &section) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
         const mls_tensor_id *id = &self->catalog.tensors[i].facts->id;
         if (id->section == section) {
-            PyObject *key = mlsp_catalog_key(id);
+            PyObject *key = mlspy_catalog_key(id);
             if (key == NULL || PyList_Append(list, key) < 0) {
                 Py_CLEAR(list);
             }
@@ -226,7 +171,7 @@ static PyObject *catalog_keys(PyObject *object, PyObject *argument)
 static PyObject *sizes_tuple(const size_t *sizes, int count)
 {
     const mls_facts facts = {.rank = count, .shape = sizes};
-    return mlsp_shape_tuple(&facts);
+    return mlspy_shape_tuple(&facts);
 }
 
 /* New reference to None, or to a tuple of the axes of a state's parameter.  None is the
@@ -255,39 +200,26 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
  * None.
  *
  * Each N takes its reference, or passes a NULL on as the exception that is set. */
-static PyObject *tensor_tuple(const catalog_object *self, const mls_catalog_tensor *t)
+static PyObject *tensor_tuple(const mlspy_catalog *self, const mls_catalog_tensor *t)
 {
     const mls_index_shard *facts = t->facts;
-    uint64_t bytes = 0, version = 0, stored = 0;
-    Py_ssize_t sparse = 0;
-    const char *codec = NULL;
-    for (size_t i = 0; i < t->count; i++) {
-        const mls_index_shard *shard = self->catalog.shards[t->from + i].shard;
-        bytes += shard->bytes;
-        stored += mls_index_stored_bytes(shard);
-        sparse += mls_index_is_sparse(shard);
-        for (size_t j = 0; j < mls_index_place_count(shard); j++) {
-            const mls_layer place = mls_index_place(shard, j);
-            codec = place.frames == NULL ? codec : mls_codec_name(place.frames->codec);
-        }
-        version = shard->version > version ? shard->version : version;
-    }
+    const mls_tensor_summary sum = mls_tensor_summarize(&self->catalog, t);
     const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
     PyObject *state =
-        facts->id.has_state ? mlsp_str_of(facts->id.state) : Py_NewRef(Py_None);
+        facts->id.has_state ? mlspy_str_of(facts->id.state) : Py_NewRef(Py_None);
     return Py_BuildValue(
         "(sNNNsNNNnKKzKnz)", mls_section_name(facts->id.section),
-        mlsp_catalog_key(&facts->id), mlsp_str_of(facts->id.name), state,
+        mlspy_catalog_key(&facts->id), mlspy_str_of(facts->id.name), state,
         mls_dtype_of(facts->dtype)->name, sizes_tuple(facts->shape, facts->rank),
-        mlsp_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
-        (unsigned long long)bytes, (unsigned long long)version, tier,
-        (unsigned long long)stored, sparse, codec);
+        mlspy_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
+        (unsigned long long)sum.bytes, (unsigned long long)sum.version, tier,
+        (unsigned long long)sum.stored_bytes, (Py_ssize_t)sum.sparse, sum.codec);
 }
 
 /* tensors() -> [tuple, ...] */
 static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->catalog.tensor_count);
     for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
@@ -299,23 +231,6 @@ static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
         }
     }
     return list;
-}
-
-/* Bytes of the shard that a layer holds. */
-static unsigned long long held_bytes(const mls_layer *layer)
-{
-    return layer->frames == NULL ? layer->bytes : layer->frames->bytes;
-}
-
-/* Bytes of a layer that no later one hides. */
-static unsigned long long visible_bytes(const mls_index_shard *shard,
-                                        const mls_layer *layer)
-{
-    unsigned long long elements = 0;
-    for (size_t i = 0; i < layer->visible_count; i++) {
-        elements += layer->visible[i].count;
-    }
-    return elements * mls_dtype_of(shard->dtype)->item_bytes;
 }
 
 /* New reference to None, or to a tuple of the layers of a sparse shard, each as a tuple:
@@ -335,7 +250,10 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
         PyObject *one = Py_BuildValue(
             "(sKKs#KKz)", index->files[layer->file].path,
             (unsigned long long)layer->offset, (unsigned long long)layer->bytes, crc,
-            (Py_ssize_t)MLS_CRC_DIGITS, held_bytes(layer), visible_bytes(shard, layer),
+            (Py_ssize_t)MLS_CRC_DIGITS,
+            (unsigned long long)mls_layer_element_bytes(layer),
+            (unsigned long long)mls_layer_visible_bytes(
+                layer, mls_dtype_of(shard->dtype)->item_bytes),
             frames == NULL ? NULL : mls_codec_name(frames->codec));
         if (one == NULL) {
             Py_CLEAR(tuple);
@@ -354,7 +272,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     size_t dims[MLS_LAYOUT_RANK];
     char crc[MLS_CRC_DIGITS];
     const mls_part part = mls_index_part(shard);
-    const int rank = mlsp_part_dims(&part, dims);
+    const int rank = mls_part_dims(&part, dims);
     /* None rather than 0 of a sparse one: there is no such place */
     const bool plain = shard->layers == NULL;
     PyObject *offset =
@@ -362,7 +280,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     mls_crc_to_digits(shard->crc, crc);
     return Py_BuildValue(
         "(sNnNKzNnz#KN)", mls_section_name(shard->id.section),
-        mlsp_catalog_key(&shard->id), (Py_ssize_t)shard->part, sizes_tuple(dims, rank),
+        mlspy_catalog_key(&shard->id), (Py_ssize_t)shard->part, sizes_tuple(dims, rank),
         (unsigned long long)index->rank, plain ? index->files[shard->file].path : NULL,
         offset, (Py_ssize_t)shard->bytes, plain ? crc : NULL, (Py_ssize_t)MLS_CRC_DIGITS,
         (unsigned long long)shard->version, layers_tuple(index, shard));
@@ -371,7 +289,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
 /* shards() -> [tuple, ...], of all ranks */
 static PyObject *catalog_shards(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -392,14 +310,14 @@ static PyObject *catalog_shards(PyObject *object, PyObject *unused)
  * A file that several indexes name is in it once. */
 static PyObject *catalog_files(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
     PyObject *dict = PyDict_New();
     for (size_t i = 0; dict != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
         for (size_t j = 0; dict != NULL && j < index->file_count; j++) {
             PyObject *bytes = PyLong_FromUnsignedLongLong(index->files[j].bytes);
-            if (bytes == NULL || mlsp_dict_set(dict, index->files[j].path, bytes) < 0) {
+            if (bytes == NULL || mlspy_dict_set(dict, index->files[j].path, bytes) < 0) {
                 Py_CLEAR(dict);
             }
             Py_XDECREF(bytes);
@@ -408,45 +326,28 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
     return dict;
 }
 
-/* Make the header of a file again from one index.  0: it does not list all of the file.
- */
-static int append_header(const mlsp_state *state, const mls_index *index,
-                         const char *path, mls_buffer *out)
-{
-    mls_status st;
-    mls_code code = MLS_E_VALUE;
-    for (size_t i = 0; i < index->file_count && code == MLS_E_VALUE; i++) {
-        if (strcmp(index->files[i].path, path) == 0) {
-            code = mls_shard_header(index, i, mlsp_crc_of(state), out, &st);
-        }
-    }
-    if (code == MLS_E_MEMORY) {
-        mlsp_raise(state, &st, Py_None);
-        return -1;
-    }
-    return code == MLS_OK;
-}
-
 /* header(path) -> bytes or None
  *
  * That of the first index that lists all of the file. */
 static PyObject *catalog_header(PyObject *object, PyObject *argument)
 {
-    const catalog_object *self = (catalog_object *)object;
-    const mlsp_state *state = mlsp_catalog_state(object);
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_state *state = mlspy_catalog_state(object);
     const char *path = PyUnicode_AsUTF8(argument);
     if (path == NULL) {
         return NULL;
     }
-    int found = 0;
     mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
-    for (size_t i = 0; found == 0 && i < self->index_count; i++) {
-        found = append_header(state, &self->indexes[i], path, &text);
-    }
+    mls_status st;
+    const mls_code code =
+        mls_shard_header_find(self->indexes, self->index_count, path,
+                              mls_crc_of(state->kernels->cpu), &text, &st);
     PyObject *result = NULL;
-    if (found > 0) {
+    if (code == MLS_OK) {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
-    } else if (found == 0) {
+    } else if (code == MLS_E_MEMORY) {
+        mlspy_raise(state, &st, Py_None);
+    } else {
         result = Py_NewRef(Py_None);
     }
     mls_buffer_fini(&text);
@@ -456,21 +357,16 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
 /* heads() -> [(generation, rank, world_size, shards, their bytes, stored bytes), ...] */
 static PyObject *catalog_heads(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
-        unsigned long long bytes = 0;  /* no more than an integer of a manifest */
-        unsigned long long stored = 0; /* no more than the files have */
-        for (size_t j = 0; j < index->shard_count; j++) {
-            bytes += index->shards[j].bytes;
-            stored += mls_index_stored_bytes(&index->shards[j]);
-        }
-        PyObject *tuple =
-            Py_BuildValue("(sKKnKK)", index->generation, (unsigned long long)index->rank,
-                          (unsigned long long)index->world_size,
-                          (Py_ssize_t)index->shard_count, bytes, stored);
+        const mls_index_summary sum = mls_index_summarize(index);
+        PyObject *tuple = Py_BuildValue(
+            "(sKKnKK)", index->generation, (unsigned long long)index->rank,
+            (unsigned long long)index->world_size, (Py_ssize_t)index->shard_count,
+            (unsigned long long)sum.bytes, (unsigned long long)sum.stored_bytes);
         if (tuple == NULL) {
             Py_CLEAR(list);
         } else {
@@ -489,7 +385,7 @@ static PyObject *problem_tuple(const mls_index *index, const mls_problem *proble
 {
     const bool whole = problem->shard == SIZE_MAX;
     const mls_index_shard *shard = whole ? NULL : &index->shards[problem->shard];
-    PyObject *key = whole ? Py_NewRef(Py_None) : mlsp_catalog_key(&shard->id);
+    PyObject *key = whole ? Py_NewRef(Py_None) : mlspy_catalog_key(&shard->id);
     PyObject *part = whole ? Py_NewRef(Py_None) : PyLong_FromSize_t(shard->part);
     PyObject *text = PyUnicode_DecodeUTF8(
         problem->text, (Py_ssize_t)strlen(problem->text), "backslashreplace");
@@ -521,33 +417,33 @@ static int add_problems(const mls_index *index, const mls_problems *problems,
  * folder is closed whatever happens. */
 static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
-    const catalog_object *self = (catalog_object *)object;
-    const mlsp_state *state = mlsp_catalog_state(object);
-    mlsp_progress progress;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_state *state = mlspy_catalog_state(object);
+    mlspy_progress progress;
     int folder;
     unsigned long long bytes = 0;
     bool good = true;
-    if (mlsp_take_count("verify", 2, count) < 0 ||
-        mlsp_progress_init(&progress, args[1]) < 0 ||
-        mlsp_open_folder(state, args[0], &folder) < 0) {
+    if (mlspy_take_count("verify", 2, count) < 0 ||
+        mlspy_progress_init(&progress, args[1]) < 0 ||
+        mlspy_open_folder(state, args[0], &folder) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
     for (size_t i = 0; good && list != NULL && i < self->index_count; i++) {
-        const mls_crc_kernels *crc = mlsp_crc_of(state);
+        const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
         mls_problems problems = {0};
         mls_status st;
-        mlsp_progress_begin(&progress);
+        mlspy_progress_begin(&progress);
         const mls_code code = mls_index_verify(
             folder, &self->indexes[i], crc, state->pool, &progress.core, &problems, &st);
-        mlsp_progress_end(&progress);
+        mlspy_progress_end(&progress);
         if (code != MLS_OK) {
-            mlsp_raise_under(state, &st, args[0], NULL);
+            mlspy_raise_under(state, &st, args[0], NULL);
             good = false;
         } else {
             bytes += problems.bytes_read;
             good = add_problems(&self->indexes[i], &problems, list) == 0 &&
-                   mlsp_progress_finish(&progress) == 0;
+                   mlspy_progress_finish(&progress) == 0;
         }
         mls_problems_fini(&problems);
     }
@@ -574,26 +470,26 @@ static PyMethodDef catalog_methods[] = {
     {"heads", catalog_heads, METH_NOARGS,
      "heads($self, /)\n--\n\nWhat each index says of "
      "itself."},
-    {"load", MLSP_FASTCALL(mlsp_catalog_load),
+    {"load", MLSPY_FASTCALL(mlspy_catalog_load),
      "load($self, folder, section, keys, cutting, verify, mmap, progress, "
      "/)\n--\n\nArrays."},
-    {"load_into", MLSP_FASTCALL(mlsp_catalog_load_into),
+    {"load_into", MLSPY_FASTCALL(mlspy_catalog_load_into),
      "load_into($self, folder, section, keys, cutting, targets, verify, progress, "
      "/)\n--\n\nRead into arrays that exist."},
-    {"fits", MLSP_FASTCALL(mlsp_catalog_fits),
+    {"fits", MLSPY_FASTCALL(mlspy_catalog_fits),
      "fits($self, folder, section, keys, cutting, targets, /)\n--\n\nRefuse what "
      "load_into would."},
-    {"patterns", mlsp_catalog_patterns, METH_NOARGS,
+    {"patterns", mlspy_catalog_patterns, METH_NOARGS,
      "patterns($self, /)\n--\n\nWhat each index lists, apart from its own parts."},
-    {"places", mlsp_catalog_places, METH_NOARGS,
+    {"places", mlspy_catalog_places, METH_NOARGS,
      "places($self, /)\n--\n\nOf each tensor, the indexes and groups that list it."},
-    {"wanted_parts", MLSP_FASTCALL(mlsp_catalog_wanted_parts),
+    {"wanted_parts", MLSPY_FASTCALL(mlspy_catalog_wanted_parts),
      "wanted_parts($self, folder, section, keys, cutting, most, /)\n--\n\nParts that a "
      "load needs, by their tensors' places."},
-    {"reads", MLSP_FASTCALL(mlsp_catalog_reads),
+    {"reads", MLSPY_FASTCALL(mlspy_catalog_reads),
      "reads($self, folder, section, keys, cutting, verify, /)\n--\n\nBytes of files "
      "that loading reads."},
-    {"verify", MLSP_FASTCALL(catalog_verify),
+    {"verify", MLSPY_FASTCALL(catalog_verify),
      "verify($self, folder, progress, /)\n--\n\nEverything that is wrong with the "
      "files."},
     {NULL, NULL, 0, NULL},
@@ -609,15 +505,15 @@ static PyType_Slot catalog_slots[] = {
 
 static PyType_Spec catalog_spec = {
     .name = "mlstate._core.Catalog",
-    .basicsize = sizeof(catalog_object),
+    .basicsize = sizeof(mlspy_catalog),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = catalog_slots,
 };
 
 /* Immutable, so that nobody replaces a method that others rely on. */
-int mlsp_catalog_add(PyObject *module)
+int mlspy_catalog_add(PyObject *module)
 {
-    mlsp_state *state = mlsp_state_of(module);
+    mlspy_state *state = mlspy_state_of(module);
     state->catalog_type =
         (PyTypeObject *)PyType_FromModuleAndSpec(module, &catalog_spec, NULL);
     return state->catalog_type == NULL ? -1

@@ -3,6 +3,11 @@
  */
 #include "chainp.h"
 
+#include "activation_bindings.h"
+#include "args.h"
+#include "errors.h"
+#include "module_state.h"
+
 #include "mem.h"
 
 enum { ARRAYS = 8, ITEMS = 10 }; /* of the tuple that a Chain keeps */
@@ -55,15 +60,16 @@ static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
 
 /* Once the memory is there: copy, point into the copies, and check what they hold.  -1
  * with an exception set. */
-static int fill_chain(const mlsp_state *state, PyObject *tuple, npy_intp n,
-                      mlsp_chain *out)
+static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
+                      mlspy_chain *out)
 {
     const void *p[ARRAYS];
     mls_status st;
     mls_chain *c = &out->chain;
     if (copy_arrays(tuple, n, out->memory, p) < 0 ||
-        mlsp_take_double(PyTuple_GET_ITEM(tuple, ARRAYS), "rate", &c->offload_rate) < 0 ||
-        mlsp_take_double(PyTuple_GET_ITEM(tuple, ARRAYS + 1), "rate", &c->load_rate) <
+        mlspy_take_double(PyTuple_GET_ITEM(tuple, ARRAYS), "rate", &c->offload_rate) <
+            0 ||
+        mlspy_take_double(PyTuple_GET_ITEM(tuple, ARRAYS + 1), "rate", &c->load_rate) <
             0) {
         return -1;
     }
@@ -77,16 +83,16 @@ static int fill_chain(const mlsp_state *state, PyObject *tuple, npy_intp n,
     c->saving_temporary_bytes = p[6];
     c->backward_temporary_bytes = p[7];
     if (mls_chain_check(c, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     return 0;
 }
 
 /* The first array says how many blocks there are, all others must agree. */
-int mlsp_take_chain(const mlsp_state *state, PyObject *tuple, mlsp_chain *out)
+int mlspy_take_chain(const mlspy_state *state, PyObject *tuple, mlspy_chain *out)
 {
-    *out = (mlsp_chain){0};
+    *out = (mlspy_chain){0};
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != ITEMS) {
         PyErr_SetString(PyExc_TypeError, "a chain is the tuple that a Chain keeps");
         return -1;
@@ -102,21 +108,21 @@ int mlsp_take_chain(const mlsp_state *state, PyObject *tuple, mlsp_chain *out)
         return -1;
     }
     if (fill_chain(state, tuple, n, out) < 0) {
-        mlsp_chain_release(out);
+        mlspy_chain_release(out);
         return -1;
     }
     return 0;
 }
 
 /* The chain's pointers lead into the one block. */
-void mlsp_chain_release(mlsp_chain *chain)
+void mlspy_chain_release(mlspy_chain *chain)
 {
     mls_free(chain->memory);
-    *chain = (mlsp_chain){0};
+    *chain = (mlspy_chain){0};
 }
 
 /* A copy, 8 bytes a step: the schedule is freed by who made it. */
-PyObject *mlsp_steps_array(const mls_schedule *schedule)
+PyObject *mlspy_steps_array(const mls_schedule *schedule)
 {
     const npy_intp shape[2] = {(npy_intp)schedule->count, 2};
     PyObject *array = PyArray_SimpleNew(2, shape, NPY_INT32);
@@ -136,11 +142,11 @@ PyObject *mlsp_steps_array(const mls_schedule *schedule)
  * know at once. */
 static PyObject *chain_check(PyObject *module, PyObject *tuple)
 {
-    mlsp_chain chain;
-    if (mlsp_take_chain(mlsp_state_of(module), tuple, &chain) < 0) {
+    mlspy_chain chain;
+    if (mlspy_take_chain(mlspy_state_of(module), tuple, &chain) < 0) {
         return NULL;
     }
-    mlsp_chain_release(&chain);
+    mlspy_chain_release(&chain);
     Py_RETURN_NONE;
 }
 
@@ -176,7 +182,7 @@ done:
     return result;
 }
 
-const mls_step *mlsp_take_steps(PyObject *object, npy_intp *count)
+const mls_step *mlspy_take_steps(PyObject *object, npy_intp *count)
 {
     PyArrayObject *array = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_INT32 ||
@@ -191,14 +197,14 @@ const mls_step *mlsp_take_steps(PyObject *object, npy_intp *count)
 
 /* With the chain taken: totals, and all records where they are wanted.  The GIL is kept:
  * a step takes some nanoseconds. */
-static PyObject *simulate(const mlsp_state *state, const mls_chain *chain,
+static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
                           PyObject *steps_object, bool detailed)
 {
     npy_intp count;
     mls_step_record *records = NULL;
     mls_totals totals;
     mls_status st;
-    const mls_step *steps = mlsp_take_steps(steps_object, &count);
+    const mls_step *steps = mlspy_take_steps(steps_object, &count);
     if (steps == NULL) {
         return NULL;
     }
@@ -211,7 +217,7 @@ static PyObject *simulate(const mlsp_state *state, const mls_chain *chain,
     PyObject *result = NULL;
     if (mls_chain_simulate(chain, steps, (size_t)count, records, &totals, &st) !=
         MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     } else if (detailed) {
         result = arrays_of(records, count, &totals);
     } else {
@@ -226,25 +232,25 @@ static PyObject *simulate(const mlsp_state *state, const mls_chain *chain,
  */
 static PyObject *chain_simulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    mlsp_chain chain;
-    if (mlsp_take_count("chain_simulate", 3, count) < 0) {
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_chain chain;
+    if (mlspy_take_count("chain_simulate", 3, count) < 0) {
         return NULL;
     }
     const int detailed = PyObject_IsTrue(args[2]);
-    if (detailed < 0 || mlsp_take_chain(state, args[0], &chain) < 0) {
+    if (detailed < 0 || mlspy_take_chain(state, args[0], &chain) < 0) {
         return NULL;
     }
     PyObject *result = simulate(state, &chain.chain, args[1], detailed != 0);
-    mlsp_chain_release(&chain);
+    mlspy_chain_release(&chain);
     return result;
 }
 
 /* Known to module.c. */
-PyMethodDef mlsp_chain_methods[] = {
+PyMethodDef mlspy_chain_methods[] = {
     {"chain_check", chain_check, METH_O,
      "chain_check(chain, /)\n--\n\nRefuse costs that make no sense."},
-    {"chain_simulate", MLSP_FASTCALL(chain_simulate),
+    {"chain_simulate", MLSPY_FASTCALL(chain_simulate),
      "chain_simulate(chain, steps, detailed, /)\n--\n\nSeconds and peak of a schedule."},
     {NULL, NULL, 0, NULL},
 };

@@ -4,10 +4,11 @@
  * os.open returned is lost then, and what it locks stays locked; an object that is lost
  * is deallocated.  Every step here is one call, before or after an interrupt.
  */
-#include "mlsp.h"
+#include "common_bindings.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdbool.h>
 #include <sys/file.h>
 #include <unistd.h>
 
@@ -161,7 +162,7 @@ static PyType_Spec descriptor_spec = {
     .slots = descriptor_slots,
 };
 
-int mlsp_descriptor_add(PyObject *module)
+int mlspy_descriptor_add(PyObject *module)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, &descriptor_spec, NULL);
     const int failed = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

@@ -6,11 +6,16 @@
  * the core does the work; with it again, a status becomes an exception.  The arguments
  * are tuples made by checkpoint.py for this one call: no other thread can change them.
  */
-#include "mlsp.h"
+#include "py_file.h"
 
-#include "fsio.h"
-#include "mem.h"
+#include "args.h"
+#include "array_view.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
+#include "module_state.h"
 #include "new_arrays.h"
+
+#include "mem.h"
 #include "safetensors.h"
 
 #if defined(_WIN32)
@@ -49,13 +54,13 @@ static PyObject *raise_of(PyObject *module, const mls_status *st, const file_pat
         PyOS_snprintf(named.text, sizeof named.text, "%.100s: %.215s",
                       slash == NULL ? path->text : slash + 1, st->text);
     }
-    return mlsp_raise(mlsp_state_of(module), &named, path->given);
+    return mlspy_raise(mlspy_state_of(module), &named, path->given);
 }
 
 /* Checksums follow the instruction set that the module chose, MLSTATE_CPU included. */
 static const mls_crc_kernels *crc_of(PyObject *module)
 {
-    return mls_crc_of(mlsp_state_of(module)->kernels->cpu);
+    return mls_crc_of(mlspy_state_of(module)->kernels->cpu);
 }
 
 /* ---- saving ----
@@ -70,7 +75,7 @@ typedef struct save_job {
     mls_safetensors_content content;
     mls_named_tensor *tensors;
     mls_text_pair *metadata;
-    mlsp_view *views;
+    mlspy_view *views;
 } save_job;
 
 /* Accepts a job that save_job_init left half done: `count` says how many views there
@@ -78,7 +83,7 @@ typedef struct save_job {
 static void save_job_fini(save_job *job)
 {
     for (size_t i = 0; job->views != NULL && i < job->content.count; i++) {
-        mlsp_view_release(&job->views[i]);
+        mlspy_view_release(&job->views[i]);
     }
     mls_free(job->tensors);
     mls_free(job->metadata);
@@ -105,13 +110,13 @@ static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job
     PyObject *name, *array;
     mls_named_tensor *t = &job->tensors[i];
     if (take_pair(items, i, &name, &array) < 0 ||
-        mlsp_take_text(name, "tensor name", &t->name) < 0) {
+        mlspy_take_text(name, "tensor name", &t->name) < 0) {
         return -1;
     }
     /* names the tensor in errors about the array; cut, and never in a file */
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "tensor '%.140s'", t->name.data);
-    if (mlsp_view_of(mlsp_state_of(module), array, what, &job->views[i]) < 0) {
+    if (mlspy_view_of(mlspy_state_of(module), array, what, &job->views[i]) < 0) {
         return -1;
     }
     t->tensor = &job->views[i].tensor;
@@ -126,8 +131,8 @@ static int take_metadata(PyObject *pairs, save_job *job)
         PyObject *key, *value;
         mls_text_pair *pair = &job->metadata[i];
         if (take_pair(pairs, i, &key, &value) < 0 ||
-            mlsp_take_text(key, "metadata key", &pair->key) < 0 ||
-            mlsp_take_text(value, "metadata value", &pair->value) < 0) {
+            mlspy_take_text(key, "metadata key", &pair->key) < 0 ||
+            mlspy_take_text(value, "metadata value", &pair->value) < 0) {
             return -1;
         }
         job->content.metadata_count++;
@@ -160,14 +165,14 @@ static int save_job_init(PyObject *module, PyObject *items, PyObject *pairs,
 /* file_save(path, ((name, array), ...), ((key, value), ...)) */
 static PyObject *file_save(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (mlsp_take_count("file_save", 3, count) < 0) {
+    if (mlspy_take_count("file_save", 3, count) < 0) {
         return NULL;
     }
     if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2])) {
         PyErr_SetString(PyExc_TypeError, "file_save wants two tuples of pairs");
         return NULL;
     }
-    const mls_kernels *kernels = mlsp_state_of(module)->kernels;
+    const mls_kernels *kernels = mlspy_state_of(module)->kernels;
     const mls_crc_kernels *crc = crc_of(module);
     save_job job = {0};
     file_path path = {0};
@@ -200,8 +205,8 @@ static PyObject *metadata_of(const mls_safetensors *file)
 {
     PyObject *result = PyDict_New();
     for (size_t i = 0; result != NULL && i < file->metadata_count; i++) {
-        PyObject *key = mlsp_str_of(file->metadata[i].key);
-        PyObject *value = key == NULL ? NULL : mlsp_str_of(file->metadata[i].value);
+        PyObject *key = mlspy_str_of(file->metadata[i].key);
+        PyObject *value = key == NULL ? NULL : mlspy_str_of(file->metadata[i].value);
         if (value == NULL || PyDict_SetItem(result, key, value) < 0) {
             Py_CLEAR(result);
         }
@@ -223,14 +228,14 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
                            PyObject *base)
 {
     PyObject *result = PyDict_New();
-    mlsp_room room = {bytes_of, file, file->count, NULL, 0, 0, {NULL}};
+    mlspy_room room = {bytes_of, file, file->count, NULL, 0, 0, {NULL}};
     for (size_t i = 0; result != NULL && i < file->count; i++) {
         const mls_stored *t = &file->tensors[i];
-        PyObject *name = mlsp_str_of(t->name), *array = NULL;
+        PyObject *name = mlspy_str_of(t->name), *array = NULL;
         if (name != NULL) {
-            array = base == NULL ? mlsp_room_array(&room, i, t->dtype, t->rank, t->shape)
-                                 : mlsp_array_over(&room, t->dtype, t->rank, t->shape,
-                                                   mapped + t->offset, base);
+            array = base == NULL ? mlspy_room_array(&room, i, t->dtype, t->rank, t->shape)
+                                 : mlspy_array_over(&room, t->dtype, t->rank, t->shape,
+                                                    mapped + t->offset, base);
         }
         if (array == NULL || PyDict_SetItem(result, name, array) < 0) {
             Py_CLEAR(result);
@@ -238,7 +243,7 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
         Py_XDECREF(name);
         Py_XDECREF(array);
     }
-    mlsp_room_fini(&room);
+    mlspy_room_fini(&room);
     return result;
 }
 
@@ -252,7 +257,7 @@ static void mapping_end(PyObject *capsule)
     mls_free(mapping);
 }
 
-PyObject *mlsp_mapping_capsule(mls_mapping *mapping)
+PyObject *mlspy_mapping_capsule(mls_mapping *mapping)
 {
     mls_mapping *owned = mls_alloc(1, sizeof *owned);
     PyObject *capsule = NULL;
@@ -269,7 +274,7 @@ PyObject *mlsp_mapping_capsule(mls_mapping *mapping)
     return capsule;
 }
 
-const unsigned char *mlsp_mapping_data(PyObject *capsule)
+const unsigned char *mlspy_mapping_data(PyObject *capsule)
 {
     const mls_mapping *mapping = PyCapsule_GetPointer(capsule, capsule_name);
     return mapping->data;
@@ -281,20 +286,14 @@ static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
 {
     mls_status st;
     mls_mapping mapping;
-    /* up to the end of the last tensor, which is the end of the file that was checked */
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < file->count; i++) {
-        const uint64_t end = file->tensors[i].offset + file->tensors[i].bytes;
-        bytes = end > bytes ? end : bytes;
-    }
-    if (mls_mapping_init(&mapping, fd, bytes, &st) != MLS_OK) {
+    if (mls_mapping_init(&mapping, fd, mls_safetensors_end(file), &st) != MLS_OK) {
         return raise_of(module, &st, path);
     }
-    PyObject *capsule = mlsp_mapping_capsule(&mapping);
+    PyObject *capsule = mlspy_mapping_capsule(&mapping);
     if (capsule == NULL) {
         return NULL;
     }
-    PyObject *arrays = arrays_of(file, mlsp_mapping_data(capsule), capsule);
+    PyObject *arrays = arrays_of(file, mlspy_mapping_data(capsule), capsule);
     Py_DECREF(capsule);
     return arrays;
 }
@@ -318,7 +317,7 @@ static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
     const mls_crc_kernels *crc = crc_of(module); /* a constant table */
-    mls_pool *pool = mlsp_state_of(module)->pool;
+    mls_pool *pool = mlspy_state_of(module)->pool;
     mls_status st;
     mls_code code;
     PyObject *arrays = arrays_of(file, NULL, NULL);
@@ -361,7 +360,7 @@ static int open_file(PyObject *module, const file_path *path, bool verify, int *
 /* file_load(path, mmap, verify) -> ({name: array}, {key: text}) */
 static PyObject *file_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (mlsp_take_count("file_load", 3, count) < 0) {
+    if (mlspy_take_count("file_load", 3, count) < 0) {
         return NULL;
     }
     const int maps = PyObject_IsTrue(args[1]);
@@ -391,7 +390,7 @@ done:
 /* file_metadata(path, verify) -> {key: value} */
 static PyObject *file_metadata(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (mlsp_take_count("file_metadata", 2, count) < 0) {
+    if (mlspy_take_count("file_metadata", 2, count) < 0) {
         return NULL;
     }
     const int verifies = PyObject_IsTrue(args[1]);
@@ -409,13 +408,13 @@ static PyObject *file_metadata(PyObject *module, PyObject *const *args, Py_ssize
     return result;
 }
 
-PyMethodDef mlsp_file_methods[] = {
-    {"file_save", MLSP_FASTCALL(file_save),
+PyMethodDef mlspy_file_methods[] = {
+    {"file_save", MLSPY_FASTCALL(file_save),
      "file_save(path, tensors, metadata, /)\n--\n\nWrite a safetensors file atomically."},
-    {"file_load", MLSP_FASTCALL(file_load),
+    {"file_load", MLSPY_FASTCALL(file_load),
      "file_load(path, mmap, verify, /)\n--\n\nArrays and metadata of a safetensors "
      "file."},
-    {"file_metadata", MLSP_FASTCALL(file_metadata),
+    {"file_metadata", MLSPY_FASTCALL(file_metadata),
      "file_metadata(path, verify, /)\n--\n\nThe metadata of a safetensors file."},
     {NULL, NULL, 0, NULL},
 };

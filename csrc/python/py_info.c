@@ -1,5 +1,8 @@
 /* py_info: how the core decided to copy, for mlstate.info(). */
-#include "mlsp.h"
+#include "common_bindings.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
 
 #include "crc32c.h"
 #include "mem.h"
@@ -23,7 +26,7 @@ static PyObject *rates_dict(mls_store_choice *choice)
         PyObject *value =
             rate == 0 ? Py_NewRef(Py_None) : PyFloat_FromDouble((double)rate * 1e-9);
         if (value == NULL ||
-            mlsp_dict_set(rates, mls_store_name((mls_store)store), value) < 0) {
+            mlspy_dict_set(rates, mls_store_name((mls_store)store), value) < 0) {
             Py_CLEAR(rates);
         }
         Py_XDECREF(value);
@@ -49,7 +52,7 @@ static PyObject *least_dict(const mls_store_choices *choices)
     for (int size = 0; dict != NULL && size < MLS_STORE_SIZES; size++) {
         PyObject *bytes = PyLong_FromSize_t(choices->least[size]);
         if (bytes == NULL ||
-            mlsp_dict_set(dict, mls_store_size_name((mls_store_size)size), bytes) < 0) {
+            mlspy_dict_set(dict, mls_store_size_name((mls_store_size)size), bytes) < 0) {
             Py_CLEAR(dict);
         }
         Py_XDECREF(bytes);
@@ -62,7 +65,7 @@ static PyObject *least_dict(const mls_store_choices *choices)
 static PyObject *copy_choices(PyObject *module, PyObject *unused)
 {
     (void)unused;
-    mlsp_state *state = mlsp_state_of(module);
+    mlspy_state *state = mlspy_state_of(module);
     PyObject *list = PyList_New(0);
     for (int i = 0; list != NULL && i < 2 * MLS_STORE_SIZES * MLS_STORE_OPERATIONS; i++) {
         const mls_store_operation operation =
@@ -87,7 +90,7 @@ static PyObject *copy_choices(PyObject *module, PyObject *unused)
 
 /* Copy, convert, fill and checksum large ranges of our own, as long as it takes to
  * decide: each operation is decided by its first 3 MiB or so. */
-static void run_trials(const mlsp_state *state, unsigned char *to,
+static void run_trials(const mlspy_state *state, unsigned char *to,
                        const unsigned char *from, size_t bytes, mls_destination large)
 {
     const mls_element one = {.bytes = {1}, .size = 2};
@@ -119,7 +122,7 @@ static PyObject *measure_copies(PyObject *module, PyObject *unused)
     (void)unused;
     enum { BYTES = 16 << 20 }; /* of each side */
     enum { RESULTS = 4 };      /* two of each variant: see mls_store_turn */
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_pages pages;
     mls_status st;
     mls_code code;
@@ -136,13 +139,13 @@ static PyObject *measure_copies(PyObject *module, PyObject *unused)
         }
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
 }
 
 /* Private to mlstate/_info.py. */
-PyMethodDef mlsp_info_methods[] = {
+PyMethodDef mlspy_info_methods[] = {
     {"copy_choices", copy_choices, METH_NOARGS,
      "copy_choices()\n--\n\nHow large copies store their result, and how fast each way "
      "was."},

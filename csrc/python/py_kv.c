@@ -6,7 +6,12 @@
  * the request was checked, and nothing can fail once the target is written to, so that a
  * caller who passed `out` keeps it untouched on every error.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gil.h"
+#include "kv_bindings.h"
+#include "module_state.h"
 
 #include "kv.h"
 #include "mask.h"
@@ -23,7 +28,7 @@ enum { UNTOUCHED_BYTES = 32 << 20 };
 /* Everything one transition needs; released by transition_fini. */
 typedef struct transition {
     mls_kv_request request;
-    mlsp_view source, target;
+    mlspy_view source, target;
     double pad_value; /* of the positions behind the tokens */
     bool low_memory;
     bool is_zeroed;       /* it reads as zeros already */
@@ -35,25 +40,38 @@ typedef struct transition {
  * what was not reached has no owner. */
 static void transition_fini(transition *t)
 {
-    mlsp_view_release(&t->source);
-    mlsp_view_release(&t->target);
+    mlspy_view_release(&t->source);
+    mlspy_view_release(&t->target);
     Py_CLEAR(t->result);
 }
 
+/* What users pass, for the core's messages. */
+static const mls_kv_names parameter_names = {
+    .source = "source_state",
+    .target = "out",
+    .target_length = "target_seq_length",
+    .position = "current_position",
+    .if_shorter = "use compact_kv_state to move to a shorter cache",
+    .if_shared = "pass another buffer, or use KVState to change a cache in place"};
+static const mls_mask_names mask_parameter_names = {.seq_length = "seq_length",
+                                                    .attention_size = "attention_size",
+                                                    .position = "current_position"};
+
 /* View the source, take the numbers, check both.  No position means a full source; of
  * another rank none is taken, since the check refuses that anyway. */
-static int take_request(const mlsp_state *state, PyObject *const *args, transition *t)
+static int take_request(const mlspy_state *state, PyObject *const *args, transition *t)
 {
     mls_status st;
-    if ((!mlsp_view_quickly(state, args[0], false, &t->source) &&
-         mlsp_view_of(state, args[0], "source_state", &t->source) < 0) ||
-        mlsp_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
+    t->request.names = &parameter_names;
+    if ((!mlspy_view_quickly(state, args[0], false, &t->source) &&
+         mlspy_view_of(state, args[0], "source_state", &t->source) < 0) ||
+        mlspy_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
             0) {
         return -1;
     }
     const mls_tensor *source = &t->source.tensor;
     if (args[2] != Py_None) {
-        if (mlsp_take_int64(state, args[2], "current_position", &t->request.position) <
+        if (mlspy_take_int64(state, args[2], "current_position", &t->request.position) <
             0) {
             return -1;
         }
@@ -61,10 +79,10 @@ static int take_request(const mlsp_state *state, PyObject *const *args, transiti
         t->request.position = (int64_t)source->shape[MLS_KV_AXIS];
     }
     if (mls_kv_check(source->rank, source->shape, t->request, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
-    return mlsp_take_double(args[3], "pad_value", &t->pad_value);
+    return mlspy_take_double(args[3], "pad_value", &t->pad_value);
 }
 
 /* What the result of a transition shall be: its dtype in the core, and the descriptor to
@@ -77,7 +95,7 @@ typedef struct result_kind {
 
 /* A new ndarray of the target's shape.  Zeroed ones above UNTOUCHED_BYTES stay untouched
  * where nothing is written. */
-static int allocate_target(const mlsp_state *state, const result_kind *kind,
+static int allocate_target(const mlspy_state *state, const result_kind *kind,
                            transition *t)
 {
     npy_intp shape[MLS_KV_RANK];
@@ -88,7 +106,7 @@ static int allocate_target(const mlsp_state *state, const result_kind *kind,
     /* NumPy would refuse what memory cannot hold too, but not in these words */
     if (mls_tensor_init(&wanted, NULL, kind->dtype, MLS_KV_RANK, wanted.shape, &st) !=
         MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     (void)mls_tensor_bytes(&wanted, &bytes);
@@ -109,12 +127,12 @@ static int allocate_target(const mlsp_state *state, const result_kind *kind,
         t->memory = MLS_KV_SPARSE;
         mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes, false);
     }
-    return mlsp_view_writable(state, t->result, "the new state", &t->target);
+    return mlspy_view_writable(state, t->result, "the new state", &t->target);
 }
 
 /* Decide `out` for a source that is no ndarray, from a dtype's name or None.  Names only:
  * NumPy may have no descriptor to hand over. */
-static int foreign_kind(const mlsp_state *state, PyObject *dtype, result_kind *out)
+static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *out)
 {
     /* by item size; every type of the core has one of these */
     static const int unsigned_of[] = {
@@ -127,7 +145,7 @@ static int foreign_kind(const mlsp_state *state, PyObject *dtype, result_kind *o
     if (name != NULL && !mls_dtype_from_name(name, (size_t)length, &out->dtype)) {
         mls_status st;
         mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported", name);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     out->descr = PyArray_DescrFromType(unsigned_of[mls_dtype_of(out->dtype)->item_bytes]);
@@ -135,7 +153,7 @@ static int foreign_kind(const mlsp_state *state, PyObject *dtype, result_kind *o
 }
 
 /* Decide `out`, whose dtype is the source's to begin with, from the caller's `dtype`. */
-static int take_kind(const mlsp_state *state, PyObject *source, PyObject *dtype,
+static int take_kind(const mlspy_state *state, PyObject *source, PyObject *dtype,
                      const transition *t, result_kind *out)
 {
     mls_status st;
@@ -148,7 +166,7 @@ static int take_kind(const mlsp_state *state, PyObject *source, PyObject *dtype,
         out->descr = PyArray_DESCR((PyArrayObject *)source);
         Py_INCREF(out->descr);
     } else {
-        out->descr = mlsp_descr_of_object(state, dtype, &out->dtype);
+        out->descr = mlspy_descr_of_object(state, dtype, &out->dtype);
         if (out->descr == NULL) {
             return -1;
         }
@@ -157,7 +175,7 @@ static int take_kind(const mlsp_state *state, PyObject *source, PyObject *dtype,
     mls_tensor target = t->source.tensor;
     target.dtype = out->dtype;
     if (mls_copy_check(&target, &t->source.tensor, "dtype", &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         Py_CLEAR(out->descr);
         return -1;
     }
@@ -166,7 +184,7 @@ static int take_kind(const mlsp_state *state, PyObject *source, PyObject *dtype,
 
 /* The dtype of the core that a user means.  Its own names are taken as they are: no
  * descriptor is needed here, and NumPy may have none. */
-static int take_dtype(const mlsp_state *state, PyObject *object, mls_dtype *out)
+static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out)
 {
     Py_ssize_t length = 0;
     const char *name =
@@ -177,14 +195,14 @@ static int take_dtype(const mlsp_state *state, PyObject *object, mls_dtype *out)
     if (PyErr_Occurred()) {
         return -1;
     }
-    PyArray_Descr *descr = mlsp_descr_of_object(state, object, out);
+    PyArray_Descr *descr = mlspy_descr_of_object(state, object, out);
     Py_XDECREF(descr);
     return descr == NULL ? -1 : 0;
 }
 
 /* Point the transition at the caller's `out`, or at a new array.  Everything that can be
  * wrong with `out` is found here, before anything is written to it. */
-static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtype,
+static int take_target(const mlspy_state *state, PyObject *source, PyObject *dtype,
                        PyObject *out, transition *t)
 {
     if (out == Py_None) {
@@ -197,8 +215,8 @@ static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtyp
         t->target.tensor.dtype = kind.dtype;
         return failed;
     }
-    if (!mlsp_view_quickly(state, out, true, &t->target) &&
-        mlsp_view_writable(state, out, "out", &t->target) < 0) {
+    if (!mlspy_view_quickly(state, out, true, &t->target) &&
+        mlspy_view_writable(state, out, "out", &t->target) < 0) {
         return -1;
     }
     t->result = Py_NewRef(out);
@@ -214,24 +232,24 @@ static int take_target(const mlsp_state *state, PyObject *source, PyObject *dtyp
                                    &st) == MLS_OK) {
         return 0;
     }
-    mlsp_raise(state, &st, NULL);
+    mlspy_raise(state, &st, NULL);
     return -1;
 }
 
 /* Encode the padding and move.  The views hold references, so that the memory stays where
  * it is while other threads run. */
-static int run_transition(const mlsp_state *state, transition *t)
+static int run_transition(const mlspy_state *state, transition *t)
 {
     mls_status st;
     mls_element pad;
     size_t bytes = 0;
     if (mls_element_encode(t->pad_value, &t->target.tensor, &pad, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     (void)mls_tensor_bytes(&t->target.tensor, &bytes);
     /* short moves are over before another thread could take the GIL */
-    PyThreadState *released = bytes >= MLSP_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
+    PyThreadState *released = bytes >= MLSPY_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
                 (size_t)t->request.position, t->is_zeroed ? NULL : &pad, t->memory);
     if (released != NULL) {
@@ -255,8 +273,8 @@ static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
  * is no ndarray, `dtype` is a name and the result unsigned integers */
 static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    if (mlsp_take_count("kv_move", 8, count) < 0) {
+    const mlspy_state *state = mlspy_state_of(module);
+    if (mlspy_take_count("kv_move", 8, count) < 0) {
         return NULL;
     }
     PyObject *dtype = args[4], *out = args[5];
@@ -277,7 +295,7 @@ static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t cou
 
 /* The dimensions in a sequence of non-negative integers.  -1 with an exception set.  More
  * than four are refused in time, fewer by the check of the request. */
-static int take_shape(const mlsp_state *state, PyObject *object, const char *what,
+static int take_shape(const mlspy_state *state, PyObject *object, const char *what,
                       int *rank, size_t *shape)
 {
     mls_status st;
@@ -294,7 +312,7 @@ static int take_shape(const mlsp_state *state, PyObject *object, const char *wha
     }
     for (Py_ssize_t i = 0; i < count && code == MLS_OK && !failed; i++) {
         int64_t length = 0;
-        failed = mlsp_take_int64(state, PyTuple_GET_ITEM(items, i), what, &length);
+        failed = mlspy_take_int64(state, PyTuple_GET_ITEM(items, i), what, &length);
         if (length < 0) {
             code = mls_fail(&st, MLS_E_SHAPE, "%s has the negative dimension %" PRId64,
                             what, length);
@@ -304,7 +322,7 @@ static int take_shape(const mlsp_state *state, PyObject *object, const char *wha
     Py_DECREF(items);
     *rank = (int)count;
     if (code != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     return failed;
@@ -315,23 +333,23 @@ static int take_shape(const mlsp_state *state, PyObject *object, const char *wha
  * For callers that must know before they have an array, or whose array is elsewhere. */
 static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    mls_kv_request request = {0};
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_kv_request request = {.names = &parameter_names};
     mls_status st;
     int rank;
     size_t shape[MLS_MAX_RANK];
-    if (mlsp_take_count("kv_check", 4, count) < 0) {
+    if (mlspy_take_count("kv_check", 4, count) < 0) {
         return NULL;
     }
     request.kind = args[3] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
     if (take_shape(state, args[0], "the state's shape", &rank, shape) < 0 ||
-        mlsp_take_int64(state, args[1], "target_seq_length", &request.target_length) <
+        mlspy_take_int64(state, args[1], "target_seq_length", &request.target_length) <
             0 ||
-        mlsp_take_int64(state, args[2], "current_position", &request.position) < 0) {
+        mlspy_take_int64(state, args[2], "current_position", &request.position) < 0) {
         return NULL;
     }
     if (mls_kv_check(rank, shape, request, &st) != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
 }
@@ -342,11 +360,11 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
 static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
                                  Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_status st;
     int source_rank, target_rank;
     size_t source[MLS_MAX_RANK], target[MLS_MAX_RANK];
-    if (mlsp_take_count("kv_check_shapes", 3, count) < 0) {
+    if (mlspy_take_count("kv_check_shapes", 3, count) < 0) {
         return NULL;
     }
     if (take_shape(state, args[0], "the source state's shape", &source_rank, source) <
@@ -358,7 +376,7 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
     const mls_kv_kind kind = args[2] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
     if (mls_kv_check_shapes(source_rank, source, target_rank, target, kind, &st) !=
         MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
 }
@@ -373,48 +391,49 @@ typedef struct mask_request {
 } mask_request;
 
 /* Take and check the numbers of a mask; `decode` asks for the row `position` alone. */
-static int take_mask(const mlsp_state *state, PyObject *const *args, mask_request *m)
+static int take_mask(const mlspy_state *state, PyObject *const *args, mask_request *m)
 {
     mls_status st;
     const bool decode = args[6] == Py_True;
-    if (mlsp_take_int64(state, args[0], "seq_length", &m->seq_length) < 0 ||
-        mlsp_take_int64(state, args[1], "attention_size", &m->attention_size) < 0 ||
-        mlsp_take_int64(state, args[2], "current_position", &m->position) < 0) {
+    if (mlspy_take_int64(state, args[0], "seq_length", &m->seq_length) < 0 ||
+        mlspy_take_int64(state, args[1], "attention_size", &m->attention_size) < 0 ||
+        mlspy_take_int64(state, args[2], "current_position", &m->position) < 0) {
         return -1;
     }
-    if (mls_mask_check(m->seq_length, m->attention_size, m->position, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+    if (mls_mask_check(m->seq_length, m->attention_size, m->position,
+                       &mask_parameter_names, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     /* decoding makes one token at a time and needs its row alone */
     m->rows = decode ? 1 : (size_t)m->seq_length;
     m->first_row = decode ? (size_t)m->position : 0;
-    return mlsp_take_double(args[4], "fill", &m->fill);
+    return mlspy_take_double(args[4], "fill", &m->fill);
 }
 
 /* New reference to an array for a mask, refused where memory could not hold it.  The two
  * leading dimensions are 1 and do not count. */
-static PyObject *new_mask(const mlsp_state *state, PyObject *dtype, npy_intp *shape)
+static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, npy_intp *shape)
 {
     mls_dtype wanted;
     mls_tensor whole;
     mls_status st;
     const size_t lengths[] = {(size_t)shape[2], (size_t)shape[3]};
-    PyArray_Descr *descr = mlsp_descr_of_object(state, dtype, &wanted);
+    PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &wanted);
     if (descr == NULL) {
         return NULL;
     }
     if (mls_tensor_init(&whole, NULL, wanted, 2, lengths, &st) != MLS_OK) {
         Py_DECREF(descr);
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     return PyArray_Empty(4, shape, descr, 0); /* steals the descriptor */
 }
 
 /* New reference to the mask to write: `out` once it is known to fit, or a new array.  On
  * failure there is no view either. */
-static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject *out,
-                             const mask_request *m, mlsp_view *view)
+static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject *out,
+                             const mask_request *m, mlspy_view *view)
 {
     npy_intp shape[4] = {1, 1, (npy_intp)m->rows, (npy_intp)m->seq_length};
     PyObject *result;
@@ -423,7 +442,7 @@ static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject 
     } else {
         result = Py_NewRef(out);
     }
-    if (result == NULL || mlsp_view_writable(state, result, "out", view) < 0) {
+    if (result == NULL || mlspy_view_writable(state, result, "out", view) < 0) {
         Py_XDECREF(result);
         return NULL;
     }
@@ -440,8 +459,8 @@ static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject 
                         mls_dtype_of(view->tensor.dtype)->name);
     }
     if (code != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
-        mlsp_view_release(view);
+        mlspy_raise(state, &st, NULL);
+        mlspy_view_release(view);
         Py_CLEAR(result);
     }
     return result;
@@ -453,12 +472,12 @@ static PyObject *mask_target(const mlsp_state *state, PyObject *dtype, PyObject 
  * cannot hold leaves `out` as it was. */
 static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mask_request m = {0};
-    mlsp_view view = {0};
+    mlspy_view view = {0};
     mls_element fill;
     mls_status st;
-    if (mlsp_take_count("kv_mask", 7, count) < 0) {
+    if (mlspy_take_count("kv_mask", 7, count) < 0) {
         return NULL;
     }
     if (take_mask(state, args, &m) < 0) {
@@ -469,7 +488,7 @@ static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t cou
         return NULL;
     }
     if (mls_element_encode(m.fill, &view.tensor, &fill, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         Py_CLEAR(result);
     } else {
         Py_BEGIN_ALLOW_THREADS
@@ -477,21 +496,21 @@ static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t cou
                           (size_t)m.attention_size, fill);
         Py_END_ALLOW_THREADS
     }
-    mlsp_view_release(&view);
+    mlspy_view_release(&view);
     return result;
 }
 
-PyMethodDef mlsp_kv_methods[] = {
-    {"kv_move", MLSP_FASTCALL(kv_move),
+PyMethodDef mlspy_kv_methods[] = {
+    {"kv_move", MLSPY_FASTCALL(kv_move),
      "kv_move(source, target_length, position, pad_value, dtype, out, low_memory, "
      "compact, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
-    {"kv_check", MLSP_FASTCALL(kv_check),
+    {"kv_check", MLSPY_FASTCALL(kv_check),
      "kv_check(shape, target_length, position, compact, /)\n--\n\nRaise what kv_move "
      "would raise for a source of this shape."},
-    {"kv_check_shapes", MLSP_FASTCALL(kv_check_shapes),
+    {"kv_check_shapes", MLSPY_FASTCALL(kv_check_shapes),
      "kv_check_shapes(source, target, compact, /)\n--\n\nRaise unless a state of one "
      "shape can become one of the other."},
-    {"kv_mask", MLSP_FASTCALL(kv_mask),
+    {"kv_mask", MLSPY_FASTCALL(kv_mask),
      "kv_mask(seq_length, attention_size, position, dtype, fill, out, decode, "
      "/)\n--\n\nAn attention mask, or its row `position`."},
     {NULL, NULL, 0, NULL},

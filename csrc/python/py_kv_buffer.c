@@ -8,7 +8,11 @@
  * One lock guards each buffer.  Whoever waits for it has let go of the GIL first, so that
  * its holder can always go on, even where that means waiting for the GIL.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "kv_bindings.h"
+#include "module_state.h"
 
 #include "kv.h"
 #include "kv_buffer.h"
@@ -45,25 +49,25 @@ static void unlock_buffer(buffer_object *self)
 }
 
 /* The module's state from one of our types (borrowed); NULL with TypeError set. */
-static const mlsp_state *state_of_type(PyTypeObject *type)
+static const mlspy_state *state_of_type(PyTypeObject *type)
 {
-    PyObject *module = mlsp_module_of(type);
-    return module == NULL ? NULL : mlsp_state_of(module);
+    PyObject *module = mlspy_module_of(type);
+    return module == NULL ? NULL : mlspy_state_of(module);
 }
 
 /* A length that is not negative.  -1 with TypeError or CapacityError set. */
-static int take_length(const mlsp_state *state, PyObject *object, const char *what,
+static int take_length(const mlspy_state *state, PyObject *object, const char *what,
                        size_t *out)
 {
     mls_status st;
     int64_t length;
-    if (mlsp_take_int64(state, object, what, &length) < 0) {
+    if (mlspy_take_int64(state, object, what, &length) < 0) {
         return -1;
     }
     /* sizes have no sign in the core: what is negative is refused here, in its words */
     if (length < 0) {
         mls_fail(&st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what, length);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     *out = (size_t)length;
@@ -73,7 +77,7 @@ static int take_length(const mlsp_state *state, PyObject *object, const char *wh
 /* KVBuffer(layers, heads, length, head_dim, capacity, dtype) */
 static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    const mlsp_state *state = state_of_type(type);
+    const mlspy_state *state = state_of_type(type);
     size_t shape[MLS_KV_RANK], capacity;
     PyObject *numbers[5], *dtype;
     mls_dtype wanted;
@@ -94,7 +98,7 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (take_length(state, numbers[4], "capacity", &capacity) < 0) {
         return NULL;
     }
-    PyArray_Descr *descr = mlsp_descr_of_object(state, dtype, &wanted);
+    PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &wanted);
     if (descr == NULL) {
         return NULL;
     }
@@ -107,7 +111,7 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     pthread_mutex_init(&self->lock, NULL);
     self->descr = descr;
     if (mls_kv_buffer_init(&self->buffer, shape, capacity, wanted, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         Py_DECREF(self);
         return NULL;
     }
@@ -140,7 +144,8 @@ static void lease_dealloc(lease_object *self)
 }
 
 /* New reference to a lease on `self`, counted; `*now` is what it holds still. */
-static PyObject *take_lease(const mlsp_state *state, buffer_object *self, mls_tensor *now)
+static PyObject *take_lease(const mlspy_state *state, buffer_object *self,
+                            mls_tensor *now)
 {
     lease_object *lease =
         (lease_object *)state->kv_lease_type->tp_alloc(state->kv_lease_type, 0);
@@ -159,7 +164,7 @@ static PyObject *take_lease(const mlsp_state *state, buffer_object *self, mls_te
 static PyObject *buffer_view(buffer_object *self, PyObject *unused)
 {
     (void)unused;
-    const mlsp_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = state_of_type(Py_TYPE(self));
     mls_tensor now;
     PyObject *lease = state == NULL ? NULL : take_lease(state, self, &now);
     if (lease == NULL) {
@@ -187,10 +192,10 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
 /* fill(array): copy an array into a buffer that was made with its shape and dtype */
 static PyObject *buffer_fill(buffer_object *self, PyObject *array)
 {
-    const mlsp_state *state = state_of_type(Py_TYPE(self));
-    mlsp_view source = {0};
+    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    mlspy_view source = {0};
     mls_status st;
-    if (state == NULL || mlsp_view_of(state, array, "array", &source) < 0) {
+    if (state == NULL || mlspy_view_of(state, array, "array", &source) < 0) {
         return NULL;
     }
     source.tensor.swapped = false; /* both have one byte order: bytes are copied */
@@ -205,9 +210,9 @@ static PyObject *buffer_fill(buffer_object *self, PyObject *array)
         }
         pthread_mutex_unlock(&self->lock);
     Py_END_ALLOW_THREADS
-    mlsp_view_release(&source);
+    mlspy_view_release(&source);
     if (code != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
 }
@@ -216,7 +221,7 @@ static PyObject *buffer_fill(buffer_object *self, PyObject *array)
  * lengths have, and zero the rest */
 static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 {
-    const mlsp_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = state_of_type(Py_TYPE(self));
     PyObject *numbers[2];
     size_t length, position = 0;
     mls_status st;
@@ -235,11 +240,12 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
         if (keeps_all) {
             position = length < self->buffer.length ? length : self->buffer.length;
         }
-        code = mls_kv_buffer_resize(&self->buffer, state->kernels, length, position, &st);
+        code = mls_kv_buffer_resize(&self->buffer, state->kernels, length, position,
+                                    "current_position", &st);
         pthread_mutex_unlock(&self->lock);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
 }
@@ -247,7 +253,7 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 /* reserve(capacity): the rows move apart; refused while a view is alive */
 static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
 {
-    const mlsp_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = state_of_type(Py_TYPE(self));
     PyObject *number;
     size_t capacity;
     mls_status st;
@@ -271,7 +277,7 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
         pthread_mutex_unlock(&self->lock);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
 }
@@ -354,9 +360,9 @@ static PyType_Spec lease_spec = {
 };
 
 /* The lease's type is not added to the module: it has no name for users. */
-int mlsp_kv_buffer_add(PyObject *module)
+int mlspy_kv_buffer_add(PyObject *module)
 {
-    mlsp_state *state = mlsp_state_of(module);
+    mlspy_state *state = mlspy_state_of(module);
     state->kv_buffer_type =
         (PyTypeObject *)PyType_FromModuleAndSpec(module, &buffer_spec, NULL);
     state->kv_lease_type =

@@ -3,11 +3,18 @@
  * mlstate.checkpoint.Layout is a thin class round such a tuple: a pair is an axis, or -1
  * for what is flattened, and a number of parts.  What the parts are is the core's to say.
  */
-#include "checkpoint.h"
+#include "py_layout.h"
+
+#include "args.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
+#include "module_state.h"
+
+#include "align.h"
 
 /* Checked pair by pair, in the user's terms; the core has the last word, on what the
  * steps are together. */
-int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out)
+int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *out)
 {
     mls_layout layout = {0};
     mls_status st;
@@ -24,8 +31,8 @@ int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out)
             PyErr_SetString(PyExc_TypeError, "a layout is a tuple of pairs");
             return -1;
         }
-        if (mlsp_take_int64(state, PyTuple_GET_ITEM(pair, 0), "axis", &axis) < 0 ||
-            mlsp_take_int64(state, PyTuple_GET_ITEM(pair, 1), "parts", &parts) < 0) {
+        if (mlspy_take_int64(state, PyTuple_GET_ITEM(pair, 0), "axis", &axis) < 0 ||
+            mlspy_take_int64(state, PyTuple_GET_ITEM(pair, 1), "parts", &parts) < 0) {
             return -1;
         }
         /* before they become smaller types, in which they might look good */
@@ -40,7 +47,7 @@ int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out)
             (mls_layout_step){.axis = (int)axis, .parts = (size_t)parts};
     }
     if (mls_layout_parts(&layout, &ignored, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     *out = layout;
@@ -48,7 +55,7 @@ int mlsp_take_layout(const mlsp_state *state, PyObject *object, mls_layout *out)
 }
 
 /* The other way round; what the core has is a layout already. */
-PyObject *mlsp_layout_tuple(const mls_layout *layout)
+PyObject *mlspy_layout_tuple(const mls_layout *layout)
 {
     PyObject *tuple = PyTuple_New(layout->count);
     for (int i = 0; tuple != NULL && i < layout->count; i++) {
@@ -63,22 +70,9 @@ PyObject *mlsp_layout_tuple(const mls_layout *layout)
     return tuple;
 }
 
-/* Flat parts are one-dimensional, whatever their tensor is. */
-int mlsp_part_dims(const mls_part *part, size_t *dims)
-{
-    if (part->flat) {
-        dims[0] = mls_part_count(part);
-        return 1;
-    }
-    for (int i = 0; i < part->rank; i++) {
-        dims[i] = part->length[i];
-    }
-    return part->rank;
-}
-
 /* A shape from a tuple of ints; returns its rank, or -1 with an exception set.  The tuple
  * is one that Python code made: what it holds was not looked at yet. */
-int mlsp_take_shape(const mlsp_state *state, PyObject *object, size_t *shape)
+int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
 {
     mls_status st;
     if (!PyTuple_Check(object)) {
@@ -90,12 +84,13 @@ int mlsp_take_shape(const mlsp_state *state, PyObject *object, size_t *shape)
     if (rank > MLS_LAYOUT_RANK) {
         mls_fail(&st, MLS_E_SHAPE, "%zd dimensions: at most %d can be stored", rank,
                  (int)MLS_LAYOUT_RANK);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     for (Py_ssize_t i = 0; i < rank; i++) {
         int64_t size;
-        if (mlsp_take_int64(state, PyTuple_GET_ITEM(object, i), "dimension", &size) < 0) {
+        if (mlspy_take_int64(state, PyTuple_GET_ITEM(object, i), "dimension", &size) <
+            0) {
             return -1;
         }
         if (size < 0) {
@@ -113,25 +108,25 @@ int mlsp_take_shape(const mlsp_state *state, PyObject *object, size_t *shape)
  * and a reshape make of an array. */
 static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_layout layout;
     size_t shape[MLS_LAYOUT_RANK];
     int64_t index;
     mls_part part;
     mls_status st;
-    if (mlsp_take_count("layout_part", 3, count) < 0 ||
-        mlsp_take_layout(state, args[0], &layout) < 0 ||
-        mlsp_take_int64(state, args[2], "index", &index) < 0) {
+    if (mlspy_take_count("layout_part", 3, count) < 0 ||
+        mlspy_take_layout(state, args[0], &layout) < 0 ||
+        mlspy_take_int64(state, args[2], "index", &index) < 0) {
         return NULL;
     }
-    const int rank = mlsp_take_shape(state, args[1], shape);
+    const int rank = mlspy_take_shape(state, args[1], shape);
     if (rank < 0) {
         return NULL;
     }
     /* a negative index is no part either; the core says so with the number of parts */
     if (mls_layout_part(&layout, rank, shape, index < 0 ? SIZE_MAX : (size_t)index, &part,
                         &st) != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     PyObject *starts = PyTuple_New(rank), *lengths = PyTuple_New(rank);
     bool good = starts != NULL && lengths != NULL;
@@ -154,7 +149,7 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* The axes of a state from a tuple of ints and None, which stands for an axis that its
  * parameter lacks.  False with an exception set. */
-static bool take_axes(const mlsp_state *state, PyObject *object, int64_t rank,
+static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
                       signed char *axes)
 {
     if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != rank) {
@@ -165,7 +160,7 @@ static bool take_axes(const mlsp_state *state, PyObject *object, int64_t rank,
     for (Py_ssize_t i = 0; i < rank; i++) {
         PyObject *item = PyTuple_GET_ITEM(object, i);
         int64_t axis = MLS_NO_AXIS;
-        if (item != Py_None && mlsp_take_int64(state, item, "axis", &axis) < 0) {
+        if (item != Py_None && mlspy_take_int64(state, item, "axis", &axis) < 0) {
             return false;
         }
         axes[i] = (signed char)(axis < MLS_LAYOUT_RANK ? axis : MLS_NO_AXIS);
@@ -177,16 +172,16 @@ static bool take_axes(const mlsp_state *state, PyObject *object, int64_t rank,
  * that rank */
 static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_layout layout, projected;
     signed char axes[MLS_LAYOUT_RANK];
     int64_t index, rank;
     size_t part, parts;
     mls_status st;
-    if (mlsp_take_count("layout_project", 4, count) < 0 ||
-        mlsp_take_layout(state, args[0], &layout) < 0 ||
-        mlsp_take_int64(state, args[1], "index", &index) < 0 ||
-        mlsp_take_int64(state, args[2], "rank", &rank) < 0) {
+    if (mlspy_take_count("layout_project", 4, count) < 0 ||
+        mlspy_take_layout(state, args[0], &layout) < 0 ||
+        mlspy_take_int64(state, args[1], "index", &index) < 0 ||
+        mlspy_take_int64(state, args[2], "rank", &rank) < 0) {
         return NULL;
     }
     /* cannot fail, as the layout was taken: only the number of parts is wanted */
@@ -200,14 +195,14 @@ static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssiz
     }
     mls_layout_project(&layout, (size_t)index, (int)rank,
                        args[3] == Py_None ? NULL : axes, &projected, &part);
-    PyObject *tuple = mlsp_layout_tuple(&projected);
+    PyObject *tuple = mlspy_layout_tuple(&projected);
     return tuple == NULL ? NULL : Py_BuildValue("(Nn)", tuple, (Py_ssize_t)part);
 }
 
-PyMethodDef mlsp_layout_methods[] = {
-    {"layout_part", MLSP_FASTCALL(layout_part),
+PyMethodDef mlspy_layout_methods[] = {
+    {"layout_part", MLSPY_FASTCALL(layout_part),
      "layout_part(layout, shape, index, /)\n--\n\nBox and range of a part."},
-    {"layout_project", MLSP_FASTCALL(layout_project),
+    {"layout_project", MLSPY_FASTCALL(layout_project),
      "layout_project(layout, index, rank, axes, /)\n--\n\nLayout of one tensor."},
     {NULL, NULL, 0, NULL},
 };

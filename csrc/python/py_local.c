@@ -5,7 +5,13 @@
  * may be aborted and closed meanwhile from another thread.  Closing waits for nobody: the
  * place is given up when the operation has ended.
  */
+#include "args.h"
+#include "array_view.h"
 #include "bucketp.h"
+#include "errors.h"
+#include "gil.h"
+#include "gradients_bindings.h"
+#include "module_state.h"
 
 #include "local.h"
 #include "size.h"
@@ -32,10 +38,10 @@ typedef struct session {
 } session;
 
 /* The module's state from a link (borrowed). */
-static const mlsp_state *state_of_link(link_object *self)
+static const mlspy_state *state_of_link(link_object *self)
 {
-    PyObject *module = mlsp_module_of(Py_TYPE(self));
-    return module == NULL ? NULL : mlsp_state_of(module);
+    PyObject *module = mlspy_module_of(Py_TYPE(self));
+    return module == NULL ? NULL : mlspy_state_of(module);
 }
 
 /* The place, for the caller to free, if it was closed and nobody is in it; else NULL.
@@ -94,8 +100,8 @@ static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
 {
     s->link = (link_object *)self;
     s->call = (mls_local_call){.poll = look_for_signals, .context = s};
-    if (mlsp_take_double(timeout, "timeout", &s->call.timeout) < 0 ||
-        mlsp_take_text(text, "text", &s->text) < 0 || occupy(s->link) < 0) {
+    if (mlspy_take_double(timeout, "timeout", &s->call.timeout) < 0 ||
+        mlspy_take_text(text, "text", &s->text) < 0 || occupy(s->link) < 0) {
         return -1;
     }
     s->call.text = s->text.data; /* a str's UTF-8 ends with a NUL */
@@ -124,8 +130,8 @@ static PyObject *finish(session *s, mls_code code, PyObject *result)
     }
     Py_XDECREF(result);
     /* what a signal raised, or the lack of memory in a callback, is set already */
-    const mlsp_state *state = PyErr_Occurred() ? NULL : state_of_link(s->link);
-    return state == NULL ? NULL : mlsp_raise(state, &s->st, NULL);
+    const mlspy_state *state = PyErr_Occurred() ? NULL : state_of_link(s->link);
+    return state == NULL ? NULL : mlspy_raise(state, &s->st, NULL);
 }
 
 /* ---- arguments ---- */
@@ -133,11 +139,11 @@ static PyObject *finish(session *s, mls_code code, PyObject *result)
 /* A view of packed elements in this machine's byte order, each aligned to its size.  -1
  * with an exception set, and no owner.  An array without elements may be anywhere:
  * nothing of it is read. */
-static int take_packed(const mlsp_state *state, PyObject *array, const char *what,
-                       bool writable, mlsp_view *view)
+static int take_packed(const mlspy_state *state, PyObject *array, const char *what,
+                       bool writable, mlspy_view *view)
 {
-    if ((writable ? mlsp_view_writable(state, array, what, view)
-                  : mlsp_view_of(state, array, what, view)) < 0) {
+    if ((writable ? mlspy_view_writable(state, array, what, view)
+                  : mlspy_view_of(state, array, what, view)) < 0) {
         return -1;
     }
     const size_t item = mls_tensor_item_bytes(&view->tensor);
@@ -145,7 +151,7 @@ static int take_packed(const mlsp_state *state, PyObject *array, const char *wha
     if (!mls_tensor_count(&view->tensor, &count) || view->tensor.swapped ||
         !mls_tensor_is_contiguous(&view->tensor) ||
         (count > 0 && (uintptr_t)view->tensor.data % item != 0)) {
-        mlsp_view_release(view);
+        mlspy_view_release(view);
         PyErr_Format(PyExc_ValueError, "%s is not packed, aligned and native", what);
         return -1;
     }
@@ -186,7 +192,7 @@ static bool sum_of(const size_t *counts, size_t world, size_t *out)
 /* -1 with ValueError set unless a view has as many elements as the counts of all ranks
  * together, or as that of one.  This is what keeps the core within the array: where it
  * counts in bytes, an array of wider elements has only more room than it uses. */
-static int check_length(const mlsp_view *view, const char *what, const size_t *counts,
+static int check_length(const mlspy_view *view, const char *what, const size_t *counts,
                         size_t world)
 {
     size_t count, wanted;
@@ -210,7 +216,7 @@ static int check_length(const mlsp_view *view, const char *what, const size_t *c
 static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     session s;
-    if (mlsp_take_count("barrier", 2, count) < 0 ||
+    if (mlspy_take_count("barrier", 2, count) < 0 ||
         begin(&s, self, args[0], args[1]) < 0) {
         return NULL;
     }
@@ -225,14 +231,14 @@ static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t 
 static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
-    const mlsp_state *state = state_of_link(link);
+    const mlspy_state *state = state_of_link(link);
     PyObject *result = NULL;
     int64_t root;
-    mlsp_view view;
+    mlspy_view view;
     session s;
     size_t bytes = 0;
-    if (state == NULL || mlsp_take_count("broadcast", 4, count) < 0 ||
-        mlsp_take_int64(state, args[1], "root", &root) < 0) {
+    if (state == NULL || mlspy_take_count("broadcast", 4, count) < 0 ||
+        mlspy_take_int64(state, args[1], "root", &root) < 0) {
         return NULL;
     }
     if (root < 0 || (size_t)root >= link->world) {
@@ -250,7 +256,7 @@ static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_
         PyEval_RestoreThread(s.saved);
         result = finish(&s, code, Py_NewRef(Py_None));
     }
-    mlsp_view_release(&view);
+    mlspy_view_release(&view);
     return result;
 }
 
@@ -259,12 +265,12 @@ static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_
 static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
-    const mlsp_state *state = state_of_link(link);
+    const mlspy_state *state = state_of_link(link);
     size_t sizes[MLS_LOCAL_MAX_RANKS];
-    mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
+    mlspy_view data = {.owner = NULL}, out = {.owner = NULL};
     PyObject *result = NULL;
     session s;
-    if (state == NULL || mlsp_take_count("all_gather", 5, count) < 0 ||
+    if (state == NULL || mlspy_take_count("all_gather", 5, count) < 0 ||
         take_counts(args[2], link->world, sizes) < 0) {
         return NULL;
     }
@@ -279,8 +285,8 @@ static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize
         PyEval_RestoreThread(s.saved);
         result = finish(&s, code, Py_NewRef(Py_None));
     }
-    mlsp_view_release(&data);
-    mlsp_view_release(&out);
+    mlspy_view_release(&data);
+    mlspy_view_release(&out);
     return result;
 }
 
@@ -288,12 +294,12 @@ static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize
 static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
-    const mlsp_state *state = state_of_link(link);
+    const mlspy_state *state = state_of_link(link);
     size_t sent[MLS_LOCAL_MAX_RANKS], wanted[MLS_LOCAL_MAX_RANKS];
-    mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
+    mlspy_view data = {.owner = NULL}, out = {.owner = NULL};
     PyObject *result = NULL;
     session s;
-    if (state == NULL || mlsp_take_count("all_to_all", 6, count) < 0 ||
+    if (state == NULL || mlspy_take_count("all_to_all", 6, count) < 0 ||
         take_counts(args[1], link->world, sent) < 0 ||
         take_counts(args[3], link->world, wanted) < 0) {
         return NULL;
@@ -309,8 +315,8 @@ static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize
         PyEval_RestoreThread(s.saved);
         result = finish(&s, code, Py_NewRef(Py_None));
     }
-    mlsp_view_release(&data);
-    mlsp_view_release(&out);
+    mlspy_view_release(&data);
+    mlspy_view_release(&out);
     return result;
 }
 
@@ -318,15 +324,15 @@ static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize
  * is the core's to say, before anything is sent. */
 static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = state_of_link((link_object *)self);
-    mlsp_view data = {.owner = NULL}, out = {.owner = NULL};
+    const mlspy_state *state = state_of_link((link_object *)self);
+    mlspy_view data = {.owner = NULL}, out = {.owner = NULL};
     PyObject *result = NULL;
     mls_reduction r = {.divisor = 1};
     size_t n = 0;
     session s;
-    if (state == NULL || mlsp_take_count("all_reduce", 6, count) < 0 ||
-        mlsp_take_op(args[2], &r.op) < 0 ||
-        mlsp_take_double(args[3], "divisor", &r.divisor) < 0) {
+    if (state == NULL || mlspy_take_count("all_reduce", 6, count) < 0 ||
+        mlspy_take_op(args[2], &r.op) < 0 ||
+        mlspy_take_double(args[3], "divisor", &r.divisor) < 0) {
         return NULL;
     }
     if (take_packed(state, args[0], "array", false, &data) == 0 &&
@@ -345,8 +351,8 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
             result = finish(&s, code, Py_NewRef(Py_None));
         }
     }
-    mlsp_view_release(&data);
-    mlsp_view_release(&out);
+    mlspy_view_release(&data);
+    mlspy_view_release(&out);
     return result;
 }
 
@@ -361,11 +367,11 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
                                      Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
-    mlsp_bucket *held;
+    mlspy_bucket *held;
     PyObject *found = NULL;
     session s;
-    if (mlsp_take_count("reduce_scatter", 4, count) < 0 ||
-        (held = mlsp_bucket_of(args[0])) == NULL) {
+    if (mlspy_take_count("reduce_scatter", 4, count) < 0 ||
+        (held = mlspy_bucket_of(args[0])) == NULL) {
         return NULL;
     }
     const int is_tallied = PyObject_IsTrue(args[1]);
@@ -385,7 +391,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
                                                    b->count, is_tallied != 0, &s.st);
     PyEval_RestoreThread(s.saved);
     if (code == MLS_OK) {
-        found = is_tallied ? mlsp_bucket_tallies(b) : PyList_New(0);
+        found = is_tallied ? mlspy_bucket_tallies(b) : PyList_New(0);
     }
     return finish(&s, code, found);
 }
@@ -433,10 +439,10 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
     session s;
     parcel p = {.session = &s};
     const mls_local_places places = {.place = make_places, .context = &p};
-    const mlsp_state *state = state_of_link((link_object *)self);
+    const mlspy_state *state = state_of_link((link_object *)self);
     int64_t root;
-    if (state == NULL || mlsp_take_count("gather_bytes", 4, count) < 0 ||
-        mlsp_take_int64(state, args[1], "root", &root) < 0) {
+    if (state == NULL || mlspy_take_count("gather_bytes", 4, count) < 0 ||
+        mlspy_take_int64(state, args[1], "root", &root) < 0) {
         return NULL;
     }
     if (!PyBytes_Check(args[0]) || root < -1 ||
@@ -514,22 +520,22 @@ static void link_dealloc(link_object *self)
 }
 
 static PyMethodDef link_methods[] = {
-    {"barrier", MLSP_FASTCALL(link_barrier),
+    {"barrier", MLSPY_FASTCALL(link_barrier),
      "barrier($self, timeout, text, /)\n--\n\nWait for all ranks."},
-    {"broadcast", MLSP_FASTCALL(link_broadcast),
+    {"broadcast", MLSPY_FASTCALL(link_broadcast),
      "broadcast($self, array, root, timeout, text, /)\n--\n\nBytes of one rank for all."},
-    {"all_gather", MLSP_FASTCALL(link_all_gather),
+    {"all_gather", MLSPY_FASTCALL(link_all_gather),
      "all_gather($self, array, out, sizes, timeout, text, /)\n--\n\nBytes of all ranks."},
-    {"all_to_all", MLSP_FASTCALL(link_all_to_all),
+    {"all_to_all", MLSPY_FASTCALL(link_all_to_all),
      "all_to_all($self, array, sent, out, wanted, timeout, text, /)\n--\n\nBytes for "
      "each rank."},
-    {"all_reduce", MLSP_FASTCALL(link_all_reduce),
+    {"all_reduce", MLSPY_FASTCALL(link_all_reduce),
      "all_reduce($self, array, out, op, divisor, timeout, text, /)\n--\n\nThe same sum "
      "on all ranks."},
-    {"reduce_scatter", MLSP_FASTCALL(link_reduce_scatter),
+    {"reduce_scatter", MLSPY_FASTCALL(link_reduce_scatter),
      "reduce_scatter($self, bucket, tallied, timeout, text, /)\n--\n\nSums of "
      "which each rank gets a part."},
-    {"gather_bytes", MLSP_FASTCALL(link_gather_bytes),
+    {"gather_bytes", MLSPY_FASTCALL(link_gather_bytes),
      "gather_bytes($self, data, root, timeout, text, /)\n--\n\nBytes of any lengths."},
     {"abort", link_abort, METH_NOARGS,
      "abort($self, /)\n--\n\nEnd the group for all ranks."},
@@ -561,7 +567,7 @@ static PyType_Spec link_spec = {
 
 /* New reference to a link, which takes the place; NULL with MemoryError set, and the
  * place freed. */
-static PyObject *link_of(const mlsp_state *state, mls_local *place, size_t rank,
+static PyObject *link_of(const mlspy_state *state, mls_local *place, size_t rank,
                          size_t world)
 {
     link_object *link =
@@ -579,13 +585,13 @@ static PyObject *link_of(const mlsp_state *state, mls_local *place, size_t rank,
 
 /* A shape from three arguments: ranks, bytes of a slot, slots.  -1 with an exception set.
  */
-static int take_shape(const mlsp_state *state, PyObject *const *args,
+static int take_shape(const mlspy_state *state, PyObject *const *args,
                       mls_local_shape *out, size_t *bytes)
 {
     int64_t numbers[3];
     mls_status st;
     for (int i = 0; i < 3; i++) {
-        if (mlsp_take_int64(state, args[i], "ranks and slots", &numbers[i]) < 0) {
+        if (mlspy_take_int64(state, args[i], "ranks and slots", &numbers[i]) < 0) {
             return -1;
         }
         if (numbers[i] < 0) {
@@ -597,7 +603,7 @@ static int take_shape(const mlsp_state *state, PyObject *const *args,
                              .slot_bytes = (size_t)numbers[1],
                              .depth = (size_t)numbers[2]};
     if (mls_local_measure(out, bytes, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     return 0;
@@ -608,8 +614,8 @@ static PyObject *local_measure(PyObject *module, PyObject *const *args, Py_ssize
 {
     mls_local_shape shape;
     size_t bytes;
-    if (mlsp_take_count("local_measure", 3, count) < 0 ||
-        take_shape(mlsp_state_of(module), args, &shape, &bytes) < 0) {
+    if (mlspy_take_count("local_measure", 3, count) < 0 ||
+        take_shape(mlspy_state_of(module), args, &shape, &bytes) < 0) {
         return NULL;
     }
     return PyLong_FromSize_t(bytes);
@@ -621,16 +627,16 @@ static PyObject *local_measure(PyObject *module, PyObject *const *args, Py_ssize
  * too.  An argument that is refused before leaves it to the caller. */
 static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_local_shape shape;
     mls_local *place = NULL;
     mls_status st;
     int64_t rank, fd;
     size_t bytes;
-    if (mlsp_take_count("local_join", 5, count) < 0 ||
+    if (mlspy_take_count("local_join", 5, count) < 0 ||
         take_shape(state, args, &shape, &bytes) < 0 ||
-        mlsp_take_int64(state, args[3], "rank", &rank) < 0 ||
-        mlsp_take_int64(state, args[4], "descriptor", &fd) < 0) {
+        mlspy_take_int64(state, args[3], "rank", &rank) < 0 ||
+        mlspy_take_int64(state, args[4], "descriptor", &fd) < 0) {
         return NULL;
     }
     if (fd < 0 || fd > INT_MAX || rank < 0) {
@@ -640,7 +646,7 @@ static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t 
     const mls_code code =
         mls_local_join(&shape, (size_t)rank, (int)fd, state->kernels, &place, &st);
     if (code != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     return link_of(state, place, (size_t)rank, shape.world);
 }
@@ -651,17 +657,17 @@ static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t 
  * has, link_of has freed its own, and the loop goes on to free the rest. */
 static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_local_shape shape;
     mls_local *places[MLS_LOCAL_MAX_RANKS];
     mls_status st;
     size_t bytes;
-    if (mlsp_take_count("local_threads", 3, count) < 0 ||
+    if (mlspy_take_count("local_threads", 3, count) < 0 ||
         take_shape(state, args, &shape, &bytes) < 0) {
         return NULL;
     }
     if (mls_local_threads(&shape, state->kernels, places, &st) != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     PyObject *list = PyList_New((Py_ssize_t)shape.world);
     for (size_t rank = 0; rank < shape.world; rank++) {
@@ -678,21 +684,21 @@ static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize
     return list;
 }
 
-PyMethodDef mlsp_local_methods[] = {
-    {"local_measure", MLSP_FASTCALL(local_measure),
+PyMethodDef mlspy_local_methods[] = {
+    {"local_measure", MLSPY_FASTCALL(local_measure),
      "local_measure(world, slot_bytes, depth, /)\n--\n\nBytes of a group's memory."},
-    {"local_join", MLSP_FASTCALL(local_join),
+    {"local_join", MLSPY_FASTCALL(local_join),
      "local_join(world, slot_bytes, depth, rank, fd, /)\n--\n\nA place in the memory "
      "behind a file."},
-    {"local_threads", MLSP_FASTCALL(local_threads),
+    {"local_threads", MLSPY_FASTCALL(local_threads),
      "local_threads(world, slot_bytes, depth, /)\n--\n\nPlaces for threads."},
     {NULL, NULL, 0, NULL},
 };
 
 /* Functions make links; the type has a name for isinstance alone. */
-int mlsp_local_add(PyObject *module)
+int mlspy_local_add(PyObject *module)
 {
-    mlsp_state *state = mlsp_state_of(module);
+    mlspy_state *state = mlspy_state_of(module);
     state->local_link_type =
         (PyTypeObject *)PyType_FromModuleAndSpec(module, &link_spec, NULL);
     return state->local_link_type == NULL

@@ -6,7 +6,9 @@
  * The core's package is turned into Python objects at once and released: nothing of it
  * outlives the call, so no object has to own it.
  */
-#include "mlsp.h"
+#include "errors.h"
+#include "kv_bindings.h"
+#include "module_state.h"
 
 #include "mlpackage.h"
 
@@ -91,7 +93,7 @@ static PyObject *finish(PyObject *module, mls_code code, const mls_status *st,
                         mls_mlpackage *package, PyObject *path)
 {
     if (code != MLS_OK) {
-        return mlsp_raise(mlsp_state_of(module), st, path);
+        return mlspy_raise(mlspy_state_of(module), st, path);
     }
     PyObject *result = package_object(package);
     mls_mlpackage_fini(package);
@@ -140,7 +142,7 @@ static PyObject *parse_mlspec(PyObject *module, PyObject *data)
     return finish(module, code, &st, &package, NULL);
 }
 
-PyMethodDef mlsp_mlpackage_methods[] = {
+PyMethodDef mlspy_mlpackage_methods[] = {
     {"read_mlpackage", read_mlpackage, METH_O,
      "read_mlpackage(path, /)\n--\n\nThe functions and states of a .mlpackage or "
      ".mlmodel."},

@@ -5,10 +5,14 @@
  * up anew, so that an index which is out of date can miss a name but never give a wrong
  * array.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "errors.h"
+#include "items.h"
+#include "module_state.h"
+#include "py_statedict.h"
+#include "state_bindings.h"
 
 #include "mem.h"
-#include "names.h"
 #include "outline.h"
 #include "rename.h"
 
@@ -44,7 +48,7 @@ static void index_end(PyObject *capsule)
 
 /* Fill an index from the items of a dict.  On failure what is there already stays in it,
  * for the caller to free. */
-static int fill_index(name_index *index, const mlsp_items *items)
+static int fill_index(name_index *index, const mlspy_items *items)
 {
     mls_status st;
     /* the tuple keeps the str alive, and with them the texts that the tree borrows */
@@ -62,7 +66,7 @@ static int fill_index(name_index *index, const mlsp_items *items)
             return -1;
         }
         PyTuple_SET_ITEM(index->keys, (Py_ssize_t)i, key);
-        if (mlsp_take_text(key, "tensor name", &index->texts[i]) < 0) {
+        if (mlspy_take_text(key, "tensor name", &index->texts[i]) < 0) {
             return -1;
         }
     }
@@ -79,8 +83,8 @@ static int fill_index(name_index *index, const mlsp_items *items)
  * that a state dict keeps must not keep alive what is deleted from it. */
 static PyObject *make_index(PyObject *dict)
 {
-    mlsp_items items;
-    if (mlsp_items_of(dict, "state", &items) < 0) {
+    mlspy_items items;
+    if (mlspy_items_of(dict, "state", &items) < 0) {
         return NULL;
     }
     PyObject *capsule = NULL;
@@ -93,7 +97,7 @@ static PyObject *make_index(PyObject *dict)
     if (capsule == NULL && index != NULL) {
         free_index(index);
     }
-    mlsp_items_release(&items);
+    mlspy_items_release(&items);
     return capsule;
 }
 
@@ -108,7 +112,7 @@ static const name_index *index_in(PyObject *capsule)
 /* The name of a layer: not empty, and without the dot that the function adds itself. */
 static int layer_name(PyObject *object, mls_text *out)
 {
-    if (mlsp_take_text(object, "layer name", out) < 0) {
+    if (mlspy_take_text(object, "layer name", out) < 0) {
         return -1;
     }
     if (out->length == 0) {
@@ -129,12 +133,12 @@ static int layer_name(PyObject *object, mls_text *out)
 static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t skipped)
 {
     PyObject *array;
-    const int found = mlsp_dict_get(dict, key, &array);
+    const int found = mlspy_dict_get(dict, key, &array);
     if (found <= 0) {
         return found < 0 ? -1 : 1;
     }
     PyObject *part = PyUnicode_Substring(key, skipped, PyUnicode_GET_LENGTH(key));
-    PyObject *name = part == NULL ? NULL : mlsp_check_entry(part, array);
+    PyObject *name = part == NULL ? NULL : mlspy_check_entry(part, array);
     const int failed = name == NULL ? -1 : PyDict_SetItem(layer, name, array);
     Py_XDECREF(name);
     Py_XDECREF(part);
@@ -196,11 +200,11 @@ static PyObject *new_empty(PyObject *class)
 static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
-    if (mlsp_take_count("state_layer", 3, count) < 0) {
+    if (mlspy_take_count("state_layer", 3, count) < 0) {
         return NULL;
     }
     /* the index may have been made long ago, the arrays are those of this moment */
-    PyObject *capsule = mlsp_describe_names(args[0], make_index);
+    PyObject *capsule = mlspy_describe_names(args[0], make_index);
     PyObject *layer = capsule == NULL ? NULL : new_empty(args[2]);
     int result =
         layer == NULL ? -1 : fill_layer(layer, args[0], args[1], index_in(capsule));
@@ -237,7 +241,7 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
         if (!can_be_asked(nodes[layers[i]].path)) {
             continue;
         }
-        PyObject *path = mlsp_str_of(nodes[layers[i]].path);
+        PyObject *path = mlspy_str_of(nodes[layers[i]].path);
         if (path == NULL || PyList_Append(list, path) < 0) {
             Py_CLEAR(list);
         }
@@ -248,10 +252,10 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
 
 /* What None or a number of parts asks for, as the core counts: 0 for None.  -1 with an
  * exception set. */
-static int take_depth(const mlsp_state *state, PyObject *object, uint32_t *out)
+static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
 {
     int64_t depth = 0;
-    if (object != Py_None && mlsp_take_int64(state, object, "depth", &depth) < 0) {
+    if (object != Py_None && mlspy_take_int64(state, object, "depth", &depth) < 0) {
         return -1;
     }
     if (object != Py_None && depth < 1) {
@@ -269,15 +273,15 @@ static int take_depth(const mlsp_state *state, PyObject *object, uint32_t *out)
 static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
                                    Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     uint32_t depth, *layers = NULL;
     size_t layer_count;
     mls_status st;
-    if (mlsp_take_count("state_layer_names", 2, count) < 0 ||
+    if (mlspy_take_count("state_layer_names", 2, count) < 0 ||
         take_depth(state, args[1], &depth) < 0) {
         return NULL;
     }
-    PyObject *capsule = mlsp_describe_names(args[0], make_index);
+    PyObject *capsule = mlspy_describe_names(args[0], make_index);
     if (capsule == NULL) {
         return NULL;
     }
@@ -287,7 +291,7 @@ static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
         result = paths_list(mls_names_nodes(names), layers, layer_count);
         mls_free(layers);
     } else {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     }
     Py_DECREF(capsule);
     return result;
@@ -301,10 +305,10 @@ static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssiz
 {
     (void)module;
     mls_text path;
-    mlsp_items items;
-    if (mlsp_take_count("state_prefixed", 2, count) < 0 ||
+    mlspy_items items;
+    if (mlspy_take_count("state_prefixed", 2, count) < 0 ||
         layer_name(args[0], &path) < 0 ||
-        mlsp_items_of(args[1], "layer state", &items) < 0) {
+        mlspy_items_of(args[1], "layer state", &items) < 0) {
         return NULL;
     }
     PyObject *result = PyDict_New();
@@ -315,7 +319,7 @@ static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssiz
         }
         Py_XDECREF(name);
     }
-    mlsp_items_release(&items);
+    mlspy_items_release(&items);
     return result;
 }
 
@@ -329,20 +333,14 @@ static int take_rule(PyObject *pair, mls_rename_rule *out)
         PyErr_SetString(PyExc_TypeError, "rules must be pairs of old and new");
         return -1;
     }
-    if (mlsp_take_text(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &out->old) <
-            0 ||
-        mlsp_take_text(PyTuple_GET_ITEM(pair, 1), "the new part of a rule", &out->new) <
-            0) {
+    mls_text old, new;
+    if (mlspy_take_text(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &old) < 0 ||
+        mlspy_take_text(PyTuple_GET_ITEM(pair, 1), "the new part of a rule", &new) < 0) {
         return -1;
     }
-    out->anywhere = out->old.length > 0 && out->old.data[0] == '*';
-    if (out->anywhere) {
-        out->old.data++;
-        out->old.length--;
-        if (out->old.length == 0) {
-            PyErr_SetString(PyExc_ValueError, "rule '*' says nothing to look for");
-            return -1;
-        }
+    if (!mls_rename_rule_of(old, new, out)) {
+        PyErr_SetString(PyExc_ValueError, "rule '*' says nothing to look for");
+        return -1;
     }
     return 0;
 }
@@ -355,7 +353,7 @@ typedef struct name_buffer {
 
 /* New reference to the name that `item` gets.  A name that was empty may stay so; one
  * that becomes empty has lost what told it apart, which no rule can be meant for. */
-static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
+static PyObject *renamed(const mlspy_item *item, const mls_rename_rule *rules,
                          size_t rule_count, bool *used, name_buffer *buffer)
 {
     /* asked with the room there is: most names fit where the one before did */
@@ -375,15 +373,15 @@ static PyObject *renamed(const mlsp_item *item, const mls_rename_rule *rules,
                      item->key);
         return NULL;
     }
-    return mlsp_str_of((mls_text){.data = buffer->data, .length = length});
+    return mlspy_str_of((mls_text){.data = buffer->data, .length = length});
 }
 
 /* Raise for two names that would become one.  The error carries the new name, as
  * errors of one tensor do. */
-static void refuse_collapse(const mlsp_state *state, PyObject *first, PyObject *second,
+static void refuse_collapse(const mlspy_state *state, PyObject *first, PyObject *second,
                             PyObject *name)
 {
-    PyObject *class = state->errors[MLSP_ERROR_COMPATIBILITY];
+    PyObject *class = state->errors[MLSPY_ERROR_COMPATIBILITY];
     PyObject *text = PyUnicode_FromFormat(
         "%.200R and %.200R would both become %.200R: nothing was renamed", first, second,
         name);
@@ -396,7 +394,7 @@ static void refuse_collapse(const mlsp_state *state, PyObject *first, PyObject *
 }
 
 /* Put every array under its new name.  `origin` maps new names to old ones. */
-static int rename_all(const mlsp_state *state, const mlsp_items *items,
+static int rename_all(const mlspy_state *state, const mlspy_items *items,
                       const mls_rename_rule *rules, size_t rule_count, bool *used,
                       PyObject *result)
 {
@@ -406,7 +404,7 @@ static int rename_all(const mlsp_state *state, const mlsp_items *items,
     PyObject *origin = PyDict_New();
     int failed = origin == NULL ? -1 : 0;
     for (size_t i = 0; failed == 0 && i < items->count; i++) {
-        const mlsp_item *item = &items->items[i];
+        const mlspy_item *item = &items->items[i];
         PyObject *name = renamed(item, rules, rule_count, used, &buffer);
         PyObject *earlier = name == NULL ? NULL : PyDict_GetItemWithError(origin, name);
         if (earlier != NULL) {
@@ -442,7 +440,7 @@ static PyObject *unused_rules(const bool *used, size_t rule_count)
  * the rules that matched no name) */
 static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (mlsp_take_count("state_rename", 2, count) < 0) {
+    if (mlspy_take_count("state_rename", 2, count) < 0) {
         return NULL;
     }
     if (!PyTuple_Check(args[1])) {
@@ -450,7 +448,7 @@ static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_
         return NULL;
     }
     const size_t rule_count = (size_t)PyTuple_GET_SIZE(args[1]);
-    mlsp_items items = {0};
+    mlspy_items items = {0};
     PyObject *result = NULL, *unused = NULL;
     mls_rename_rule *rules = mls_alloc(rule_count, sizeof *rules);
     bool *used = mls_alloc(rule_count, sizeof *used);
@@ -464,16 +462,16 @@ static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_
             goto done;
         }
     }
-    if (mlsp_items_of(args[0], "state", &items) < 0) {
+    if (mlspy_items_of(args[0], "state", &items) < 0) {
         goto done;
     }
     result = PyDict_New();
-    if (result != NULL &&
-        rename_all(mlsp_state_of(module), &items, rules, rule_count, used, result) == 0) {
+    if (result != NULL && rename_all(mlspy_state_of(module), &items, rules, rule_count,
+                                     used, result) == 0) {
         unused = unused_rules(used, rule_count);
     }
 done:
-    mlsp_items_release(&items);
+    mlspy_items_release(&items);
     mls_free(used);
     mls_free(rules);
     if (unused == NULL) {
@@ -498,7 +496,7 @@ static mls_text *texts_of(PyObject *list)
         return NULL;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (mlsp_take_text(PyList_GET_ITEM(list, i), "a name", &texts[i]) < 0) {
+        if (mlspy_take_text(PyList_GET_ITEM(list, i), "a name", &texts[i]) < 0) {
             mls_free(texts);
             return NULL;
         }
@@ -513,8 +511,8 @@ static PyObject *explanation_tuple(const mls_explanation *found)
     PyObject *rules = PyList_New(0);
     for (size_t i = 0; rules != NULL && i < found->rule_count; i++) {
         const mls_rename_rule *rule = &found->rules[i];
-        PyObject *old = mlsp_str_of(rule->old);
-        PyObject *new = mlsp_str_of(rule->new);
+        PyObject *old = mlspy_str_of(rule->old);
+        PyObject *new = mlspy_str_of(rule->new);
         PyObject *pair =
             old == NULL || new == NULL
                 ? NULL
@@ -537,7 +535,7 @@ static PyObject *explanation_tuple(const mls_explanation *found)
  * No rules and 0 where nothing explains the names, which is no error. */
 static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (mlsp_take_count("state_explain", 2, count) < 0) {
+    if (mlspy_take_count("state_explain", 2, count) < 0) {
         return NULL;
     }
     mls_status st;
@@ -550,7 +548,7 @@ static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize
             mls_names_explain(unexpected, (size_t)PyList_GET_SIZE(args[0]), missing,
                               (size_t)PyList_GET_SIZE(args[1]), &found, &st);
         result = code == MLS_OK ? explanation_tuple(&found)
-                                : mlsp_raise(mlsp_state_of(module), &st, NULL);
+                                : mlspy_raise(mlspy_state_of(module), &st, NULL);
         mls_explanation_fini(&found);
     }
     mls_free(missing);
@@ -560,113 +558,57 @@ static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize
 
 /* ---- the outline ---- */
 
-/* What is said of a node: bytes under it, and the dtype that all of it has. */
-typedef struct node_sum {
-    uint64_t bytes;
-    const char *dtype; /* NULL: nothing yet */
-} node_sum;
-
-static const char mixed[] = "mixed";
-
-/* Take what is known of a part into the sum of the whole.  Names and not numbers of
- * dtypes, since arrays may have dtypes that the core lacks. */
-static void add_sum(node_sum *whole, const node_sum *part)
+/* Bytes and dtype of each array, in the order of the items; NULL with an exception set.
+ * Gives: free with mls_free. */
+static mls_outline_sum *leaves_of(const mlspy_state *state, const mlspy_items *items)
 {
-    whole->bytes += part->bytes;
-    if (whole->dtype == NULL) {
-        whole->dtype = part->dtype;
-    } else if (part->dtype != NULL && strcmp(whole->dtype, part->dtype) != 0) {
-        whole->dtype = mixed;
-    }
-}
-
-/* The sums of all nodes, parents after their children; NULL with an exception set. */
-static node_sum *sums_of(const mlsp_state *state, const mls_names *names,
-                         const mlsp_items *items)
-{
-    const mls_name_node *nodes = mls_names_nodes(names);
-    node_sum *sums = mls_alloc(mls_names_size(names), sizeof *sums);
-    if (sums == NULL) {
+    mls_outline_sum *leaves = mls_alloc(items->count, sizeof *leaves);
+    if (leaves == NULL) {
         PyErr_NoMemory();
-        return NULL;
     }
-    /* parents come before their children, so from the end each sum is complete when it
-     * is added to its parent's */
-    for (size_t i = mls_names_size(names); i-- > 0;) {
-        if (nodes[i].name != MLS_NAME_NONE) {
-            const mlsp_item *item = &items->items[nodes[i].name];
-            node_sum own = {.dtype = item->facts.dtype};
-            if (mlsp_array_bytes(state, item->value, &own.bytes) < 0) {
-                mls_free(sums);
-                return NULL;
-            }
-            add_sum(&sums[i], &own);
-        }
-        if (nodes[i].parent != MLS_NAME_NONE) {
-            add_sum(&sums[nodes[i].parent], &sums[i]);
+    for (size_t i = 0; leaves != NULL && i < items->count; i++) {
+        const mlspy_item *item = &items->items[i];
+        leaves[i].dtype = item->facts.dtype;
+        if (mlspy_array_bytes(state, item->value, &leaves[i].bytes) < 0) {
+            mls_free(leaves);
+            leaves = NULL;
         }
     }
-    return sums;
-}
-
-/* Sum of the `hidden` siblings from `node` on, and how many names they have. */
-static node_sum hidden_sum(const mls_name_node *nodes, const node_sum *sums,
-                           uint32_t node, uint32_t hidden, size_t *count)
-{
-    node_sum sum = {0};
-    *count = 0;
-    for (; hidden > 0 && node != MLS_NAME_NONE; hidden--) {
-        add_sum(&sum, &sums[node]);
-        *count += nodes[node].count;
-        node = nodes[node].next_sibling;
-    }
-    return sum;
+    return leaves;
 }
 
 /* (depth, name, count, nbytes, dtype, shape or None, hidden, open) */
-static PyObject *row_tuple(const mls_outline_row *row, const mls_name_node *nodes,
-                           const node_sum *sums, const mlsp_items *items)
+static PyObject *row_tuple(const mls_names *names, const mls_outline_sum *sums,
+                           const mls_outline_row *row, const mlspy_items *items)
 {
-    const mls_name_node *node = &nodes[row->node];
-    size_t count = node->count;
-    const node_sum sum = row->hidden > 0
-                             ? hidden_sum(nodes, sums, row->node, row->hidden, &count)
-                             : sums[row->node];
-    /* a single name at or under the node shows as one: what is left of it, and its shape
-     */
-    const mls_name_node *leaf = node;
-    while (row->hidden == 0 && count == 1 && leaf->name == MLS_NAME_NONE) {
-        leaf = &nodes[leaf->first_child];
-    }
-    /* a tensor that others lie under, as "a" of "a" and "a.b", says its shape too */
-    const bool whole = row->hidden == 0 && leaf->name != MLS_NAME_NONE;
-    const size_t skipped = node->path.length - node->segment.length;
-    PyObject *shape =
-        whole ? mlsp_shape_tuple(&items->items[leaf->name].facts) : Py_NewRef(Py_None);
-    PyObject *name = mlsp_str_of((mls_text){.data = leaf->path.data + skipped,
-                                            .length = leaf->path.length - skipped});
-    PyObject *result = NULL;
-    if (shape != NULL && name != NULL) {
-        result = Py_BuildValue("(IOnKsOIO)", node->depth, name, (Py_ssize_t)count,
-                               (unsigned long long)sum.bytes,
-                               sum.dtype == NULL ? "" : sum.dtype, shape, row->hidden,
-                               row->open ? Py_True : Py_False);
-    }
-    Py_XDECREF(name);
-    Py_XDECREF(shape);
-    return result;
+    const mls_outline_entry e = mls_outline_describe(names, sums, row);
+    PyObject *shape = e.name == MLS_NAME_NONE
+                          ? Py_NewRef(Py_None)
+                          : mlspy_shape_tuple(&items->items[e.name].facts);
+    /* each N takes its reference, or passes a NULL on as the exception that is set */
+    return Py_BuildValue("(INnKsNIO)", mls_names_nodes(names)[row->node].depth,
+                         mlspy_str_of(e.label), (Py_ssize_t)e.count,
+                         (unsigned long long)e.sum.bytes,
+                         e.sum.dtype == NULL ? "" : e.sum.dtype, shape, row->hidden,
+                         row->open ? Py_True : Py_False);
 }
 
 /* The rows as a list of tuples.  All sums are made, shown or not: a row says what lies
  * under it, and that may be the whole state. */
-static PyObject *rows_list(const mlsp_state *state, const mls_names *names,
-                           const mlsp_items *items, const mls_outline_row *rows,
+static PyObject *rows_list(const mlspy_state *state, const mls_names *names,
+                           const mlspy_items *items, const mls_outline_row *rows,
                            size_t count)
 {
-    node_sum *sums = sums_of(state, names, items);
+    mls_status st;
+    mls_outline_sum *sums = NULL;
+    mls_outline_sum *leaves = leaves_of(state, items);
+    if (leaves != NULL && mls_outline_sums(names, leaves, &sums, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+    }
+    mls_free(leaves);
     PyObject *list = sums == NULL ? NULL : PyList_New(0);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        PyObject *row = row_tuple(&rows[i], mls_names_nodes(names), sums, items);
+        PyObject *row = row_tuple(names, sums, &rows[i], items);
         if (row == NULL || PyList_Append(list, row) < 0) {
             Py_CLEAR(list);
         }
@@ -679,31 +621,31 @@ static PyObject *rows_list(const mlsp_state *state, const mls_names *names,
 /* state_outline(state, max_rows, max_children) -> rows for the page that a person sees */
 static PyObject *state_outline(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     int64_t max_rows, max_children;
-    if (mlsp_take_count("state_outline", 3, count) < 0 ||
-        mlsp_take_int64(state, args[1], "max_rows", &max_rows) < 0 ||
-        mlsp_take_int64(state, args[2], "max_children", &max_children) < 0) {
+    if (mlspy_take_count("state_outline", 3, count) < 0 ||
+        mlspy_take_int64(state, args[1], "max_rows", &max_rows) < 0 ||
+        mlspy_take_int64(state, args[2], "max_children", &max_children) < 0) {
         return NULL;
     }
-    mlsp_items items;
+    mlspy_items items;
     name_index index = {0};
     mls_outline_row *rows = NULL;
     size_t row_count;
     mls_status st;
     PyObject *result = NULL;
     /* made anew: rows, arrays and names must be of one moment */
-    if (mlsp_items_of(args[0], "state", &items) < 0) {
+    if (mlspy_items_of(args[0], "state", &items) < 0) {
         return NULL;
     }
-    if (mlsp_items_facts(state, &items) < 0 || fill_index(&index, &items) < 0) {
+    if (mlspy_items_facts(state, &items) < 0 || fill_index(&index, &items) < 0) {
         goto done;
     }
     /* negative or tiny limits are the core's least ones: a page can always be drawn */
     if (mls_outline_new(index.names, max_rows < 0 ? 0 : (size_t)max_rows,
                         max_children < 3 ? 3 : (size_t)max_children, &rows, &row_count,
                         &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         goto done;
     }
     result = rows_list(state, index.names, &items, rows, row_count);
@@ -712,23 +654,23 @@ done:
     mls_names_free(index.names);
     mls_free(index.texts);
     Py_XDECREF(index.keys);
-    mlsp_items_release(&items);
+    mlspy_items_release(&items);
     return result;
 }
 
-PyMethodDef mlsp_names_methods[] = {
-    {"state_layer", MLSP_FASTCALL(state_layer),
+PyMethodDef mlspy_names_methods[] = {
+    {"state_layer", MLSPY_FASTCALL(state_layer),
      "state_layer(state, name, cls, /)\n--\n\nThe tensors under a layer."},
-    {"state_layer_names", MLSP_FASTCALL(state_layer_names),
+    {"state_layer_names", MLSPY_FASTCALL(state_layer_names),
      "state_layer_names(state, depth, /)\n--\n\nThe layers of a state."},
-    {"state_prefixed", MLSP_FASTCALL(state_prefixed),
+    {"state_prefixed", MLSPY_FASTCALL(state_prefixed),
      "state_prefixed(name, state, /)\n--\n\nA state under a layer's name."},
-    {"state_rename", MLSP_FASTCALL(state_rename),
+    {"state_rename", MLSPY_FASTCALL(state_rename),
      "state_rename(state, rules, /)\n--\n\nA state with other names, and "
      "the rules that matched none."},
-    {"state_explain", MLSP_FASTCALL(state_explain),
+    {"state_explain", MLSPY_FASTCALL(state_explain),
      "state_explain(unexpected, missing, /)\n--\n\nRules that would match the names."},
-    {"state_outline", MLSP_FASTCALL(state_outline),
+    {"state_outline", MLSPY_FASTCALL(state_outline),
      "state_outline(state, max_rows, max_children, /)\n--\n\nRows of the tree of names."},
     {NULL, NULL, 0, NULL},
 };

@@ -3,24 +3,29 @@
  * A Catalog may hold one index of each pattern only (pattern.h).  mlstate/_patterns.py
  * knows which ranks store which parts.
  */
+#include "args.h"
 #include "catalog_load.h"
+#include "catalog_methods.h"
+#include "catalog_object.h"
+#include "checkpoint_folder.h"
+#include "errors.h"
+#include "module_state.h"
 
 #include "meeting.h"
 #include "mem.h"
 #include "pattern.h"
-#include "safetensors.h"
 
 /* ---- patterns ---- */
 
 /* New reference to (bytes, (part, ...)), or to None for an index without a pattern. */
-static PyObject *pattern_tuple(const mlsp_state *state, const mls_index *index)
+static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
 {
     mls_pattern pattern;
     mls_status st;
     mls_buffer bytes = {.most = (size_t)1 << 30};
     PyObject *parts = NULL, *result = NULL;
     if (mls_pattern_init(index, &pattern, &st) != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     if (!pattern.known) {
         return Py_NewRef(Py_None);
@@ -29,7 +34,7 @@ static PyObject *pattern_tuple(const mlsp_state *state, const mls_index *index)
     if (bytes.code != MLS_OK) {
         mls_fail(&st, bytes.code, "no room for the pattern of %zu shards",
                  index->shard_count);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     } else {
         parts = PyTuple_New((Py_ssize_t)pattern.group_count);
     }
@@ -51,10 +56,10 @@ static PyObject *pattern_tuple(const mlsp_state *state, const mls_index *index)
 }
 
 /* patterns() -> [(bytes, parts) or None, ...], one for each index */
-PyObject *mlsp_catalog_patterns(PyObject *object, PyObject *unused)
+PyObject *mlspy_catalog_patterns(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
-    const mlsp_state *state = mlsp_catalog_state(object);
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_state *state = mlspy_catalog_state(object);
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -71,7 +76,7 @@ PyObject *mlsp_catalog_patterns(PyObject *object, PyObject *unused)
 /* ---- owners ---- */
 
 /* Accepts NULL. */
-static void free_patterns(const catalog_object *self, mls_pattern *patterns)
+static void free_patterns(const mlspy_catalog *self, mls_pattern *patterns)
 {
     for (size_t i = 0; patterns != NULL && i < self->index_count; i++) {
         mls_pattern_fini(&patterns[i]);
@@ -80,7 +85,7 @@ static void free_patterns(const catalog_object *self, mls_pattern *patterns)
 }
 
 /* The patterns of all indexes, or NULL with an exception set. */
-static mls_pattern *find_patterns(const catalog_object *self, const mlsp_state *state)
+static mls_pattern *find_patterns(const mlspy_catalog *self, const mlspy_state *state)
 {
     mls_status st;
     mls_pattern *patterns = mls_alloc(self->index_count, sizeof *patterns);
@@ -91,7 +96,7 @@ static mls_pattern *find_patterns(const catalog_object *self, const mlsp_state *
     for (size_t i = 0; i < self->index_count; i++) {
         if (mls_pattern_init(&self->indexes[i], &patterns[i], &st) != MLS_OK) {
             free_patterns(self, patterns);
-            mlsp_raise(state, &st, NULL);
+            mlspy_raise(state, &st, NULL);
             return NULL;
         }
     }
@@ -99,7 +104,7 @@ static mls_pattern *find_patterns(const catalog_object *self, const mlsp_state *
 }
 
 /* New reference to the places of a tensor: pairs of 32-bit numbers as bytes. */
-static PyObject *places_bytes(const catalog_object *self, const mls_pattern *patterns,
+static PyObject *places_bytes(const mlspy_catalog *self, const mls_pattern *patterns,
                               const mls_catalog_tensor *tensor)
 {
     mls_buffer b = {.most = (size_t)1 << 30};
@@ -113,11 +118,11 @@ static PyObject *places_bytes(const catalog_object *self, const mls_pattern *pat
 }
 
 /* places() -> [bytes, ...], one for each of tensors() */
-PyObject *mlsp_catalog_places(PyObject *object, PyObject *unused)
+PyObject *mlspy_catalog_places(PyObject *object, PyObject *unused)
 {
-    const catalog_object *self = (catalog_object *)object;
+    const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
-    mls_pattern *patterns = find_patterns(self, mlsp_catalog_state(object));
+    mls_pattern *patterns = find_patterns(self, mlspy_catalog_state(object));
     PyObject *list =
         patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->catalog.tensor_count);
     for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
@@ -146,8 +151,8 @@ static PyObject *set_under(PyObject *dict, PyObject *key)
 
 /* Add the parts that have elements of what is wanted of one tensor, the first `most` of
  * them: a layout may claim any number of parts. */
-static int add_parts(const load_job *job, const mls_pattern *patterns, const wanted *w,
-                     Py_ssize_t most, PyObject *dict)
+static int add_parts(const mlspy_load_job *job, const mls_pattern *patterns,
+                     const mls_wanted *w, Py_ssize_t most, PyObject *dict)
 {
     const mls_index_shard *facts = w->tensor->facts;
     PyObject *key = places_bytes(job->catalog, patterns, w->tensor);
@@ -168,28 +173,28 @@ static int add_parts(const load_job *job, const mls_pattern *patterns, const wan
 /* wanted_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
  *
  * The folder is for errors: nothing is opened. */
-PyObject *mlsp_catalog_wanted_parts(PyObject *object, PyObject *const *args,
-                                    Py_ssize_t count)
+PyObject *mlspy_catalog_wanted_parts(PyObject *object, PyObject *const *args,
+                                     Py_ssize_t count)
 {
-    load_job job = {.folder = -1};
+    mlspy_load_job job = {.folder = -1};
     mls_pattern *patterns = NULL;
     PyObject *dict = NULL;
-    if (mlsp_take_count("wanted_parts", 5, count) < 0) {
+    if (mlspy_take_count("wanted_parts", 5, count) < 0) {
         return NULL;
     }
     const Py_ssize_t most = PyLong_AsSsize_t(args[4]);
     if ((most != -1 || !PyErr_Occurred()) &&
-        mlsp_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
+        mlspy_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
         (patterns = find_patterns(job.catalog, job.state)) != NULL) {
         dict = PyDict_New();
     }
-    for (size_t i = 0; dict != NULL && i < job.count; i++) {
-        if (add_parts(&job, patterns, &job.wanted[i], most, dict) < 0) {
+    for (size_t i = 0; dict != NULL && i < job.plan.count; i++) {
+        if (add_parts(&job, patterns, &job.plan.wanted[i], most, dict) < 0) {
             Py_CLEAR(dict);
         }
     }
-    free_patterns((const catalog_object *)object, patterns);
-    mlsp_load_fini(&job);
+    free_patterns((const mlspy_catalog *)object, patterns);
+    mlspy_load_fini(&job);
     return dict;
 }
 
@@ -198,7 +203,8 @@ PyObject *mlsp_catalog_wanted_parts(PyObject *object, PyObject *const *args,
 /* Add what one tensor needs to a list of (path, begin, end, bytes), a tuple for each
  * place. The pieces are those that a load would read, from the same function, but without
  * a place for the bytes.  What was never stored is not read. */
-static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject *list)
+static int add_reads(const mlspy_load_job *job, const mls_wanted *w, bool verify,
+                     PyObject *list)
 {
     const size_t most = w->tensor->places;
     const mls_piece_room room = {mls_alloc(most, sizeof *room.stored),
@@ -212,7 +218,7 @@ static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject
         failed = -1;
     } else if (mls_catalog_pieces(&job->catalog->catalog, w->tensor, &w->part, NULL,
                                   &room, &count, &st) != MLS_OK) {
-        mlsp_raise_under(job->state, &st, job->path, NULL);
+        mlspy_raise_under(job->state, &st, job->path, NULL);
         failed = -1;
     }
     for (size_t i = 0; failed == 0 && i < count; i++) {
@@ -236,23 +242,23 @@ static int add_reads(const load_job *job, const wanted *w, bool verify, PyObject
 /* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes), ...]
  *
  * No shard file is looked at: it need not even be there. */
-PyObject *mlsp_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count)
+PyObject *mlspy_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
-    load_job job = {.folder = -1};
-    if (mlsp_take_count("reads", 5, count) < 0) {
+    mlspy_load_job job = {.folder = -1};
+    if (mlspy_take_count("reads", 5, count) < 0) {
         return NULL;
     }
     const int verify = PyObject_IsTrue(args[4]);
     PyObject *list = verify < 0 ? NULL : PyList_New(0);
     if (list != NULL &&
-        mlsp_load_begin(&job, object, args[0], args[1], args[2], args[3]) < 0) {
+        mlspy_load_begin(&job, object, args[0], args[1], args[2], args[3]) < 0) {
         Py_CLEAR(list);
     }
-    for (size_t i = 0; list != NULL && i < job.count; i++) {
-        if (add_reads(&job, &job.wanted[i], verify != 0, list) < 0) {
+    for (size_t i = 0; list != NULL && i < job.plan.count; i++) {
+        if (add_reads(&job, &job.plan.wanted[i], verify != 0, list) < 0) {
             Py_CLEAR(list);
         }
     }
-    mlsp_load_fini(&job);
+    mlspy_load_fini(&job);
     return list;
 }

@@ -4,8 +4,12 @@
  * The GIL is released while the core plans; now and then the calling thread takes it back
  * to look for signals, so that Ctrl-C ends a long search.
  */
+#include "activation_bindings.h"
+#include "args.h"
 #include "chainp.h"
-#include "checkpoint.h"
+#include "errors.h"
+#include "module_state.h"
+#include "progress.h"
 
 #include "plan.h"
 
@@ -13,15 +17,15 @@
  * the pool may ask; only the one that began the work looks for signals. */
 static bool go_on(void *context)
 {
-    mlsp_progress *progress = context;
+    mlspy_progress *progress = context;
     return progress->core.report(progress->core.context, 0);
 }
 
 /* Everything of one call. */
 typedef struct job {
-    const mlsp_state *state;
-    mlsp_chain chain;
-    mlsp_progress progress;
+    const mlspy_state *state;
+    mlspy_chain chain;
+    mlspy_progress progress;
     mls_plan_request request;
     mls_status st;
 } job;
@@ -32,10 +36,10 @@ static int job_init(job *j, PyObject *module, PyObject *chain, PyObject *slots,
                     PyObject *offload)
 {
     int64_t slot_count;
-    *j = (job){.state = mlsp_state_of(module)};
+    *j = (job){.state = mlspy_state_of(module)};
     const int offloads = PyObject_IsTrue(offload);
-    if (offloads < 0 || mlsp_take_int64(j->state, slots, "slots", &slot_count) < 0 ||
-        mlsp_progress_init(&j->progress, Py_None) < 0) {
+    if (offloads < 0 || mlspy_take_int64(j->state, slots, "slots", &slot_count) < 0 ||
+        mlspy_progress_init(&j->progress, Py_None) < 0) {
         return -1;
     }
     if (slot_count < 0) {
@@ -43,7 +47,7 @@ static int job_init(job *j, PyObject *module, PyObject *chain, PyObject *slots,
                      (long long)slot_count, (int)MLS_PLAN_MAX_SLOTS);
         return -1;
     }
-    if (mlsp_take_chain(j->state, chain, &j->chain) < 0) {
+    if (mlspy_take_chain(j->state, chain, &j->chain) < 0) {
         return -1;
     }
     j->request = (mls_plan_request){.slots = (size_t)slot_count,
@@ -61,7 +65,7 @@ static PyObject *raise_of(const job *j, mls_code code)
     if (code == MLS_E_STOPPED && PyErr_Occurred()) {
         return NULL;
     }
-    return mlsp_raise(j->state, &j->st, NULL);
+    return mlspy_raise(j->state, &j->st, NULL);
 }
 
 /* What mlstate/_planner.py turns into sentences. */
@@ -74,23 +78,23 @@ static PyObject *plan_make(PyObject *module, PyObject *const *args, Py_ssize_t c
 {
     job j;
     mls_plan plan = {0};
-    if (mlsp_take_count("plan_make", 4, count) < 0 ||
+    if (mlspy_take_count("plan_make", 4, count) < 0 ||
         job_init(&j, module, args[0], args[2], args[3]) < 0) {
         return NULL;
     }
-    if (mlsp_take_int64(j.state, args[1], "budget_bytes", &j.request.budget_bytes) < 0) {
-        mlsp_chain_release(&j.chain);
+    if (mlspy_take_int64(j.state, args[1], "budget_bytes", &j.request.budget_bytes) < 0) {
+        mlspy_chain_release(&j.chain);
         return NULL;
     }
-    mlsp_progress_begin(&j.progress);
+    mlspy_progress_begin(&j.progress);
     const mls_code code = mls_plan_make(&j.chain.chain, &j.request, &plan, &j.st);
-    mlsp_progress_end(&j.progress);
-    mlsp_chain_release(&j.chain);
+    mlspy_progress_end(&j.progress);
+    mlspy_chain_release(&j.chain);
     if (code != MLS_OK) {
         return raise_of(&j, code);
     }
     PyObject *result = NULL;
-    PyObject *steps = mlsp_steps_array(&plan.schedule);
+    PyObject *steps = mlspy_steps_array(&plan.schedule);
     if (steps != NULL) {
         result =
             Py_BuildValue("(Nsn)", steps, methods[plan.method], (Py_ssize_t)plan.slots);
@@ -105,7 +109,7 @@ static PyObject *plan_least(PyObject *module, PyObject *const *args, Py_ssize_t 
 {
     job j;
     int64_t least = 0;
-    if (mlsp_take_count("plan_least", 2, count) < 0) {
+    if (mlspy_take_count("plan_least", 2, count) < 0) {
         return NULL;
     }
     PyObject *zero = PyLong_FromLong(0);
@@ -114,11 +118,11 @@ static PyObject *plan_least(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (failed < 0) {
         return NULL;
     }
-    mlsp_progress_begin(&j.progress);
+    mlspy_progress_begin(&j.progress);
     const mls_code code = mls_plan_least_bytes(&j.chain.chain, j.request.offload,
                                                j.request.poll, &least, &j.st);
-    mlsp_progress_end(&j.progress);
-    mlsp_chain_release(&j.chain);
+    mlspy_progress_end(&j.progress);
+    mlspy_chain_release(&j.chain);
     return code == MLS_OK ? PyLong_FromLongLong(least) : raise_of(&j, code);
 }
 
@@ -150,14 +154,14 @@ static PyObject *plan_pareto(PyObject *module, PyObject *const *args, Py_ssize_t
 {
     job j;
     mls_plan_curve curve = {0};
-    if (mlsp_take_count("plan_pareto", 3, count) < 0 ||
+    if (mlspy_take_count("plan_pareto", 3, count) < 0 ||
         job_init(&j, module, args[0], args[1], args[2]) < 0) {
         return NULL;
     }
-    mlsp_progress_begin(&j.progress);
+    mlspy_progress_begin(&j.progress);
     const mls_code code = mls_plan_pareto(&j.chain.chain, &j.request, &curve, &j.st);
-    mlsp_progress_end(&j.progress);
-    mlsp_chain_release(&j.chain);
+    mlspy_progress_end(&j.progress);
+    mlspy_chain_release(&j.chain);
     if (code != MLS_OK) {
         return raise_of(&j, code);
     }
@@ -167,13 +171,13 @@ static PyObject *plan_pareto(PyObject *module, PyObject *const *args, Py_ssize_t
 }
 
 /* Known to module.c. */
-PyMethodDef mlsp_plan_methods[] = {
-    {"plan_make", MLSP_FASTCALL(plan_make),
+PyMethodDef mlspy_plan_methods[] = {
+    {"plan_make", MLSPY_FASTCALL(plan_make),
      "plan_make(chain, budget_bytes, slots, offload, /)\n--\n\nThe fastest persistent "
      "schedule within a budget."},
-    {"plan_least", MLSP_FASTCALL(plan_least),
+    {"plan_least", MLSPY_FASTCALL(plan_least),
      "plan_least(chain, offload, /)\n--\n\nThe least budget that a schedule fits."},
-    {"plan_pareto", MLSP_FASTCALL(plan_pareto),
+    {"plan_pareto", MLSPY_FASTCALL(plan_pareto),
      "plan_pareto(chain, slots, offload, /)\n--\n\nBudgets and the seconds they cost."},
     {NULL, NULL, 0, NULL},
 };

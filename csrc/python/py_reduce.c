@@ -5,10 +5,17 @@
  * is changed, and the views hold the arrays while the GIL is let go.  What other threads
  * write meanwhile changes numbers and nothing else.
  */
+#include "args.h"
+#include "array_view.h"
+#include "bucketp.h"
+#include "errors.h"
+#include "gil.h"
+#include "gradients_bindings.h"
+#include "items.h"
+#include "module_state.h"
 #include "pairs.h"
 
 #include "mem.h"
-#include "reduce.h"
 
 /* ---- many arrays under names ---- */
 
@@ -16,7 +23,7 @@
  * copies: what becomes of the caller's lists does not matter. */
 typedef struct named_views {
     PyObject *names, *arrays; /* strong: tuples of one length */
-    mlsp_view *views;         /* of each array */
+    mlspy_view *views;        /* of each array */
     Py_ssize_t count;
     uint64_t bytes;
 } named_views;
@@ -25,7 +32,7 @@ typedef struct named_views {
 static void named_views_release(named_views *v)
 {
     for (Py_ssize_t i = 0; i < v->count; i++) {
-        mlsp_view_release(&v->views[i]);
+        mlspy_view_release(&v->views[i]);
     }
     mls_free(v->views);
     Py_CLEAR(v->arrays);
@@ -37,34 +44,34 @@ static void named_views_release(named_views *v)
  * -1 with an exception set. */
 static int name_at(const named_views *v, Py_ssize_t i, mls_text *out)
 {
-    return mlsp_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
+    return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
 }
 
 /* View one array more.  -1 with an exception set, and nothing to release for it.  The
  * item has no facts, and borrows: it does not outlive the call.  Where the quick way
  * declines, the long one finds out what the object is, or raises what fits. */
-static int view_next(const mlsp_state *state, named_views *v, bool writable)
+static int view_next(const mlspy_state *state, named_views *v, bool writable)
 {
     size_t bytes = 0;
-    mlsp_item item = {.key = PyTuple_GET_ITEM(v->names, v->count),
-                      .value = PyTuple_GET_ITEM(v->arrays, v->count)};
-    mlsp_view *view = &v->views[v->count];
+    mlspy_item item = {.key = PyTuple_GET_ITEM(v->names, v->count),
+                       .value = PyTuple_GET_ITEM(v->arrays, v->count)};
+    mlspy_view *view = &v->views[v->count];
     if (name_at(v, v->count, &item.name) < 0) {
         return -1;
     }
-    if (!mlsp_view_quickly(state, item.value, writable, view) &&
-        mlsp_view_item(state, &item, "", writable, view) < 0) {
+    if (!mlspy_view_quickly(state, item.value, writable, view) &&
+        mlspy_view_item(state, &item, "", writable, view) < 0) {
         return -1;
     }
     v->count++;
     /* strides of 0 may make more bytes than there are: then it is large in any case */
-    v->bytes += mls_tensor_bytes(&view->tensor, &bytes) ? bytes : MLSP_RELEASE_BYTES;
+    v->bytes += mls_tensor_bytes(&view->tensor, &bytes) ? bytes : MLSPY_RELEASE_BYTES;
     return 0;
 }
 
 /* View every array of two sequences of one length.  -1 with an exception set, and `*v`
  * zeroed. */
-static int named_views_of(const mlsp_state *state, PyObject *names, PyObject *arrays,
+static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *arrays,
                           bool writable, named_views *v)
 {
     *v = (named_views){0};
@@ -98,7 +105,7 @@ static int named_views_of(const mlsp_state *state, PyObject *names, PyObject *ar
 
 /* Raise what `st` says of array `i`, which it names.  The core knows no names: they are
  * put in front of its text, and into the exception's field. */
-static void raise_of(const mlsp_state *state, const named_views *v, Py_ssize_t i,
+static void raise_of(const mlspy_state *state, const named_views *v, Py_ssize_t i,
                      const mls_status *st)
 {
     mls_status named;
@@ -110,11 +117,11 @@ static void raise_of(const mlsp_state *state, const named_views *v, Py_ssize_t i
     mls_status_name(&named, name.data, name.length);
     mls_status_expected(&named, "%s", st->expected);
     mls_status_got(&named, "%s", st->got);
-    mlsp_raise(state, &named, NULL);
+    mlspy_raise(state, &named, NULL);
 }
 
 /* The instruction set that the module chose. */
-static mls_cpu cpu_of(const mlsp_state *state)
+static mls_cpu cpu_of(const mlspy_state *state)
 {
     return state->kernels->cpu;
 }
@@ -149,7 +156,7 @@ static mls_tally *new_tallies(Py_ssize_t count)
 
 /* Check every pair before the first is changed.  -1 with an exception set.  Pairs are
  * seen one by one: a target that is there twice is no error, and gets both sums. */
-static int check_pairs(const mlsp_state *state, const named_views *targets,
+static int check_pairs(const mlspy_state *state, const named_views *targets,
                        const named_views *sources, double scale)
 {
     mls_status st;
@@ -165,22 +172,22 @@ static int check_pairs(const mlsp_state *state, const named_views *targets,
 
 /* Add all pairs, which were checked: nothing can fail any more.  `tallies`, NULL for
  * none, are zeroed.  The pool shares one array at a time. */
-static void add_pairs(const mlsp_state *state, const named_views *targets,
+static void add_pairs(const mlspy_state *state, const named_views *targets,
                       const named_views *sources, double scale, mls_tally *tallies)
 {
     mls_status st;
-    PyThreadState *saved = mlsp_leave_python(targets->bytes);
+    PyThreadState *saved = mlspy_leave_python(targets->bytes);
     for (Py_ssize_t i = 0; i < targets->count; i++) {
         (void)mls_accumulate(cpu_of(state), state->pool, &targets->views[i].tensor,
                              &sources->views[i].tensor, scale,
                              tallies == NULL ? NULL : &tallies[i], &st);
     }
-    mlsp_resume_python(saved);
+    mlspy_resume_python(saved);
 }
 
 /* The result of `accumulate`, once both sides are viewed; NULL with an exception set.
  * Room for the tallies is found before the first array is changed. */
-static PyObject *accumulate_views(const mlsp_state *state, const named_views *targets,
+static PyObject *accumulate_views(const mlspy_state *state, const named_views *targets,
                                   const named_views *sources, double scale, bool tally)
 {
     if (check_pairs(state, targets, sources, scale) < 0) {
@@ -206,12 +213,12 @@ static PyObject *accumulate_views(const mlsp_state *state, const named_views *ta
  * may change the list between the two. */
 static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     named_views targets = {0}, sources = {0};
     PyObject *result = NULL;
     double scale;
-    if (mlsp_take_count("accumulate", 5, count) < 0 ||
-        mlsp_take_double(args[3], "scale", &scale) < 0) {
+    if (mlspy_take_count("accumulate", 5, count) < 0 ||
+        mlspy_take_double(args[3], "scale", &scale) < 0) {
         return NULL;
     }
     const int tally = PyObject_IsTrue(args[4]);
@@ -231,7 +238,7 @@ static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t 
 /* ---- arrays by themselves ---- */
 
 /* Whether all may be scaled; -1 with an exception set. */
-static int check_scaling(const mlsp_state *state, const named_views *v, double factor)
+static int check_scaling(const mlspy_state *state, const named_views *v, double factor)
 {
     mls_status st;
     for (Py_ssize_t i = 0; i < v->count; i++) {
@@ -246,22 +253,22 @@ static int check_scaling(const mlsp_state *state, const named_views *v, double f
 /* scale(names, arrays, factor): all or nothing */
 static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     named_views v;
     mls_status st;
     double factor;
-    if (mlsp_take_count("scale", 3, count) < 0 ||
-        mlsp_take_double(args[2], "factor", &factor) < 0 ||
+    if (mlspy_take_count("scale", 3, count) < 0 ||
+        mlspy_take_double(args[2], "factor", &factor) < 0 ||
         named_views_of(state, args[0], args[1], true, &v) < 0) {
         return NULL;
     }
     const int failed = check_scaling(state, &v, factor);
     if (failed == 0) {
-        PyThreadState *saved = mlsp_leave_python(v.bytes);
+        PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {
             (void)mls_scale(cpu_of(state), state->pool, &v.views[i].tensor, factor, &st);
         }
-        mlsp_resume_python(saved);
+        mlspy_resume_python(saved);
     }
     named_views_release(&v);
     return failed < 0 ? NULL : Py_NewRef(Py_None);
@@ -273,20 +280,20 @@ static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count
  */
 static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     named_views v;
     PyObject *list = NULL;
-    if (mlsp_take_count("tally", 2, count) < 0 ||
+    if (mlspy_take_count("tally", 2, count) < 0 ||
         named_views_of(state, args[0], args[1], false, &v) < 0) {
         return NULL;
     }
     mls_tally *tallies = new_tallies(v.count);
     if (tallies != NULL) {
-        PyThreadState *saved = mlsp_leave_python(v.bytes);
+        PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {
             mls_tally_of(cpu_of(state), state->pool, &v.views[i].tensor, &tallies[i]);
         }
-        mlsp_resume_python(saved);
+        mlspy_resume_python(saved);
         list = list_of(tallies, v.count);
     }
     mls_free(tallies);
@@ -297,13 +304,13 @@ static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count
 /* clear(names, arrays): zeros everywhere */
 static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     named_views v;
-    if (mlsp_take_count("clear", 2, count) < 0 ||
+    if (mlspy_take_count("clear", 2, count) < 0 ||
         named_views_of(state, args[0], args[1], true, &v) < 0) {
         return NULL;
     }
-    PyThreadState *saved = mlsp_leave_python(v.bytes);
+    PyThreadState *saved = mlspy_leave_python(v.bytes);
     for (Py_ssize_t i = 0; i < v.count; i++) {
         const mls_tensor *t = &v.views[i].tensor;
         size_t bytes = 0;
@@ -312,7 +319,7 @@ static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count
         const mls_element zero = {.size = mls_tensor_item_bytes(t)};
         mls_fill(state->kernels, t, zero, (mls_destination){.bytes = bytes});
     }
-    mlsp_resume_python(saved);
+    mlspy_resume_python(saved);
     named_views_release(&v);
     Py_RETURN_NONE;
 }
@@ -322,7 +329,7 @@ static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count
 /* Views of the sources, and of the output at the end. */
 typedef struct reduction {
     PyObject *sources; /* strong: a tuple */
-    mlsp_view *views;
+    mlspy_view *views;
     const void **data;
     size_t count; /* views that are there */
     mls_reduction what;
@@ -333,7 +340,7 @@ typedef struct reduction {
 static void reduction_fini(reduction *r)
 {
     for (size_t i = 0; i < r->count; i++) {
-        mlsp_view_release(&r->views[i]);
+        mlspy_view_release(&r->views[i]);
     }
     mls_free(r->views);
     mls_free(r->data);
@@ -342,7 +349,7 @@ static void reduction_fini(reduction *r)
 
 /* The core reads plain memory only.  -1 with an exception set.  The two floats of a
  * complex number are read one by one, so that the alignment of one is enough. */
-static int check_plain(const mlsp_state *state, const mls_tensor *t, const char *what)
+static int check_plain(const mlspy_state *state, const mls_tensor *t, const char *what)
 {
     mls_status st;
     const size_t item = mls_tensor_item_bytes(t);
@@ -354,21 +361,21 @@ static int check_plain(const mlsp_state *state, const mls_tensor *t, const char 
              "%s must be C-contiguous, aligned and in this machine's byte order: pass a "
              "copy",
              what);
-    mlsp_raise(state, &st, NULL);
+    mlspy_raise(state, &st, NULL);
     return -1;
 }
 
 /* View one array more, which must have the first one's length, and for a source its
  * dtype.  The output may be a source, but not lie half over one: see check_output.  -1
  * with an exception set.  Lengths are compared, shapes are not. */
-static int reduction_add(const mlsp_state *state, reduction *r, PyObject *array,
+static int reduction_add(const mlspy_state *state, reduction *r, PyObject *array,
                          const char *what, bool output)
 {
-    mlsp_view *view = &r->views[r->count];
+    mlspy_view *view = &r->views[r->count];
     const mls_tensor *first = &r->views[0].tensor;
     size_t n = 0;
-    if ((output ? mlsp_view_writable(state, array, what, view)
-                : mlsp_view_of(state, array, what, view)) < 0) {
+    if ((output ? mlspy_view_writable(state, array, what, view)
+                : mlspy_view_of(state, array, what, view)) < 0) {
         return -1;
     }
     r->count++;
@@ -390,7 +397,7 @@ static int reduction_add(const mlsp_state *state, reduction *r, PyObject *array,
     } else {
         return 0;
     }
-    mlsp_raise(state, &st, NULL);
+    mlspy_raise(state, &st, NULL);
     return -1;
 }
 
@@ -398,12 +405,12 @@ static int reduction_add(const mlsp_state *state, reduction *r, PyObject *array,
  * packed, so that the same address and dtype means the same elements, each of which is
  * read before it is written.  In a wider dtype the output would run over elements that
  * are still to be read. */
-static int check_output(const mlsp_state *state, const reduction *r)
+static int check_output(const mlspy_state *state, const reduction *r)
 {
     const mls_tensor *out = &r->views[r->count - 1].tensor;
     mls_status st;
     if (mls_reduce_check(&r->what, &st) != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     for (size_t i = 0; i + 1 < r->count; i++) {
@@ -411,7 +418,7 @@ static int check_output(const mlsp_state *state, const reduction *r)
         if (mls_tensor_overlap(out, source) &&
             (out->data != source->data || out->dtype != source->dtype)) {
             mls_fail(&st, MLS_E_OVERLAP, "out and sources[%zu] share memory", i);
-            mlsp_raise(state, &st, NULL);
+            mlspy_raise(state, &st, NULL);
             return -1;
         }
     }
@@ -419,7 +426,7 @@ static int check_output(const mlsp_state *state, const reduction *r)
 }
 
 /* View everything.  The reduction is zeroed before, and ended by the caller. */
-static int reduction_init(const mlsp_state *state, PyObject *sources, PyObject *out,
+static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject *out,
                           reduction *r)
 {
     r->sources = PySequence_Tuple(sources);
@@ -459,22 +466,22 @@ static int reduction_init(const mlsp_state *state, PyObject *sources, PyObject *
  * The GIL is let go by the number of elements: of bytes there are at least as many. */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     reduction r = {0};
     mls_tally figures = {0};
     PyObject *result = NULL;
-    if (mlsp_take_count("reduce", 4, count) < 0 ||
-        mlsp_take_op(args[2], &r.what.op) < 0 ||
-        mlsp_take_double(args[3], "divisor", &r.what.divisor) < 0) {
+    if (mlspy_take_count("reduce", 4, count) < 0 ||
+        mlspy_take_op(args[2], &r.what.op) < 0 ||
+        mlspy_take_double(args[3], "divisor", &r.what.divisor) < 0) {
         return NULL;
     }
     if (reduction_init(state, args[0], args[1], &r) == 0) {
-        PyThreadState *saved = mlsp_leave_python(r.n * r.count);
+        PyThreadState *saved = mlspy_leave_python(r.n * r.count);
         const mls_tensor *out = &r.views[r.count - 1].tensor;
         const mls_destination destination = {.bytes = r.n * mls_tensor_item_bytes(out)};
         mls_reduce_run(state->kernels, &r.what, r.data, r.count - 1, out->data, r.n,
                        destination, &figures);
-        mlsp_resume_python(saved);
+        mlspy_resume_python(saved);
         result =
             Py_BuildValue("(dK)", figures.squares, (unsigned long long)figures.nonfinite);
     }
@@ -482,16 +489,16 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     return result;
 }
 
-PyMethodDef mlsp_reduce_methods[] = {
-    {"reduce", MLSP_FASTCALL(reduce),
+PyMethodDef mlspy_reduce_methods[] = {
+    {"reduce", MLSPY_FASTCALL(reduce),
      "reduce(sources, out, op, divisor, /)\n--\n\nSeveral arrays become one."},
-    {"accumulate", MLSP_FASTCALL(accumulate),
+    {"accumulate", MLSPY_FASTCALL(accumulate),
      "accumulate(names, targets, sources, scale, tally, /)\n--\n\nAdd to many arrays."},
-    {"scale", MLSP_FASTCALL(scale),
+    {"scale", MLSPY_FASTCALL(scale),
      "scale(names, arrays, factor, /)\n--\n\nMultiply many arrays."},
-    {"tally", MLSP_FASTCALL(tally),
+    {"tally", MLSPY_FASTCALL(tally),
      "tally(names, arrays, /)\n--\n\nSquares, and elements that are not finite."},
-    {"clear", MLSP_FASTCALL(clear),
+    {"clear", MLSPY_FASTCALL(clear),
      "clear(names, arrays, /)\n--\n\nZeros in many arrays."},
     {NULL, NULL, 0, NULL},
 };

@@ -2,8 +2,12 @@
  * public names are in mlstate/_planner.py and mlstate/_operators.py; these take
  * positional arguments only.
  */
+#include "activation_bindings.h"
+#include "args.h"
 #include "chainp.h"
-#include "checkpoint.h"
+#include "errors.h"
+#include "module_state.h"
+#include "progress.h"
 
 #include "knapsack.h"
 #include "search.h"
@@ -11,32 +15,32 @@
 /* The core's poll, through the way back into Python that progress.c keeps. */
 static bool go_on(void *context)
 {
-    mlsp_progress *progress = context;
+    mlspy_progress *progress = context;
     return progress->core.report(progress->core.context, 0);
 }
 
 /* The search itself, without the GIL; now and then this thread takes it back to look for
  * signals.  NULL with an exception set. */
-static PyObject *search(const mlsp_state *state, const mls_chain *chain,
+static PyObject *search(const mlspy_state *state, const mls_chain *chain,
                         mls_best_options *options)
 {
-    mlsp_progress progress;
+    mlspy_progress progress;
     mls_best best;
     mls_status st;
-    if (mlsp_progress_init(&progress, Py_None) < 0) {
+    if (mlspy_progress_init(&progress, Py_None) < 0) {
         return NULL;
     }
     /* the same way back into Python that long reads and writes have */
     options->poll = (mls_poll){.go_on = go_on, .context = &progress};
-    mlsp_progress_begin(&progress);
+    mlspy_progress_begin(&progress);
     const mls_code code = mls_best_schedule(chain, options, &best, &st);
-    mlsp_progress_end(&progress);
+    mlspy_progress_end(&progress);
     /* a signal's exception is set already, and says more than that the work stopped */
     if (code != MLS_OK) {
-        return PyErr_Occurred() ? NULL : mlsp_raise(state, &st, NULL);
+        return PyErr_Occurred() ? NULL : mlspy_raise(state, &st, NULL);
     }
     PyObject *result = NULL;
-    PyObject *steps = mlsp_steps_array(&best.schedule);
+    PyObject *steps = mlspy_steps_array(&best.schedule);
     if (steps != NULL) {
         result = Py_BuildValue("(NOn)", steps, best.optimal ? Py_True : Py_False,
                                (Py_ssize_t)best.states);
@@ -47,14 +51,14 @@ static PyObject *search(const mlsp_state *state, const mls_chain *chain,
 
 /* Numbers and the schedule to start from, which the caller keeps.  -1 with an exception
  * set. */
-static int take_options(const mlsp_state *state, PyObject *const *args,
+static int take_options(const mlspy_state *state, PyObject *const *args,
                         mls_best_options *out)
 {
     int64_t states;
     const int offload = PyObject_IsTrue(args[2]);
     if (offload < 0 ||
-        mlsp_take_int64(state, args[1], "budget_bytes", &out->budget_bytes) < 0 ||
-        mlsp_take_int64(state, args[4], "states", &states) < 0) {
+        mlspy_take_int64(state, args[1], "budget_bytes", &out->budget_bytes) < 0 ||
+        mlspy_take_int64(state, args[4], "states", &states) < 0) {
         return -1;
     }
     if (states < 0) {
@@ -69,7 +73,7 @@ static int take_options(const mlsp_state *state, PyObject *const *args,
         return 0;
     }
     npy_intp count;
-    out->start = mlsp_take_steps(args[3], &count);
+    out->start = mlspy_take_steps(args[3], &count);
     out->start_count = (size_t)count;
     return out->start == NULL ? -1 : 0;
 }
@@ -80,12 +84,12 @@ static int take_options(const mlsp_state *state, PyObject *const *args,
 static PyObject *search_schedules(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_best_options options = {0};
-    mlsp_chain chain;
-    if (mlsp_take_count("search_schedules", 5, count) < 0 ||
+    mlspy_chain chain;
+    if (mlspy_take_count("search_schedules", 5, count) < 0 ||
         take_options(state, args, &options) < 0 ||
-        mlsp_take_chain(state, args[0], &chain) < 0) {
+        mlspy_take_chain(state, args[0], &chain) < 0) {
         return NULL;
     }
     PyObject *result = NULL;
@@ -96,7 +100,7 @@ static PyObject *search_schedules(PyObject *module, PyObject *const *args,
     } else {
         result = search(state, &chain.chain, &options);
     }
-    mlsp_chain_release(&chain);
+    mlspy_chain_release(&chain);
     return result;
 }
 
@@ -136,28 +140,28 @@ static int take_items(PyObject *const *args, mls_knapsack_items *out)
 
 /* The choice itself, without the GIL: the arrays belong to the caller, who shows them to
  * nobody else.  NULL with an exception set. */
-static PyObject *choose(const mlsp_state *state, const mls_knapsack_items *items,
+static PyObject *choose(const mlspy_state *state, const mls_knapsack_items *items,
                         int64_t budget, size_t states)
 {
     const npy_intp count = (npy_intp)items->count;
-    mlsp_progress progress;
+    mlspy_progress progress;
     mls_knapsack_result r;
     mls_status st;
     PyObject *kept = PyArray_SimpleNew(1, &count, NPY_BOOL);
-    if (kept == NULL || mlsp_progress_init(&progress, Py_None) < 0) {
+    if (kept == NULL || mlspy_progress_init(&progress, Py_None) < 0) {
         Py_XDECREF(kept);
         return NULL;
     }
     /* bool arrays hold one byte each, 0 or 1, which is what the core writes */
     unsigned char *flags = PyArray_DATA((PyArrayObject *)kept);
-    mlsp_progress_begin(&progress);
+    mlspy_progress_begin(&progress);
     const mls_code code =
         mls_knapsack(items, budget, states,
                      (mls_poll){.go_on = go_on, .context = &progress}, flags, &r, &st);
-    mlsp_progress_end(&progress);
+    mlspy_progress_end(&progress);
     if (code != MLS_OK) {
         Py_DECREF(kept);
-        return PyErr_Occurred() ? NULL : mlsp_raise(state, &st, NULL);
+        return PyErr_Occurred() ? NULL : mlspy_raise(state, &st, NULL);
     }
     return Py_BuildValue("(NLddOn)", kept, (long long)r.bytes, r.seconds, r.least,
                          r.optimal ? Py_True : Py_False, (Py_ssize_t)r.states);
@@ -168,13 +172,13 @@ static PyObject *choose(const mlsp_state *state, const mls_knapsack_items *items
 static PyObject *choose_operators(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_knapsack_items items;
     int64_t budget, states;
-    if (mlsp_take_count("choose_operators", 4, count) < 0 ||
+    if (mlspy_take_count("choose_operators", 4, count) < 0 ||
         take_items(args, &items) < 0 ||
-        mlsp_take_int64(state, args[2], "budget_bytes", &budget) < 0 ||
-        mlsp_take_int64(state, args[3], "states", &states) < 0) {
+        mlspy_take_int64(state, args[2], "budget_bytes", &budget) < 0 ||
+        mlspy_take_int64(state, args[3], "states", &states) < 0) {
         return NULL;
     }
     if (states < 0) {
@@ -185,11 +189,11 @@ static PyObject *choose_operators(PyObject *module, PyObject *const *args,
     return choose(state, &items, budget, (size_t)states);
 }
 
-PyMethodDef mlsp_search_methods[] = {
-    {"search_schedules", MLSP_FASTCALL(search_schedules),
+PyMethodDef mlspy_search_methods[] = {
+    {"search_schedules", MLSPY_FASTCALL(search_schedules),
      "search_schedules(chain, budget_bytes, offload, start, states, /)\n--\n\n"
      "The fastest schedule of any kind, whether none is faster, states looked at."},
-    {"choose_operators", MLSP_FASTCALL(choose_operators),
+    {"choose_operators", MLSPY_FASTCALL(choose_operators),
      "choose_operators(seconds, bytes, budget_bytes, states, /)\n--\n\n"
      "Which to keep, bytes kept, seconds of the rest, at least, whether best, states."},
     {NULL, NULL, 0, NULL},

@@ -5,10 +5,17 @@
  *   shards_gather, shards_stage (py_staging.c): what is to be stored
  *   shards_write: without the GIL, mls_shards_write
  */
+#include "args.h"
+#include "catalog_object.h"
+#include "checkpoint_bindings.h"
+#include "checkpoint_folder.h"
+#include "codecs.h"
+#include "errors.h"
 #include "gathering.h"
+#include "module_state.h"
+#include "progress.h"
 
 #include "fsio.h"
-#include "json.h"
 #include "seal.h"
 #include "shard_plan.h"
 
@@ -17,76 +24,6 @@
 #include <unistd.h>
 
 enum { MANIFEST_NODES = 64 << 20 };
-
-const mls_crc_kernels *mlsp_crc_of(const mlsp_state *state)
-{
-    return mls_crc_of(state->kernels->cpu);
-}
-
-/* ---- paths and errors ---- */
-
-/* The descriptor stands for the folder from here on, even where its name becomes that of
- * another.  A network file system may take its time: the GIL is released. */
-int mlsp_open_folder(const mlsp_state *state, PyObject *path, int *out)
-{
-    PyObject *encoded = NULL;
-    mls_status st;
-    if (!PyUnicode_FSConverter(path, &encoded)) {
-        return -1;
-    }
-    const char *text = PyBytes_AS_STRING(encoded);
-    int fd, reason;
-    Py_BEGIN_ALLOW_THREADS
-        fd = open(text, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        reason = errno;
-    Py_END_ALLOW_THREADS
-    Py_DECREF(encoded);
-    if (fd < 0) {
-        mls_fail_os(&st, reason, "cannot open the checkpoint's folder");
-        mlsp_raise(state, &st, path);
-        return -1;
-    }
-    *out = fd;
-    return 0;
-}
-
-/* "path/relative", or `path`; a new reference.  Paths of bytes stay as they are: what a
- * file system has for names need not be text. */
-static PyObject *joined(PyObject *path, const char *relative)
-{
-    if (relative == NULL || relative[0] == '\0' || !PyUnicode_Check(path)) {
-        return Py_NewRef(path);
-    }
-    return PyUnicode_FromFormat("%U/%s", path, relative);
-}
-
-/* What is wrong with the content of a file starts with the file's name, and the tensor
- * concerned; an OSError shows its path by itself.  The path that the exception carries is
- * that of the file, where one is known. */
-PyObject *mlsp_raise_under(const mlsp_state *state, const mls_status *st, PyObject *path,
-                           const char *relative)
-{
-    mls_status named = *st;
-    if (st->code == MLS_E_STOPPED && PyErr_Occurred()) {
-        return NULL; /* the callback's own exception, or KeyboardInterrupt */
-    }
-    const bool about_file = st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM;
-    const char *file = about_file && relative != NULL ? relative : "";
-    if (strncmp(st->text, "tensor '", strlen("tensor '")) == 0) {
-        /* the core named tensor and file: saying it twice would cut off the reason */
-    } else if (st->name[0] != '\0') {
-        PyOS_snprintf(named.text, sizeof named.text, "%.120s%s'%.60s': %.130s", file,
-                      file[0] != '\0' ? ": " : "", st->name, st->text);
-    } else if (file[0] != '\0') {
-        PyOS_snprintf(named.text, sizeof named.text, "%.120s: %.195s", file, st->text);
-    }
-    PyObject *full = joined(path, relative);
-    if (full != NULL) {
-        mlsp_raise(state, &named, full);
-        Py_DECREF(full);
-    }
-    return NULL;
-}
 
 /* {"path": ..., "bytes": ..., ...} */
 static PyObject *written_dict(const mls_shards_written *w)
@@ -104,9 +41,9 @@ static PyObject *written_dict(const mls_shards_written *w)
 
 /* Somebody waits for his arrays: a save that goes on while they are changed. */
 typedef struct waiting {
-    mlsp_gathering *gathering;
-    mlsp_progress *progress; /* keeps the thread state while the GIL is released */
-    PyObject *call;          /* borrowed */
+    mlspy_gathering *gathering;
+    mlspy_progress *progress; /* keeps the thread state while the GIL is released */
+    PyObject *call;           /* borrowed */
 } waiting;
 
 /* The core does not read them any more.  What the call raises is shown and forgotten: it
@@ -115,7 +52,7 @@ static void arrays_are_free(void *context)
 {
     const waiting *w = context;
     PyEval_RestoreThread(w->progress->saved);
-    mlsp_gathering_let_go(w->gathering, true);
+    mlspy_gathering_let_go(w->gathering, true);
     PyObject *result = PyObject_CallNoArgs(w->call);
     if (result == NULL) {
         PyErr_WriteUnraisable(w->call);
@@ -129,7 +66,7 @@ static void arrays_are_free(void *context)
 static mls_code write_aside(mls_shard_job *job, mls_shards_written *out, mls_status *st)
 {
     mls_pool *pool = NULL;
-    mls_code code = mls_pool_new(mlsp_threads_aside(job->pool), &pool, st);
+    mls_code code = mls_pool_new(mlspy_threads_aside(job->pool), &pool, st);
     if (code == MLS_OK) {
         job->pool = pool;
         code = mls_shards_write(job, out, st);
@@ -140,45 +77,45 @@ static mls_code write_aside(mls_shard_job *job, mls_shards_written *out, mls_sta
 
 /* With everything gathered: write it.  The folder is opened once, and everything happens
  * in that very folder, even if somebody moves it meanwhile. */
-static PyObject *write_gathered(mlsp_gathering *g, PyObject *path, mls_shard_job *job,
+static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_job *job,
                                 PyObject *callback, PyObject *freed)
 {
-    mlsp_progress progress;
+    mlspy_progress progress;
     mls_shards_written written;
     mls_status st;
     mls_code code;
     waiting who = {.gathering = g, .progress = &progress, .call = freed};
-    if (mlsp_progress_init(&progress, callback) < 0 ||
-        mlsp_open_folder(g->state, path, &job->folder) < 0) {
+    if (mlspy_progress_init(&progress, callback) < 0 ||
+        mlspy_open_folder(g->state, path, &job->folder) < 0) {
         return NULL;
     }
     job->rank = g->rank;
     job->world_size = g->world_size;
-    job->items = g->items;
-    job->count = g->count;
+    job->items = g->list.items;
+    job->count = g->list.count;
     job->kernels = g->state->kernels;
-    job->crc = mlsp_crc_of(g->state);
+    job->crc = mls_crc_of(g->state->kernels->cpu);
     job->pool = g->state->pool;
     job->progress = &progress.core;
     /* the thread that calls back is this one: progress keeps its state meanwhile */
     job->freed = freed == Py_None ? NULL : arrays_are_free;
     job->freed_context = &who;
-    mlsp_progress_begin(&progress);
+    mlspy_progress_begin(&progress);
     code = freed == Py_None ? mls_shards_write(job, &written, &st)
                             : write_aside(job, &written, &st);
     (void)close(job->folder);
-    mlsp_progress_end(&progress);
+    mlspy_progress_end(&progress);
     if (code != MLS_OK) {
-        return mlsp_raise_under(g->state, &st, path, NULL);
+        return mlspy_raise_under(g->state, &st, path, NULL);
     }
-    return mlsp_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
+    return mlspy_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
 }
 
 /* Permission bits of new files. */
-static int take_mode(const mlsp_state *state, PyObject *object, unsigned *out)
+static int take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
 {
     int64_t mode;
-    if (mlsp_take_int64(state, object, "mode", &mode) < 0) {
+    if (mlspy_take_int64(state, object, "mode", &mode) < 0) {
         return -1;
     }
     if (mode < 0 || mode > 0777) {
@@ -197,7 +134,7 @@ static int take_codec(PyObject *name, mls_shard_job *job)
     if (name == Py_None) {
         return 0;
     }
-    if (mlsp_take_text(name, "compress", &text) < 0) {
+    if (mlspy_take_text(name, "compress", &text) < 0) {
         return -1;
     }
     for (int i = 0; i < MLS_CODEC_COUNT; i++) {
@@ -213,7 +150,7 @@ static int take_codec(PyObject *name, mls_shard_job *job)
 
 /* How it is stored: (pack_below, sparse, incremental, compress).  The package has looked
  * at the two flags, so whatever is not True is False here; the number is the user's. */
-static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
+static int take_how(const mlspy_state *state, PyObject *how, mls_shard_job *job)
 {
     int64_t pack_below;
     if (!PyTuple_Check(how) || PyTuple_GET_SIZE(how) != 4) {
@@ -221,8 +158,8 @@ static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
                         "not (pack_below, sparse, incremental, compress)");
         return -1;
     }
-    if (mlsp_take_int64(state, PyTuple_GET_ITEM(how, 0), "pack_below_bytes",
-                        &pack_below) < 0) {
+    if (mlspy_take_int64(state, PyTuple_GET_ITEM(how, 0), "pack_below_bytes",
+                         &pack_below) < 0) {
         return -1;
     }
     if (pack_below < 0) {
@@ -232,7 +169,7 @@ static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
     job->pack_below = (uint64_t)pack_below;
     job->sparse = PyTuple_GET_ITEM(how, 1) == Py_True;
     job->incremental = PyTuple_GET_ITEM(how, 2) == Py_True;
-    job->codecs = mlsp_codecs();
+    job->codecs = mlspy_codecs();
     return take_codec(PyTuple_GET_ITEM(how, 3), job);
 }
 
@@ -243,16 +180,16 @@ static int take_how(const mlsp_state *state, PyObject *how, mls_shard_job *job)
  * are not read any more; with it the work has threads of its own. */
 static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_shard_job job = {0};
     mls_text generation;
-    if (mlsp_take_count("shards_write", 8, count) < 0 ||
+    if (mlspy_take_count("shards_write", 8, count) < 0 ||
         take_mode(state, args[7], &job.mode) < 0 ||
-        mlsp_take_text(args[1], "generation", &generation) < 0 ||
+        mlspy_take_text(args[1], "generation", &generation) < 0 ||
         take_how(state, args[4], &job) < 0) {
         return NULL;
     }
-    mlsp_gathering *g = mlsp_gathering_of(args[2]);
+    mlspy_gathering *g = mlspy_gathering_of(args[2]);
     if (g == NULL) {
         return NULL;
     }
@@ -262,7 +199,7 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
     }
     job.generation = generation.data;
     if (args[3] != Py_None &&
-        mlsp_catalog_index(state, args[3], (int64_t)g->rank, &job.before) < 0) {
+        mlspy_catalog_index(state, args[3], (int64_t)g->rank, &job.before) < 0) {
         return NULL;
     }
     return write_gathered(g, args[0], &job, args[5], args[6]);
@@ -272,20 +209,20 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
  * would make, without its checksums */
 static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    mls_shard_job job = {.crc = mlsp_crc_of(state)};
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_shard_job job = {.crc = mls_crc_of(state->kernels->cpu)};
     mls_buffer text = {0};
     mls_text generation;
     mls_status st;
     mls_code code;
     int64_t pack_below;
     PyObject *result = NULL;
-    if (mlsp_take_count("shards_plan", 3, count) < 0 ||
-        mlsp_take_text(args[0], "generation", &generation) < 0 ||
-        mlsp_take_int64(state, args[2], "pack_below_bytes", &pack_below) < 0) {
+    if (mlspy_take_count("shards_plan", 3, count) < 0 ||
+        mlspy_take_text(args[0], "generation", &generation) < 0 ||
+        mlspy_take_int64(state, args[2], "pack_below_bytes", &pack_below) < 0) {
         return NULL;
     }
-    const mlsp_gathering *g = mlsp_gathering_of(args[1]);
+    const mlspy_gathering *g = mlspy_gathering_of(args[1]);
     if (g == NULL) {
         return NULL;
     }
@@ -296,15 +233,15 @@ static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     job.generation = generation.data;
     job.pack_below = (uint64_t)pack_below;
-    job.items = g->items;
-    job.count = g->count;
+    job.items = g->list.items;
+    job.count = g->list.count;
     job.rank = g->rank;
     job.world_size = g->world_size;
     Py_BEGIN_ALLOW_THREADS
         code = mls_shard_plan_index(&job, &text, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
     } else {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
     }
@@ -330,7 +267,7 @@ static PyObject *seal(PyObject *module, PyObject *text)
     PyObject *sealed = PyBytes_FromStringAndSize(bytes, length);
     if (sealed != NULL) {
         mls_seal(PyBytes_AS_STRING(sealed), (size_t)length,
-                 mlsp_crc_of(mlsp_state_of(module)));
+                 mls_crc_of(mlspy_state_of(module)->kernels->cpu));
     }
     return sealed;
 }
@@ -341,14 +278,15 @@ static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t 
     char *bytes;
     Py_ssize_t length;
     mls_status st;
-    if (mlsp_take_count("seal_check", 2, count) < 0 ||
+    if (mlspy_take_count("seal_check", 2, count) < 0 ||
         PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
         return NULL;
     }
-    const mlsp_state *state = mlsp_state_of(module);
-    return mls_seal_check(bytes, (size_t)length, mlsp_crc_of(state), &st) == MLS_OK
+    const mlspy_state *state = mlspy_state_of(module);
+    return mls_seal_check(bytes, (size_t)length, mls_crc_of(state->kernels->cpu), &st) ==
+                   MLS_OK
                ? Py_NewRef(Py_None)
-               : mlsp_raise(state, &st, args[1]);
+               : mlspy_raise(state, &st, args[1]);
 }
 
 /* json_check(data, depth, path): raise unless `data` is JSON as docs/format.md wants it
@@ -360,7 +298,7 @@ static PyObject *json_check(PyObject *module, PyObject *const *args, Py_ssize_t 
     mls_status st;
     mls_json *json = NULL;
     mls_code code;
-    if (mlsp_take_count("json_check", 3, count) < 0 ||
+    if (mlspy_take_count("json_check", 3, count) < 0 ||
         PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
         return NULL;
     }
@@ -374,7 +312,7 @@ static PyObject *json_check(PyObject *module, PyObject *const *args, Py_ssize_t 
     Py_END_ALLOW_THREADS
     mls_json_free(json);
     return code == MLS_OK ? Py_NewRef(Py_None)
-                          : mlsp_raise(mlsp_state_of(module), &st, args[2]);
+                          : mlspy_raise(mlspy_state_of(module), &st, args[2]);
 }
 
 /* crc32c(data) -> int: of any buffer, without the GIL, however small: indexes are what it
@@ -385,7 +323,7 @@ static PyObject *crc32c(PyObject *module, PyObject *data)
     if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) {
         return NULL;
     }
-    const mls_crc_kernels *crc = mlsp_crc_of(mlsp_state_of(module));
+    const mls_crc_kernels *crc = mls_crc_of(mlspy_state_of(module)->kernels->cpu);
     uint32_t found;
     Py_BEGIN_ALLOW_THREADS
         found = crc->update(0, view.buf, (size_t)view.len);
@@ -422,8 +360,8 @@ static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_
     mls_status st;
     mls_code code;
     unsigned mode;
-    if (mlsp_take_count("file_replace", 3, count) < 0 ||
-        take_mode(mlsp_state_of(module), args[2], &mode) < 0 ||
+    if (mlspy_take_count("file_replace", 3, count) < 0 ||
+        take_mode(mlspy_state_of(module), args[2], &mode) < 0 ||
         PyBytes_AsStringAndSize(args[1], &bytes, &length) < 0 ||
         !PyUnicode_FSConverter(args[0], &encoded)) {
         return NULL;
@@ -434,17 +372,17 @@ static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_
     Py_END_ALLOW_THREADS
     Py_DECREF(encoded);
     return code == MLS_OK ? Py_NewRef(Py_None)
-                          : mlsp_raise(mlsp_state_of(module), &st, args[0]);
+                          : mlspy_raise(mlspy_state_of(module), &st, args[0]);
 }
 
 /* folder_sync(path): make the names in a folder durable; what is in the files is another
  * matter, and was brought to the disk before */
 static PyObject *folder_sync(PyObject *module, PyObject *path)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_status st;
     int fd, reason;
-    if (mlsp_open_folder(state, path, &fd) < 0) {
+    if (mlspy_open_folder(state, path, &fd) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -453,27 +391,27 @@ static PyObject *folder_sync(PyObject *module, PyObject *path)
     Py_END_ALLOW_THREADS
     if (reason != 0) {
         mls_fail_os(&st, reason, "cannot bring the folder to the disk");
-        return mlsp_raise(state, &st, path);
+        return mlspy_raise(state, &st, path);
     }
     return Py_NewRef(Py_None);
 }
 
-PyMethodDef mlsp_shards_methods[] = {
-    {"shards_write", MLSP_FASTCALL(shards_write),
+PyMethodDef mlspy_shards_methods[] = {
+    {"shards_write", MLSPY_FASTCALL(shards_write),
      "shards_write(folder, generation, gathering, before, how, progress, freed, mode, "
      "/)\n--\n\nStore one rank's shards, durably."},
-    {"shards_plan", MLSP_FASTCALL(shards_plan),
+    {"shards_plan", MLSPY_FASTCALL(shards_plan),
      "shards_plan(generation, gathering, pack_below, /)\n--\n\nThe index that "
      "shards_write would make."},
     {"seal", seal, METH_O, "seal(text, /)\n--\n\nFill in a text's own checksum."},
-    {"seal_check", MLSP_FASTCALL(seal_check),
+    {"seal_check", MLSPY_FASTCALL(seal_check),
      "seal_check(data, path, /)\n--\n\nRaise unless a text is what was sealed."},
-    {"json_check", MLSP_FASTCALL(json_check),
+    {"json_check", MLSPY_FASTCALL(json_check),
      "json_check(data, depth, path, /)\n--\n\nRaise unless a text is JSON, nested at "
      "most "
      "`depth` deep."},
     {"crc32c", crc32c, METH_O, "crc32c(data, /)\n--\n\nCRC32C of a buffer."},
-    {"file_replace", MLSP_FASTCALL(file_replace),
+    {"file_replace", MLSPY_FASTCALL(file_replace),
      "file_replace(path, data, mode, /)\n--\n\nReplace a file, atomically and durably."},
     {"folder_sync", folder_sync, METH_O,
      "folder_sync(path, /)\n--\n\nMake the names in a folder durable."},

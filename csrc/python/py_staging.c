@@ -4,7 +4,12 @@
  * A gathering is a capsule between the two: it holds arrays, or the copies' memory, until
  * it dies.
  */
+#include "args.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
 #include "gathering.h"
+#include "module_state.h"
+#include "py_layout.h"
 
 #include "mem.h"
 #include "staging.h"
@@ -14,35 +19,35 @@
 /* Arrays may die here: needs the GIL, as a destructor has it. */
 static void capsule_dies(PyObject *capsule)
 {
-    mlsp_gathering *g = PyCapsule_GetPointer(capsule, NAME);
-    mlsp_gathering_fini(g);
+    mlspy_gathering *g = PyCapsule_GetPointer(capsule, NAME);
+    mlspy_gathering_fini(g);
     mls_free(g);
 }
 
 /* A capsule's name is its type: nothing else can be passed in its place. */
-mlsp_gathering *mlsp_gathering_of(PyObject *capsule)
+mlspy_gathering *mlspy_gathering_of(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, NAME);
 }
 
 enum { BACKGROUND_THREADS = 4 }; /* each has a buffer */
 
-size_t mlsp_threads_aside(const mls_pool *pool)
+size_t mlspy_threads_aside(const mls_pool *pool)
 {
     const size_t threads = mls_pool_threads(pool);
     return threads < BACKGROUND_THREADS ? threads : BACKGROUND_THREADS;
 }
 
 /* Fill in what is known before arrays are looked at.  -1 with an exception set. */
-static int take_arguments(mlsp_gathering *g, PyObject *const *args, PyObject **dicts)
+static int take_arguments(mlspy_gathering *g, PyObject *const *args, PyObject **dicts)
 {
     int64_t rank, world_size;
     mls_status st;
-    if (mlsp_take_tuple(args[0], "ranks", "LL", &rank, &world_size) < 0 ||
-        mlsp_take_tuple(args[1], "states", "OO", &dicts[0], &dicts[1]) < 0 ||
+    if (mlspy_take_tuple(args[0], "ranks", "LL", &rank, &world_size) < 0 ||
+        mlspy_take_tuple(args[1], "states", "OO", &dicts[0], &dicts[1]) < 0 ||
         (args[3] != Py_None &&
-         mlsp_take_tuple(args[3], "mine", "OO", &g->mine[0], &g->mine[1]) < 0) ||
-        mlsp_take_layout(g->state, args[4], &g->layout) < 0) {
+         mlspy_take_tuple(args[3], "mine", "OO", &g->mine[0], &g->mine[1]) < 0) ||
+        mlspy_take_layout(g->state, args[4], &g->layout) < 0) {
         return -1;
     }
     if (rank < 0 || world_size <= rank) {
@@ -67,20 +72,21 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
     PyObject *dicts[MLS_SECTION_COUNT];
     mls_status st;
     size_t bytes = 0;
-    if (mlsp_take_count("shards_gather", 5, count) < 0) {
+    if (mlspy_take_count("shards_gather", 5, count) < 0) {
         return NULL;
     }
     /* from here on the capsule frees it, however far it gets */
-    mlsp_gathering *g = mls_alloc(1, sizeof *g);
+    mlspy_gathering *g = mls_alloc(1, sizeof *g);
     PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, capsule_dies);
     if (capsule == NULL) {
         mls_free(g);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
-    g->state = mlsp_state_of(module);
-    int failed = take_arguments(g, args, dicts) < 0 ? -1 : mlsp_gather(g, dicts);
-    if (failed == 0 && mls_staging_need(g->items, g->count, &bytes, &st) != MLS_OK) {
-        mlsp_raise(g->state, &st, NULL);
+    g->state = mlspy_state_of(module);
+    int failed = take_arguments(g, args, dicts) < 0 ? -1 : mlspy_gather(g, dicts);
+    if (failed == 0 &&
+        mls_staging_need(g->list.items, g->list.count, &bytes, &st) != MLS_OK) {
+        mlspy_raise(g->state, &st, NULL);
         failed = -1;
     }
     PyObject *result =
@@ -89,37 +95,26 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
     return result;
 }
 
-/* Items that lie in the first `used` bytes of the memory are copies already. */
-static void note_copies(mlsp_gathering *g, size_t used)
-{
-    const uintptr_t start = (uintptr_t)g->staging.buf;
-    for (size_t i = 0; i < g->count; i++) {
-        mls_shard_item *item = &g->items[i];
-        const unsigned char *data = item->data != NULL ? item->data : item->strided->data;
-        const uintptr_t at = (uintptr_t)data;
-        item->staged = at >= start && at - start < used;
-    }
-}
-
 /* shards_besides(gathering, compress) -> bytes
  *
  * What writing these shards, while others work, takes at most beyond their copies. */
 static PyObject *shards_besides(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     size_t bytes = 0;
     mls_status st;
-    if (mlsp_take_count("shards_besides", 2, count) < 0) {
+    if (mlspy_take_count("shards_besides", 2, count) < 0) {
         return NULL;
     }
-    const mlsp_gathering *g = mlsp_gathering_of(args[0]);
+    const mlspy_gathering *g = mlspy_gathering_of(args[0]);
     const int compress = g == NULL ? -1 : PyObject_IsTrue(args[1]);
     if (compress < 0) {
         return NULL;
     }
-    if (mls_staging_besides(g->items, g->count, mlsp_threads_aside(state->pool), compress,
-                            &bytes, &st) != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+    if (mls_staging_besides(g->list.items, g->list.count,
+                            mlspy_threads_aside(state->pool), compress, &bytes,
+                            &st) != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
     }
     return PyLong_FromSize_t(bytes);
 }
@@ -132,16 +127,16 @@ static PyObject *shards_besides(PyObject *module, PyObject *const *args, Py_ssiz
  * memory back before the disk is done. */
 static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_staged staged;
     mls_status st;
     mls_code code;
     int64_t used;
-    if (mlsp_take_count("shards_stage", 3, count) < 0 ||
-        mlsp_take_int64(state, args[2], "used", &used) < 0) {
+    if (mlspy_take_count("shards_stage", 3, count) < 0 ||
+        mlspy_take_int64(state, args[2], "used", &used) < 0) {
         return NULL;
     }
-    mlsp_gathering *g = mlsp_gathering_of(args[0]);
+    mlspy_gathering *g = mlspy_gathering_of(args[0]);
     if (g == NULL) {
         return NULL;
     }
@@ -156,19 +151,19 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
         PyErr_SetString(PyExc_ValueError, "more is used than there is");
         return NULL;
     }
-    note_copies(g, (size_t)used);
+    mls_staging_note(g->list.items, g->list.count, g->staging.buf, (size_t)used);
     const mls_staging to = {.memory = (unsigned char *)g->staging.buf + used,
                             .bytes = (size_t)(g->staging.len - (Py_ssize_t)used),
                             .kernels = state->kernels,
                             .pool = state->pool};
     /* nobody else has the gathering, and items point to memory that its owners keep */
     Py_BEGIN_ALLOW_THREADS
-        code = mls_stage(&to, g->items, g->count, &staged, &st);
+        code = mls_stage(&to, g->list.items, g->list.count, &staged, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        return mlsp_raise(state, &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
-    mlsp_gathering_let_go(g, false);
+    mlspy_gathering_let_go(g, false);
     return Py_BuildValue("(nn)", (Py_ssize_t)staged.bytes + (Py_ssize_t)used,
                          (Py_ssize_t)staged.lent);
 }
@@ -183,7 +178,7 @@ static PyObject *memory_touch(PyObject *module, PyObject *memory)
     }
     const mls_staging all = {.memory = view.buf,
                              .bytes = (size_t)view.len,
-                             .pool = mlsp_state_of(module)->pool};
+                             .pool = mlspy_state_of(module)->pool};
     Py_BEGIN_ALLOW_THREADS
         mls_staging_touch(&all);
     Py_END_ALLOW_THREADS
@@ -191,15 +186,15 @@ static PyObject *memory_touch(PyObject *module, PyObject *memory)
     return Py_NewRef(Py_None);
 }
 
-PyMethodDef mlsp_staging_methods[] = {
-    {"shards_gather", MLSP_FASTCALL(shards_gather),
+PyMethodDef mlspy_staging_methods[] = {
+    {"shards_gather", MLSPY_FASTCALL(shards_gather),
      "shards_gather(ranks, states, shard_type, mine, layout, /)\n--\n\nHold the shards "
      "of "
      "a state: a gathering, and their bytes."},
-    {"shards_stage", MLSP_FASTCALL(shards_stage),
+    {"shards_stage", MLSPY_FASTCALL(shards_stage),
      "shards_stage(gathering, memory, used, /)\n--\n\nCopy shards aside, small ones "
      "first, as far as there is room."},
-    {"shards_besides", MLSP_FASTCALL(shards_besides),
+    {"shards_besides", MLSPY_FASTCALL(shards_besides),
      "shards_besides(gathering, compress, /)\n--\n\nBytes that writing takes beyond "
      "copies."},
     {"memory_touch", memory_touch, METH_O,

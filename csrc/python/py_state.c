@@ -4,7 +4,16 @@
  * Cheap questions come first everywhere: names before shapes, shapes before elements, and
  * the answer that nearly all callers get (nothing differs) before any list is made.
  */
+#include "py_state.h"
+
+#include "args.h"
+#include "array_view.h"
+#include "errors.h"
+#include "gil.h"
+#include "items.h"
+#include "module_state.h"
 #include "pairs.h"
+#include "state_bindings.h"
 
 #include "differ.h"
 #include "mem.h"
@@ -17,27 +26,27 @@
 
 /* What is asked of each entry of the first dict: 1 yes, 0 no, -1 with an exception set.
  */
-typedef int (*entry_question)(const mlsp_state *state, PyObject *key, PyObject *value,
-                              mlsp_finder *other);
+typedef int (*entry_question)(const mlspy_state *state, PyObject *key, PyObject *value,
+                              mlspy_finder *other);
 
 /* Whether the answer is yes for all entries of `dict`. */
-static int ask_all(const mlsp_state *state, PyObject *dict, PyObject *other,
+static int ask_all(const mlspy_state *state, PyObject *dict, PyObject *other,
                    entry_question ask)
 {
-    mlsp_finder finder = {.dict = other, .in_step = true};
+    mlspy_finder finder = {.dict = other, .in_step = true};
     int answer = 1;
-    MLSP_BEGIN_LOCKED(dict)
-        PyObject *key, *value;
-        Py_ssize_t at = 0;
-        while (answer == 1 && PyDict_Next(dict, &at, &key, &value)) {
-            /* the lookup may run code that drops the entry */
-            Py_INCREF(key);
-            Py_INCREF(value);
-            answer = ask(state, key, value, &finder);
-            Py_DECREF(key);
-            Py_DECREF(value);
-        }
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(dict)
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (answer == 1 && PyDict_Next(dict, &at, &key, &value)) {
+        /* the lookup may run code that drops the entry */
+        Py_INCREF(key);
+        Py_INCREF(value);
+        answer = ask(state, key, value, &finder);
+        Py_DECREF(key);
+        Py_DECREF(value);
+    }
+    MLSPY_END_LOCKED()
     return answer;
 }
 
@@ -46,32 +55,32 @@ static int ask_all(const mlsp_state *state, PyObject *dict, PyObject *other,
 static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *args,
                          Py_ssize_t count, bool same_length, entry_question ask)
 {
-    if (mlsp_take_count(name, 2, count) < 0 || mlsp_take_dict(args[0], "state1") < 0 ||
-        mlsp_take_dict(args[1], "state2") < 0) {
+    if (mlspy_take_count(name, 2, count) < 0 || mlspy_take_dict(args[0], "state1") < 0 ||
+        mlspy_take_dict(args[1], "state2") < 0) {
         return NULL;
     }
     if (same_length && PyDict_GET_SIZE(args[0]) != PyDict_GET_SIZE(args[1])) {
         Py_RETURN_FALSE;
     }
-    const int answer = ask_all(mlsp_state_of(module), args[0], args[1], ask);
+    const int answer = ask_all(mlspy_state_of(module), args[0], args[1], ask);
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
 /* Look a name up; one that is no str is refused.  1 and a new reference, 0, or -1 with an
  * exception set. */
-static int find_name(mlsp_finder *other, PyObject *key, PyObject **found)
+static int find_name(mlspy_finder *other, PyObject *key, PyObject **found)
 {
     if (!PyUnicode_Check(key)) {
         PyErr_Format(PyExc_TypeError, "tensor name must be a str, got %.100s: %.200R",
                      Py_TYPE(key)->tp_name, key);
         return -1;
     }
-    return mlsp_find(other, key, found);
+    return mlspy_find(other, key, found);
 }
 
 /* Is there an entry of that name? */
-static int has_name(const mlsp_state *state, PyObject *key, PyObject *value,
-                    mlsp_finder *other)
+static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
+                    mlspy_finder *other)
 {
     (void)state, (void)value;
     PyObject *found;
@@ -110,7 +119,7 @@ static bool same_sizes(PyObject *a, PyObject *b)
 /* Whether two tensors, of torch for one, have the same shape and, where `dtypes`, the
  * very same object as dtype: false where that takes a second look.  Most of the time goes
  * into the tensors' making of the two shapes. */
-static bool same_attributes(const mlsp_state *state, PyObject *a, PyObject *b,
+static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
                             bool dtypes)
 {
     PyObject *const names[] = {state->shape_name, state->dtype_name};
@@ -128,24 +137,24 @@ static bool same_attributes(const mlsp_state *state, PyObject *a, PyObject *b,
 
 /* The shapes of two arrays that can only be asked for them.  Items without keys do: facts
  * need the value, and the name for errors. */
-static int same_facts(const mlsp_state *state, PyObject *key, PyObject *a, PyObject *b)
+static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyObject *b)
 {
-    mlsp_item one = {.value = a}, other = {.value = b};
+    mlspy_item one = {.value = a}, other = {.value = b};
     int same = -1;
-    if (mlsp_take_text(key, "tensor name", &one.name) == 0) {
+    if (mlspy_take_text(key, "tensor name", &one.name) == 0) {
         other.name = one.name;
-        if (mlsp_item_facts(state, &one) == 0 && mlsp_item_facts(state, &other) == 0) {
+        if (mlspy_item_facts(state, &one) == 0 && mlspy_item_facts(state, &other) == 0) {
             same = mls_facts_same_shape(&one.facts, &other.facts) ? 1 : 0;
         }
     }
-    mlsp_item_forget(&one);
-    mlsp_item_forget(&other);
+    mlspy_item_forget(&one);
+    mlspy_item_forget(&other);
     return same;
 }
 
 /* Is there an array of that name and shape? */
-static int has_shape(const mlsp_state *state, PyObject *key, PyObject *value,
-                     mlsp_finder *other)
+static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
+                     mlspy_finder *other)
 {
     PyObject *found;
     const int there = find_name(other, key, &found);
@@ -177,20 +186,20 @@ static bool same_descr(PyArrayObject *a, PyArrayObject *b)
 {
     mls_dtype one, other;
     return PyArray_DESCR(a) == PyArray_DESCR(b) ||
-           (mlsp_dtype_of_descr(PyArray_DESCR(a), &one) &&
-            mlsp_dtype_of_descr(PyArray_DESCR(b), &other) && one == other);
+           (mlspy_dtype_of_descr(PyArray_DESCR(a), &one) &&
+            mlspy_dtype_of_descr(PyArray_DESCR(b), &other) && one == other);
 }
 
 /* Is there, without a second look, an array of that name, shape and dtype?  0 is "perhaps
  * not": it sends the caller the long way, which finds the same or says what differs. */
-static int has_same(const mlsp_state *state, PyObject *key, PyObject *value,
-                    mlsp_finder *other)
+static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
+                    mlspy_finder *other)
 {
     PyObject *found;
     if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {
         return 0;
     }
-    const int there = mlsp_find(other, key, &found);
+    const int there = mlspy_find(other, key, &found);
     if (there != 1) {
         return there;
     }
@@ -208,10 +217,11 @@ static int has_same(const mlsp_state *state, PyObject *key, PyObject *value,
 /* state_compare(source, target) -> (missing, unexpected, shapes, dtypes) */
 static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    mlsp_pairs p;
-    if (mlsp_take_count("state_compare", 2, count) < 0 ||
-        mlsp_take_dict(args[0], "source") < 0 || mlsp_take_dict(args[1], "target") < 0) {
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_pairs p;
+    if (mlspy_take_count("state_compare", 2, count) < 0 ||
+        mlspy_take_dict(args[0], "source") < 0 ||
+        mlspy_take_dict(args[1], "target") < 0) {
         return NULL;
     }
     /* mostly nothing differs, and then nothing needs to be remembered of any pair, which
@@ -222,11 +232,11 @@ static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize
     if (same != 0) {
         return same < 0 ? NULL : Py_BuildValue("([][][][])");
     }
-    if (mlsp_pairs_init(state, args[0], args[1], &p) < 0) {
+    if (mlspy_pairs_init(state, args[0], args[1], &p) < 0) {
         return NULL;
     }
-    PyObject *report = mlsp_pairs_report(&p, false);
-    mlsp_pairs_fini(&p);
+    PyObject *report = mlspy_pairs_report(&p, false);
+    mlspy_pairs_fini(&p);
     return report;
 }
 
@@ -236,12 +246,12 @@ static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize
 static PyObject *state_missing(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
-    mlsp_items items = {0};
-    if (mlsp_take_count("state_missing", 2, count) < 0 ||
-        mlsp_items_of(args[0], "state", &items) < 0) {
+    mlspy_items items = {0};
+    if (mlspy_take_count("state_missing", 2, count) < 0 ||
+        mlspy_items_of(args[0], "state", &items) < 0) {
         return NULL;
     }
-    PyObject *missing = mlsp_take_dict(args[1], "state") < 0 ? NULL : PySet_New(NULL);
+    PyObject *missing = mlspy_take_dict(args[1], "state") < 0 ? NULL : PySet_New(NULL);
     for (size_t i = 0; missing != NULL && i < items.count; i++) {
         PyObject *key = items.items[i].key;
         const int there = PyDict_Contains(args[1], key);
@@ -249,7 +259,7 @@ static PyObject *state_missing(PyObject *module, PyObject *const *args, Py_ssize
             Py_CLEAR(missing);
         }
     }
-    mlsp_items_release(&items);
+    mlspy_items_release(&items);
     return missing;
 }
 
@@ -265,17 +275,17 @@ enum { BATCH = 128 };
 typedef struct view_batch {
     size_t count;
     uint64_t bytes;      /* of one side */
-    size_t where[BATCH]; /* position of each in the mlsp_pairs */
+    size_t where[BATCH]; /* position of each in the mlspy_pairs */
     mls_differ_pair pairs[BATCH];
     mls_difference found[BATCH];
-    mlsp_view views[2 * BATCH];
+    mlspy_view views[2 * BATCH];
 } view_batch;
 
 /* Give the views back; the batch is empty then. */
 static void batch_clear(view_batch *batch)
 {
     for (size_t i = 0; i < 2 * batch->count; i++) {
-        mlsp_view_release(&batch->views[i]);
+        mlspy_view_release(&batch->views[i]);
     }
     batch->count = 0;
     batch->bytes = 0;
@@ -283,27 +293,27 @@ static void batch_clear(view_batch *batch)
 
 /* View both arrays of pair `i` of `p`.  On failure the batch is as it was, and the views
  * of this pair are given back. */
-static int batch_add(const mlsp_state *state, const mlsp_pairs *p, size_t i,
+static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
                      view_batch *batch)
 {
-    mlsp_view *views = &batch->views[2 * batch->count];
+    mlspy_view *views = &batch->views[2 * batch->count];
     mls_status st;
     size_t bytes = 0;
-    if (mlsp_view_item(state, &p->source.items[i], "", false, &views[0]) < 0) {
+    if (mlspy_view_item(state, &p->source.items[i], "", false, &views[0]) < 0) {
         return -1;
     }
-    if (mlsp_view_item(state, &p->target.items[i], "", false, &views[1]) < 0) {
-        mlsp_view_release(&views[0]);
+    if (mlspy_view_item(state, &p->target.items[i], "", false, &views[1]) < 0) {
+        mlspy_view_release(&views[0]);
         return -1;
     }
     /* what an object said of its shape and dtype need not be what its memory is */
     if (mls_differ_check(&views[0].tensor, &views[1].tensor, &st) != MLS_OK) {
-        mlsp_view_release(&views[0]);
-        mlsp_view_release(&views[1]);
+        mlspy_view_release(&views[0]);
+        mlspy_view_release(&views[1]);
         mls_fail(&st, st.code, "'%.140s': its memory is not what its shape and dtype say",
                  p->pairs[i].name.data);
         mls_status_name(&st, p->pairs[i].name.data, p->pairs[i].name.length);
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     (void)mls_tensor_bytes(&views[0].tensor, &bytes); /* it lies in memory, so it fits */
@@ -318,13 +328,13 @@ static int batch_add(const mlsp_state *state, const mlsp_pairs *p, size_t i,
  * those of one shape and dtype that are not the same object.  Those of a dtype that only
  * NumPy knows are left out where `known`, else they are an error.  `*at` is where the
  * next batch goes on; a failure empties the batch. */
-static int batch_fill(const mlsp_state *state, const mlsp_pairs *p, bool known,
+static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known,
                       size_t *at, view_batch *batch)
 {
     for (; *at < p->source.count && batch->count < BATCH; (*at)++) {
-        const mlsp_item *a = &p->source.items[*at], *b = &p->target.items[*at];
+        const mlspy_item *a = &p->source.items[*at], *b = &p->target.items[*at];
         if (p->bits[*at] != MLS_SAME || a->value == b->value ||
-            (known && !mlsp_is_known(a))) {
+            (known && !mlspy_is_known(a))) {
             continue;
         }
         if (batch_add(state, p, *at, batch) < 0) {
@@ -336,7 +346,7 @@ static int batch_fill(const mlsp_state *state, const mlsp_pairs *p, bool known,
 }
 
 /* Kernels follow the instruction set that the module chose. */
-static const mls_differ_kernels *differ_of(const mlsp_state *state)
+static const mls_differ_kernels *differ_of(const mlspy_state *state)
 {
     return mls_differ_of(state->kernels->cpu);
 }
@@ -344,7 +354,7 @@ static const mls_differ_kernels *differ_of(const mlsp_state *state)
 /* ---- differences ---- */
 
 /* Append (name, changed, size, nan, max_abs, max_rel) for each tensor that changed. */
-static int append_changes(const mlsp_pairs *p, const view_batch *batch, PyObject *list)
+static int append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject *list)
 {
     for (size_t i = 0; i < batch->count; i++) {
         const mls_difference *d = &batch->found[i];
@@ -353,9 +363,10 @@ static int append_changes(const mlsp_pairs *p, const view_batch *batch, PyObject
             continue;
         }
         (void)mls_tensor_count(batch->pairs[i].a, &size);
-        PyObject *entry = Py_BuildValue(
-            "(OKnKdd)", mlsp_pair_key(p, batch->where[i]), (unsigned long long)d->changed,
-            (Py_ssize_t)size, (unsigned long long)d->nan, d->max_abs, d->max_rel);
+        PyObject *entry =
+            Py_BuildValue("(OKnKdd)", mlspy_pair_key(p, batch->where[i]),
+                          (unsigned long long)d->changed, (Py_ssize_t)size,
+                          (unsigned long long)d->nan, d->max_abs, d->max_rel);
         const int failed = entry == NULL ? -1 : PyList_Append(list, entry);
         Py_XDECREF(entry);
         if (failed < 0) {
@@ -367,16 +378,16 @@ static int append_changes(const mlsp_pairs *p, const view_batch *batch, PyObject
 
 /* Measure the pairs of a batch and note what changed.  The views hold their arrays while
  * the GIL is let go; others may write to them, which changes numbers and nothing else. */
-static int measure_batch(const mlsp_state *state, const mlsp_pairs *p, view_batch *batch,
-                         PyObject *list)
+static int measure_batch(const mlspy_state *state, const mlspy_pairs *p,
+                         view_batch *batch, PyObject *list)
 {
     mls_status st;
-    PyThreadState *saved = mlsp_leave_python(batch->bytes);
+    PyThreadState *saved = mlspy_leave_python(batch->bytes);
     const mls_code code = mls_differ(differ_of(state), state->pool, batch->pairs,
                                      batch->count, batch->found, &st);
-    mlsp_resume_python(saved);
+    mlspy_resume_python(saved);
     if (code != MLS_OK) {
-        mlsp_raise(state, &st, NULL);
+        mlspy_raise(state, &st, NULL);
         return -1;
     }
     return append_changes(p, batch, list);
@@ -384,7 +395,7 @@ static int measure_batch(const mlsp_state *state, const mlsp_pairs *p, view_batc
 
 /* New list of all changes.  The batch is on the heap: its views would take a large part
  * of a thread's stack. */
-static PyObject *changes_of(const mlsp_state *state, const mlsp_pairs *p)
+static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
     PyObject *list = batch == NULL ? PyErr_NoMemory() : PyList_New(0);
@@ -404,40 +415,36 @@ static PyObject *changes_of(const mlsp_state *state, const mlsp_pairs *p)
 /* state_diff(a, b) -> (missing, unexpected, shapes, dtypes, changes, unchanged) */
 static PyObject *state_diff(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
-    mlsp_pairs p;
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_pairs p;
     PyObject *result = NULL;
-    if (mlsp_take_count("state_diff", 2, count) < 0 ||
-        mlsp_pairs_init(state, args[0], args[1], &p) < 0) {
+    if (mlspy_take_count("state_diff", 2, count) < 0 ||
+        mlspy_pairs_init(state, args[0], args[1], &p) < 0) {
         return NULL;
     }
     PyObject *changes = changes_of(state, &p);
-    PyObject *report = changes == NULL ? NULL : mlsp_pairs_report(&p, false);
+    PyObject *report = changes == NULL ? NULL : mlspy_pairs_report(&p, false);
     if (report != NULL) {
-        /* pairs that differ in nothing but perhaps elements; those that do are subtracted
-         */
-        size_t same = 0;
-        for (size_t i = 0; i < p.count; i++) {
-            same += p.bits[i] == MLS_SAME ? 1 : 0;
-        }
+        /* of the pairs of one shape and dtype, those whose elements changed are not the
+         * same */
         result = Py_BuildValue("(OOOOOn)", PyTuple_GET_ITEM(report, 0),
                                PyTuple_GET_ITEM(report, 1), PyTuple_GET_ITEM(report, 2),
                                PyTuple_GET_ITEM(report, 3), changes,
-                               (Py_ssize_t)same - PyList_GET_SIZE(changes));
+                               (Py_ssize_t)p.counts.same - PyList_GET_SIZE(changes));
     }
     Py_XDECREF(report);
     Py_XDECREF(changes);
-    mlsp_pairs_fini(&p);
+    mlspy_pairs_fini(&p);
     return result;
 }
 
 /* ---- equality ---- */
 
 /* Whether two arrays of a dtype that only NumPy knows are the same bytes. */
-static int same_bytes(const mlsp_state *state, const mlsp_item *a, const mlsp_item *b)
+static int same_bytes(const mlspy_state *state, const mlspy_item *a, const mlspy_item *b)
 {
-    PyObject *first = mlsp_raw_bytes(state, a);
-    PyObject *second = first == NULL ? NULL : mlsp_raw_bytes(state, b);
+    PyObject *first = mlspy_raw_bytes(state, a);
+    PyObject *second = first == NULL ? NULL : mlspy_raw_bytes(state, b);
     const int same = second == NULL ? -1 : PyObject_RichCompareBool(first, second, Py_EQ);
     Py_XDECREF(first);
     Py_XDECREF(second);
@@ -446,12 +453,12 @@ static int same_bytes(const mlsp_state *state, const mlsp_item *a, const mlsp_it
 
 /* Those pairs that NumPy alone knows.  Their bytes are compared: what they mean, and so
  * whether other bytes could be equal, is not known here. */
-static int same_unknown(const mlsp_state *state, const mlsp_pairs *p)
+static int same_unknown(const mlspy_state *state, const mlspy_pairs *p)
 {
     int same = 1;
     for (size_t i = 0; same == 1 && i < p->count; i++) {
-        const mlsp_item *a = &p->source.items[i], *b = &p->target.items[i];
-        if (a->value != b->value && !mlsp_is_known(a)) {
+        const mlspy_item *a = &p->source.items[i], *b = &p->target.items[i];
+        if (a->value != b->value && !mlspy_is_known(a)) {
             same = same_bytes(state, a, b);
         }
     }
@@ -459,7 +466,7 @@ static int same_unknown(const mlsp_state *state, const mlsp_pairs *p)
 }
 
 /* All other pairs, batch after batch, and no more of them than it takes to say no. */
-static int same_elements(const mlsp_state *state, const mlsp_pairs *p)
+static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
     int same = 1;
@@ -470,10 +477,10 @@ static int same_elements(const mlsp_state *state, const mlsp_pairs *p)
     for (size_t at = 0; same == 1 && at < p->source.count;) {
         same = batch_fill(state, p, true, &at, batch) < 0 ? -1 : 1;
         if (same == 1) {
-            PyThreadState *saved = mlsp_leave_python(batch->bytes);
+            PyThreadState *saved = mlspy_leave_python(batch->bytes);
             same = mls_differ_same(differ_of(state), state->pool, batch->pairs,
                                    batch->count);
-            mlsp_resume_python(saved);
+            mlspy_resume_python(saved);
         }
         batch_clear(batch);
     }
@@ -488,16 +495,16 @@ static int holds_arrays(PyObject *dict)
     PyObject *key, *value;
     Py_ssize_t at = 0;
     bool good = true;
-    MLSP_BEGIN_LOCKED(dict)
-        while (good && PyDict_Next(dict, &at, &key, &value)) {
-            PyObject *held[] = {Py_NewRef(key), Py_NewRef(value)};
-            PyObject *name = mlsp_check_entry(held[0], held[1]);
-            good = name != NULL;
-            Py_XDECREF(name);
-            Py_DECREF(held[0]);
-            Py_DECREF(held[1]);
-        }
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(dict)
+    while (good && PyDict_Next(dict, &at, &key, &value)) {
+        PyObject *held[] = {Py_NewRef(key), Py_NewRef(value)};
+        PyObject *name = mlspy_check_entry(held[0], held[1]);
+        good = name != NULL;
+        Py_XDECREF(name);
+        Py_DECREF(held[0]);
+        Py_DECREF(held[1]);
+    }
+    MLSPY_END_LOCKED()
     if (!good && (PyErr_ExceptionMatches(PyExc_TypeError) ||
                   PyErr_ExceptionMatches(PyExc_ValueError))) {
         PyErr_Clear();
@@ -508,9 +515,9 @@ static int holds_arrays(PyObject *dict)
 
 /* Everything but the elements first: that is cheap.  A dict of something else is not
  * equal, which is no error. */
-int mlsp_states_equal(const mlsp_state *state, PyObject *a, PyObject *b)
+int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
 {
-    mlsp_pairs p;
+    mlspy_pairs p;
     /* different lengths need no look at any name */
     if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) {
         return 0;
@@ -519,7 +526,7 @@ int mlsp_states_equal(const mlsp_state *state, PyObject *a, PyObject *b)
     if (good != 1) {
         return good;
     }
-    if (mlsp_pairs_init(state, a, b, &p) < 0) {
+    if (mlspy_pairs_init(state, a, b, &p) < 0) {
         return -1;
     }
     int same = 0;
@@ -527,20 +534,20 @@ int mlsp_states_equal(const mlsp_state *state, PyObject *a, PyObject *b)
         same = same_unknown(state, &p);
         same = same == 1 ? same_elements(state, &p) : same;
     }
-    mlsp_pairs_fini(&p);
+    mlspy_pairs_fini(&p);
     return same;
 }
 
-PyMethodDef mlsp_state_methods[] = {
-    {"state_keys_match", MLSP_FASTCALL(state_keys_match),
+PyMethodDef mlspy_state_methods[] = {
+    {"state_keys_match", MLSPY_FASTCALL(state_keys_match),
      "state_keys_match(state1, state2, /)\n--\n\nWhether the names are the same."},
-    {"state_shapes_match", MLSP_FASTCALL(state_shapes_match),
+    {"state_shapes_match", MLSPY_FASTCALL(state_shapes_match),
      "state_shapes_match(state1, state2, /)\n--\n\nWhether state2 has all the shapes."},
-    {"state_missing", MLSP_FASTCALL(state_missing),
+    {"state_missing", MLSPY_FASTCALL(state_missing),
      "state_missing(state1, state2, /)\n--\n\nNames that only state1 has."},
-    {"state_compare", MLSP_FASTCALL(state_compare),
+    {"state_compare", MLSPY_FASTCALL(state_compare),
      "state_compare(source, target, /)\n--\n\nNames, shapes and dtypes that differ."},
-    {"state_diff", MLSP_FASTCALL(state_diff),
+    {"state_diff", MLSPY_FASTCALL(state_diff),
      "state_diff(a, b, /)\n--\n\nWhat differs, elements too."},
     {NULL, NULL, 0, NULL},
 };

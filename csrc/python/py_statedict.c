@@ -7,7 +7,14 @@
  * so that an error changes nothing.  What cannot be stopped is dict.__setitem__ called on
  * a state dict by name: whoever reads one in C checks again.
  */
-#include "mlsp.h"
+#include "py_statedict.h"
+
+#include "errors.h"
+#include "gil.h"
+#include "items.h"
+#include "module_state.h"
+#include "py_state.h"
+#include "state_bindings.h"
 
 #include <stdatomic.h>
 
@@ -24,22 +31,22 @@ typedef struct statedict_object {
 
 /* The module's state from a StateDict or a subclass of it; NULL with TypeError set.
  * Asked by type: slots get no module, and no state of ours is static. */
-static const mlsp_state *state_of(PyObject *self)
+static const mlspy_state *state_of(PyObject *self)
 {
-    PyObject *module = mlsp_module_of(Py_TYPE(self));
-    return module == NULL ? NULL : mlsp_state_of(module);
+    PyObject *module = mlspy_module_of(Py_TYPE(self));
+    return module == NULL ? NULL : mlspy_state_of(module);
 }
 
 /* Raise TensorNotFoundError; its text is the same for every way to miss a tensor.  If
  * anything fails on the way, that is the exception instead. */
 static void raise_missing(PyObject *self, PyObject *key)
 {
-    const mlsp_state *state = state_of(self);
+    const mlspy_state *state = state_of(self);
     PyObject *name = state == NULL ? NULL : PyObject_Str(key);
     PyObject *text =
         name == NULL ? NULL
                      : PyUnicode_FromFormat("Tensor '%U' not found in state dict", name);
-    PyObject *class = text == NULL ? NULL : state->errors[MLSP_ERROR_NOT_FOUND];
+    PyObject *class = text == NULL ? NULL : state->errors[MLSPY_ERROR_NOT_FOUND];
     PyObject *error = class == NULL ? NULL : PyObject_CallOneArg(class, text);
     if (error != NULL && PyObject_SetAttrString(error, "name", name) == 0) {
         PyErr_SetObject(class, error);
@@ -55,7 +62,7 @@ static bool is_statedict(PyObject *object)
     if (!PyDict_Check(object) || PyDict_CheckExact(object)) {
         return false;
     }
-    PyObject *module = mlsp_module_of(Py_TYPE(object));
+    PyObject *module = mlspy_module_of(Py_TYPE(object));
     PyErr_Clear();
     return module != NULL;
 }
@@ -97,21 +104,20 @@ static void note_entries(PyObject *self, Py_ssize_t before)
 static PyObject *known_description(statedict_object *state)
 {
     PyObject *known = NULL;
-    MLSP_BEGIN_LOCKED(state)
-        if (state->description != NULL &&
-            state->described_len == PyDict_GET_SIZE((PyObject *)state) &&
-            state->described ==
-                atomic_load_explicit(&state->changes, memory_order_relaxed)) {
-            known = Py_NewRef(state->description);
-        }
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(state)
+    if (state->description != NULL &&
+        state->described_len == PyDict_GET_SIZE((PyObject *)state) &&
+        state->described == atomic_load_explicit(&state->changes, memory_order_relaxed)) {
+        known = Py_NewRef(state->description);
+    }
+    MLSPY_END_LOCKED()
     return known;
 }
 
 /* The count and length are read before the names: a change in between makes the new
  * description an old one.  The one that is replaced is let go outside of the lock, as its
  * end may take time. */
-PyObject *mlsp_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict))
+PyObject *mlspy_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict))
 {
     if (!is_statedict(dict)) {
         return make(dict);
@@ -126,12 +132,12 @@ PyObject *mlsp_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict))
     PyObject *made = make(dict);
     PyObject *old = NULL;
     if (made != NULL) {
-        MLSP_BEGIN_LOCKED(state)
-            old = state->description;
-            state->description = Py_NewRef(made);
-            state->described = changes;
-            state->described_len = length;
-        MLSP_END_LOCKED()
+        MLSPY_BEGIN_LOCKED(state)
+        old = state->description;
+        state->description = Py_NewRef(made);
+        state->described = changes;
+        state->described_len = length;
+        MLSPY_END_LOCKED()
     }
     Py_XDECREF(old);
     return made;
@@ -159,7 +165,7 @@ static PyObject *missing_value(PyObject *self, PyObject *key)
 static PyObject *statedict_subscript(PyObject *self, PyObject *key)
 {
     PyObject *value;
-    const int found = mlsp_dict_get(self, key, &value);
+    const int found = mlspy_dict_get(self, key, &value);
     if (found != 0) {
         return found < 0 ? NULL : value;
     }
@@ -170,7 +176,7 @@ static PyObject *statedict_subscript(PyObject *self, PyObject *key)
  * costs a description. */
 static int set_entry(PyObject *self, PyObject *key, PyObject *value)
 {
-    PyObject *name = mlsp_check_entry(key, value);
+    PyObject *name = mlspy_check_entry(key, value);
     if (name == NULL) {
         return -1;
     }
@@ -214,12 +220,12 @@ static PyObject *statedict_setdefault(PyObject *self, PyObject *const *args,
         return NULL;
     }
     PyObject *value;
-    const int found = mlsp_dict_get(self, args[0], &value);
+    const int found = mlspy_dict_get(self, args[0], &value);
     if (found != 0) {
         return found < 0 ? NULL : value;
     }
     PyObject *wanted = count == 2 ? args[1] : Py_None;
-    PyObject *name = mlsp_check_entry(args[0], wanted);
+    PyObject *name = mlspy_check_entry(args[0], wanted);
     if (name == NULL) {
         return NULL;
     }
@@ -260,7 +266,7 @@ static bool all_plain(PyObject *dict)
                           PyArray_CheckExact(value) && known != NULL &&
                           PyArray_DESCR((PyArrayObject *)value) == known;
         if (!same) {
-            if (!mlsp_entry_is_plain(key, value)) {
+            if (!mlspy_entry_is_plain(key, value)) {
                 return false;
             }
             known = PyArray_DESCR((PyArrayObject *)value);
@@ -311,7 +317,7 @@ static PyObject *check_staged(PyObject *staged)
     Py_ssize_t at = 0;
     bool plain = true;
     while (staged != NULL && PyDict_Next(staged, &at, &key, &value)) {
-        PyObject *name = mlsp_check_entry(key, value);
+        PyObject *name = mlspy_check_entry(key, value);
         if (name == NULL) {
             Py_CLEAR(staged);
         } else {
@@ -580,23 +586,23 @@ static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 static PyObject *statedict_nbytes(PyObject *self, void *unused)
 {
     (void)unused;
-    const mlsp_state *state = state_of(self);
-    mlsp_items items;
-    if (state == NULL || mlsp_items_of(self, "state dict", &items) < 0) {
+    const mlspy_state *state = state_of(self);
+    mlspy_items items;
+    if (state == NULL || mlspy_items_of(self, "state dict", &items) < 0) {
         return NULL;
     }
     uint64_t sum = 0, bytes = 0;
     int failed = 0;
     for (size_t i = 0; failed == 0 && i < items.count; i++) {
-        failed = mlsp_array_bytes(state, items.items[i].value, &bytes);
+        failed = mlspy_array_bytes(state, items.items[i].value, &bytes);
         if (failed == 0 && __builtin_add_overflow(sum, bytes, &sum)) {
             PyErr_SetString(
-                state->errors[MLSP_ERROR_COMPATIBILITY],
+                state->errors[MLSPY_ERROR_COMPATIBILITY],
                 "the bytes that the arrays claim to have do not fit into 64 bits");
             failed = -1;
         }
     }
-    mlsp_items_release(&items);
+    mlspy_items_release(&items);
     return failed < 0 ? NULL : PyLong_FromUnsignedLongLong(sum);
 }
 
@@ -606,8 +612,8 @@ static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
     if ((how != Py_EQ && how != Py_NE) || !PyDict_Check(other)) {
         Py_RETURN_NOTIMPLEMENTED;
     }
-    const mlsp_state *state = state_of(self);
-    const int same = state == NULL ? -1 : mlsp_states_equal(state, self, other);
+    const mlspy_state *state = state_of(self);
+    const int same = state == NULL ? -1 : mlspy_states_equal(state, self, other);
     if (same < 0) {
         return NULL;
     }
@@ -635,7 +641,7 @@ static PyMethodDef statedict_methods[] = {
     {"update", (PyCFunction)(void (*)(void))statedict_update,
      METH_VARARGS | METH_KEYWORDS,
      "Add all entries of a mapping, of pairs, and of keywords; all or none."},
-    {"setdefault", MLSP_FASTCALL(statedict_setdefault),
+    {"setdefault", MLSPY_FASTCALL(statedict_setdefault),
      "setdefault($self, name, array=None, /)\n--\n\nThe array under a name, put there if "
      "absent."},
     {"copy", statedict_copy, METH_NOARGS,
@@ -677,9 +683,9 @@ static PyType_Spec statedict_spec = {
 };
 
 /* Made with the module, so that every instance finds the module's state by its type. */
-int mlsp_statedict_add(PyObject *module)
+int mlspy_statedict_add(PyObject *module)
 {
-    mlsp_state *state = mlsp_state_of(module);
+    mlspy_state *state = mlspy_state_of(module);
     PyObject *bases = PyTuple_Pack(1, (PyObject *)&PyDict_Type);
     if (bases == NULL) {
         return -1;

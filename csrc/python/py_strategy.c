@@ -7,10 +7,13 @@
  * as users write them, and operators; only a clock or a tracker of the user's is called
  * in a decision.
  *
- * The lock of each object is Python's own (MLSP_BEGIN_LOCKED).  A clock or tracker may do
- * what it likes, so it is called outside of the lock, and the core asks again whether an
- * adjustment is still due.
+ * The lock of each object is Python's own (MLSPY_BEGIN_LOCKED).  A clock or tracker may
+ * do what it likes, so it is called outside of the lock, and the core asks again whether
+ * an adjustment is still due.
  */
+#include "activation_bindings.h"
+#include "args.h"
+#include "gil.h"
 #include "strategyp.h"
 
 #include "strategy.h"
@@ -38,13 +41,13 @@ static int read_clock(strategy_object *self, int64_t *out)
     }
     PyObject *said = PyObject_CallNoArgs(self->clock);
     const int failed =
-        said == NULL ? -1 : mlsp_take_double(said, "what the clock says", &seconds);
+        said == NULL ? -1 : mlspy_take_double(said, "what the clock says", &seconds);
     Py_XDECREF(said);
     if (failed < 0) {
         return -1;
     }
     if (mls_ticks_from_seconds(seconds, out, &st) != MLS_OK) {
-        mlsp_strategy_fail((PyObject *)self, &st);
+        mlspy_strategy_fail((PyObject *)self, &st);
         return -1;
     }
     return 0;
@@ -58,7 +61,7 @@ static int take_figure(strategy_object *self, PyObject *said, const char *name,
                        int64_t least, uint64_t *out)
 {
     int64_t bytes;
-    if (mlsp_strategy_number((PyObject *)self, said, name, &bytes) < 0) {
+    if (mlspy_strategy_number((PyObject *)self, said, name, &bytes) < 0) {
         return -1;
     }
     if (bytes < least) {
@@ -79,16 +82,16 @@ static int adjust(strategy_object *self, int64_t now)
     PyObject *said = PyObject_CallMethod((PyObject *)self, "_measure", NULL);
     const int failed =
         said == NULL ||
-        mlsp_take_tuple(said, "a measurement", "OO:_measure", &in_use, &there_are) < 0 ||
+        mlspy_take_tuple(said, "a measurement", "OO:_measure", &in_use, &there_are) < 0 ||
         take_figure(self, in_use, "current_memory_used", 0, &used) < 0 ||
         take_figure(self, there_are, "total_memory", 1, &total) < 0;
     Py_XDECREF(said);
     if (failed) {
         return -1;
     }
-    MLSP_BEGIN_LOCKED(self)
-        mls_strategy_adjust(&self->s, now, used, total);
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(self)
+    mls_strategy_adjust(&self->s, now, used, total);
+    MLSPY_END_LOCKED()
     return 0;
 }
 
@@ -100,28 +103,28 @@ static int adjust_if_due(strategy_object *self)
     if (read_clock(self, &now) < 0) {
         return -1;
     }
-    MLSP_BEGIN_LOCKED(self)
-        due = mls_strategy_is_due(&self->s, now);
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(self)
+    due = mls_strategy_is_due(&self->s, now);
+    MLSPY_END_LOCKED()
     return due ? adjust(self, now) : 0;
 }
 
 /* Fill in what the kind needs: 1 if there is a question, 0 if the answer is no, -1 with
  * an exception set.  A size is asked for outside of the lock: that may run code of the
  * user's.  What the user named never changes: it is read without a lock. */
-static inline int fill_question(strategy_object *self, const mlsp_question *q,
+static inline int fill_question(strategy_object *self, const mlspy_question *q,
                                 unsigned flags, mls_layer_question *out)
 {
     const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
     if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
-        mlsp_take_key(q->layer_id, &out->layer) < 0) {
+        mlspy_take_key(q->layer_id, &out->layer) < 0) {
         return -1;
     }
     if (skips && mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
         return 0;
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
-         mlsp_take_bytes((PyObject *)self, q->activation, &out->bytes) < 0) ||
+         mlspy_take_bytes((PyObject *)self, q->activation, &out->bytes) < 0) ||
         ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_if_due(self) < 0)) {
         return -1;
     }
@@ -134,10 +137,10 @@ static inline __attribute__((always_inline)) PyObject *
 ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names,
     unsigned flags, mls_decide *decide)
 {
-    mlsp_question q;
+    mlspy_question q;
     mls_layer_question filled;
     mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
-    if (mlsp_take_question((PyObject *)self, args, nargs, names, &q) < 0) {
+    if (mlspy_take_question((PyObject *)self, args, nargs, names, &q) < 0) {
         return NULL;
     }
     int chosen = fill_question(self, &q, flags, &filled);
@@ -147,12 +150,12 @@ ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *na
     if ((flags & MLS_IS_CONSTANT) != 0) {
         chosen = decide(&self->s, &filled, st);
     } else {
-        MLSP_BEGIN_LOCKED(self)
-            chosen = decide(&self->s, &filled, st);
-        MLSP_END_LOCKED()
+        MLSPY_BEGIN_LOCKED(self)
+        chosen = decide(&self->s, &filled, st);
+        MLSPY_END_LOCKED()
     }
     if (st != NULL && chosen < 0) {
-        return mlsp_strategy_fail((PyObject *)self, st);
+        return mlspy_strategy_fail((PyObject *)self, st);
     }
     return Py_NewRef(chosen != 0 ? Py_True : Py_False);
 }
@@ -161,10 +164,10 @@ ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *na
 static PyObject *opinion(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
                          PyObject *names)
 {
-    mlsp_question q;
+    mlspy_question q;
     mls_layer_key key;
-    if (mlsp_take_question((PyObject *)self, args, nargs, names, &q) < 0 ||
-        mlsp_take_key(q.layer_id, &key) < 0) {
+    if (mlspy_take_question((PyObject *)self, args, nargs, names, &q) < 0 ||
+        mlspy_take_key(q.layer_id, &key) < 0) {
         return NULL;
     }
     const mls_layer_mark mark = mls_layer_mark_of(&self->s.named, &key);
@@ -182,13 +185,13 @@ static int begin(strategy_object *self, const char *what, PyObject *object)
     mls_status st;
     const bool given =
         what != NULL && (object != Py_None || (self->flags & MLS_MAY_LACK_NUMBER) == 0);
-    if ((given && mlsp_strategy_number((PyObject *)self, object, what, &number) < 0) ||
+    if ((given && mlspy_strategy_number((PyObject *)self, object, what, &number) < 0) ||
         read_clock(self, &now) < 0) {
         return -1;
     }
-    if (mls_strategy_init(&self->s, given ? &number : NULL, what, self->given_share, now,
-                          &st) != MLS_OK) {
-        mlsp_strategy_fail((PyObject *)self, &st);
+    if (mls_strategy_init(&self->s, given ? &number : NULL, what, self->given_share,
+                          "max_memory_percentage", now, &st) != MLS_OK) {
+        mlspy_strategy_fail((PyObject *)self, &st);
         return -1;
     }
     return 0;
@@ -207,7 +210,8 @@ static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *wh
     double given = 1;
     if (!PyArg_ParseTuple(args, "|OO!O!OO:Strategy", &number, &PyTuple_Type, &chosen,
                           &PyTuple_Type, &excluded, &share, &clock) ||
-        (share != NULL && mlsp_take_double(share, "max_memory_percentage", &given) < 0)) {
+        (share != NULL &&
+         mlspy_take_double(share, "max_memory_percentage", &given) < 0)) {
         return NULL;
     }
     /* the object comes first, since errors are raised by the module of its type */
@@ -219,9 +223,9 @@ static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *wh
     self->clock = Py_NewRef(clock);
     self->given_share = given;
     if (begin(self, what, number) < 0 ||
-        mlsp_mark_layers((PyObject *)self, chosen, MLS_LAYER_CHECKPOINT, &self->s.named) <
-            0 ||
-        mlsp_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) <
+        mlspy_mark_layers((PyObject *)self, chosen, MLS_LAYER_CHECKPOINT,
+                          &self->s.named) < 0 ||
+        mlspy_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) <
             0) {
         Py_CLEAR(self);
     }
@@ -266,9 +270,9 @@ static PyObject *reset(strategy_object *self, PyObject *unused)
     if (read_clock(self, &now) < 0) {
         return NULL;
     }
-    MLSP_BEGIN_LOCKED(self)
-        mls_strategy_reset(&self->s, now);
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(self)
+    mls_strategy_reset(&self->s, now);
+    MLSPY_END_LOCKED()
     Py_RETURN_NONE;
 }
 
@@ -276,7 +280,7 @@ static PyObject *reset(strategy_object *self, PyObject *unused)
 static PyObject *layer_facts(const mls_layer_table *table, size_t i)
 {
     const mls_table_layer layer = table->layers[i];
-    PyObject *name = mlsp_str_of(mls_layer_name(table, &layer));
+    PyObject *name = mlspy_str_of(mls_layer_name(table, &layer));
     return name == NULL ? NULL
                         : Py_BuildValue("NnK", name, (Py_ssize_t)layer.bytes,
                                         (unsigned long long)layer.calls);
@@ -311,10 +315,10 @@ static PyObject *get_state(strategy_object *self, PyObject *unused)
     if (read_clock(self, &now) < 0) {
         return NULL;
     }
-    MLSP_BEGIN_LOCKED(self)
-        s = self->s;
-        facts = all_facts(&self->s.seen);
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(self)
+    s = self->s;
+    facts = all_facts(&self->s.seen);
+    MLSPY_END_LOCKED()
     return facts == NULL
                ? NULL
                : Py_BuildValue("(LLLLNN)", (long long)s.checkpointed,
@@ -331,7 +335,7 @@ static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
     long long calls;
     mls_layer_key key;
     mls_status st;
-    if (mlsp_take_tuple(facts, "a layer", "UnL", &name, &bytes, &calls) < 0) {
+    if (mlspy_take_tuple(facts, "a layer", "UnL", &name, &bytes, &calls) < 0) {
         return -1;
     }
     /* the core counts without a sign */
@@ -340,12 +344,12 @@ static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
                      bytes, calls);
         return -1;
     }
-    if (mlsp_take_key(name, &key) < 0) {
+    if (mlspy_take_key(name, &key) < 0) {
         return -1;
     }
     if (mls_strategy_restore_layer(s, &key, (size_t)bytes, (uint64_t)calls, &st) !=
         MLS_OK) {
-        mlsp_strategy_fail(self, &st);
+        mlspy_strategy_fail(self, &st);
         return -1;
     }
     return 0;
@@ -359,9 +363,9 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
     int64_t now;
     PyObject *layers;
     mls_status st;
-    if (mlsp_take_tuple(state, "the state of a strategy", "LLLLpO!:_restore",
-                        &checkpointed, &interval, &since, &high, &collecting,
-                        &PyList_Type, &layers) < 0 ||
+    if (mlspy_take_tuple(state, "the state of a strategy", "LLLLpO!:_restore",
+                         &checkpointed, &interval, &since, &high, &collecting,
+                         &PyList_Type, &layers) < 0 ||
         read_clock(self, &now) < 0) {
         return -1;
     }
@@ -371,7 +375,7 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
     /* as far back from this process's now as it was from the other's */
     if (mls_strategy_restore(fresh, checkpointed, interval, now - since, high, &st) !=
         MLS_OK) {
-        mlsp_strategy_fail((PyObject *)self, &st);
+        mlspy_strategy_fail((PyObject *)self, &st);
         return -1;
     }
     fresh->collecting = collecting != 0;
@@ -398,10 +402,10 @@ static PyObject *restore(strategy_object *self, PyObject *state)
         return NULL;
     }
     mls_layer_table old;
-    MLSP_BEGIN_LOCKED(self)
-        old = self->s.seen;
-        self->s = fresh;
-    MLSP_END_LOCKED()
+    MLSPY_BEGIN_LOCKED(self)
+    old = self->s.seen;
+    self->s = fresh;
+    MLSPY_END_LOCKED()
     mls_layer_table_fini(&old);
     Py_RETURN_NONE;
 }
@@ -411,7 +415,7 @@ static PyObject *restore(strategy_object *self, PyObject *state)
 /* Names lie in the core's table: each time a new tuple of them. */
 static PyObject *named_layers(strategy_object *self, void *mark)
 {
-    return mlsp_marked_layers(&self->s.named, (mls_layer_mark)(intptr_t)mark);
+    return mlspy_marked_layers(&self->s.named, (mls_layer_mark)(intptr_t)mark);
 }
 
 static PyMethodDef strategy_methods[] = {
@@ -532,7 +536,7 @@ static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
 }
 
 /* The module's state need not know them: methods find the state by their own type. */
-int mlsp_strategy_add(PyObject *module)
+int mlspy_strategy_add(PyObject *module)
 {
     PyObject *base = add_type(module, &strategy_spec, NULL);
     PyObject *type = base;

@@ -3,7 +3,10 @@
  * A Tiers object counts bytes and uses; mlstate/_tiers.py moves the arrays and holds a
  * lock whenever it asks one of these.  Tiers go by their names, units by their numbers.
  */
-#include "mlsp.h"
+#include "args.h"
+#include "checkpoint_bindings.h"
+#include "errors.h"
+#include "module_state.h"
 
 #include "filename.h"
 #include "tiers.h"
@@ -15,22 +18,22 @@ typedef struct tiers_object {
 } tiers_object;
 
 /* Methods of a heap type get no module: it is found by the type. */
-static const mlsp_state *state_of(PyObject *self)
+static const mlspy_state *state_of(PyObject *self)
 {
-    return mlsp_state_of(mlsp_module_of(Py_TYPE(self)));
+    return mlspy_state_of(mlspy_module_of(Py_TYPE(self)));
 }
 
 /* No file is concerned: the path stays None. */
 static PyObject *fail(PyObject *self, const mls_status *st)
 {
-    return mlsp_raise(state_of(self), st, NULL);
+    return mlspy_raise(state_of(self), st, NULL);
 }
 
 /* ---- arguments ---- */
 
 /* A number of bytes, as much as a signed 64-bit integer holds, which is more than files
  * have; None is `none`, where that is not 0. */
-static int take_bytes(const mlsp_state *state, PyObject *object, const char *what,
+static int take_bytes(const mlspy_state *state, PyObject *object, const char *what,
                       uint64_t none, uint64_t *out)
 {
     int64_t number;
@@ -38,7 +41,7 @@ static int take_bytes(const mlsp_state *state, PyObject *object, const char *wha
         *out = none;
         return 0;
     }
-    if (mlsp_take_int64(state, object, what, &number) < 0) {
+    if (mlspy_take_int64(state, object, what, &number) < 0) {
         return -1;
     }
     if (number < 0) {
@@ -70,7 +73,7 @@ static int take_unit(PyObject *self, PyObject *object, size_t *out)
 static int take_tier(PyObject *object, mls_tier *out)
 {
     mls_text text;
-    if (mlsp_take_text(object, "tier", &text) < 0) {
+    if (mlspy_take_text(object, "tier", &text) < 0) {
         return -1;
     }
     for (int i = MLS_TIER_HOT; i < MLS_TIER_COUNT; i++) {
@@ -88,7 +91,7 @@ static int take_unit_and_tier(PyObject *self, const char *name, PyObject *const 
                               Py_ssize_t wanted, Py_ssize_t count, size_t *unit,
                               mls_tier *tier)
 {
-    return mlsp_take_count(name, wanted, count) < 0 ||
+    return mlspy_take_count(name, wanted, count) < 0 ||
                    take_unit(self, args[0], unit) < 0 || take_tier(args[1], tier) < 0
                ? -1
                : 0;
@@ -115,7 +118,7 @@ static PyObject *tiers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) {
         return NULL;
     }
-    const mlsp_state *state = state_of(self);
+    const mlspy_state *state = state_of(self);
     if (take_bytes(state, hot, "hot_budget_bytes", MLS_TIERS_UNLIMITED, &budgets[0]) <
             0 ||
         take_bytes(state, warm, "warm_budget_bytes", MLS_TIERS_UNLIMITED, &budgets[1]) <
@@ -145,7 +148,7 @@ static PyObject *tiers_add(PyObject *self, PyObject *const *args, Py_ssize_t cou
     mls_tier tier;
     size_t unit;
     mls_status st;
-    if (mlsp_take_count("add", 2, count) < 0 ||
+    if (mlspy_take_count("add", 2, count) < 0 ||
         take_bytes(state_of(self), args[0], "bytes", 0, &bytes) < 0 ||
         take_tier(args[1], &tier) < 0) {
         return NULL;
@@ -174,7 +177,7 @@ static PyObject *tiers_resize(PyObject *self, PyObject *const *args, Py_ssize_t 
     size_t unit;
     uint64_t bytes;
     mls_status st;
-    if (mlsp_take_count("resize", 2, count) < 0 || take_unit(self, args[0], &unit) < 0 ||
+    if (mlspy_take_count("resize", 2, count) < 0 || take_unit(self, args[0], &unit) < 0 ||
         take_bytes(state_of(self), args[1], "bytes", 0, &bytes) < 0) {
         return NULL;
     }
@@ -349,10 +352,10 @@ static PyObject *tiers_rebalance(PyObject *self, PyObject *unused)
 /* ---- the type ---- */
 
 static PyMethodDef tiers_methods[] = {
-    {"add", MLSP_FASTCALL(tiers_add),
+    {"add", MLSPY_FASTCALL(tiers_add),
      "add($self, bytes, tier, /)\n--\n\nTake in a unit, and return its number."},
     {"remove", tiers_remove, METH_O, "remove($self, unit, /)\n--\n\nForget a unit."},
-    {"resize", MLSP_FASTCALL(tiers_resize),
+    {"resize", MLSPY_FASTCALL(tiers_resize),
      "resize($self, unit, bytes, /)\n--\n\nA unit has other bytes now."},
     {"hold", tiers_hold, METH_O,
      "hold($self, unit, /)\n--\n\nCount a use, and begin it."},
@@ -361,13 +364,13 @@ static PyMethodDef tiers_methods[] = {
      "unit($self, unit, /)\n--\n\nBytes, tier, uses, aged uses and holds."},
     {"totals", tiers_totals, METH_NOARGS,
      "totals($self, /)\n--\n\nBytes and budget of each tier."},
-    {"fits", MLSP_FASTCALL(tiers_fits),
+    {"fits", MLSPY_FASTCALL(tiers_fits),
      "fits($self, unit, tier, /)\n--\n\nRaise where a unit has no room."},
-    {"begin", MLSP_FASTCALL(tiers_begin),
+    {"begin", MLSPY_FASTCALL(tiers_begin),
      "begin($self, unit, tier, /)\n--\n\nA unit moves."},
-    {"end", MLSP_FASTCALL(tiers_end),
+    {"end", MLSPY_FASTCALL(tiers_end),
      "end($self, unit, tier, moved, /)\n--\n\nIt has moved, or not."},
-    {"make_room", MLSP_FASTCALL(tiers_make_room),
+    {"make_room", MLSPY_FASTCALL(tiers_make_room),
      "make_room($self, unit, tier, /)\n--\n\nMoves after which a unit fits."},
     {"rebalance", tiers_rebalance, METH_NOARGS,
      "rebalance($self, /)\n--\n\nMoves by what units were used."},
@@ -397,9 +400,9 @@ static PyObject *file_name(PyObject *module, PyObject *const *args, Py_ssize_t c
     mls_text text;
     uint64_t number;
     char encoded[MLS_FILENAME_BYTES + 1];
-    if (mlsp_take_count("file_name", 2, count) < 0 ||
-        mlsp_take_text(args[0], "name", &text) < 0 ||
-        take_bytes(mlsp_state_of(module), args[1], "number", 0, &number) < 0) {
+    if (mlspy_take_count("file_name", 2, count) < 0 ||
+        mlspy_take_text(args[0], "name", &text) < 0 ||
+        take_bytes(mlspy_state_of(module), args[1], "number", 0, &number) < 0) {
         return NULL;
     }
     (void)mls_filename_encode(text, number, encoded);
@@ -407,13 +410,13 @@ static PyObject *file_name(PyObject *module, PyObject *const *args, Py_ssize_t c
 }
 
 static PyMethodDef tiers_functions[] = {
-    {"file_name", MLSP_FASTCALL(file_name),
+    {"file_name", MLSPY_FASTCALL(file_name),
      "file_name(name, number, /)\n--\n\nA file's name for any name, on any system."},
     {NULL, NULL, 0, NULL},
 };
 
 /* Immutable, so that nobody replaces a method that others rely on. */
-int mlsp_tiers_add(PyObject *module)
+int mlspy_tiers_add(PyObject *module)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, &tiers_spec, NULL);
     const int failed = type == NULL ||

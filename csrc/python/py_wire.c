@@ -4,10 +4,14 @@
  * encoded and decoded without the GIL, while the caller's arguments hold the capsule, and
  * views made here hold the buffers.
  */
+#include "args.h"
+#include "array_view.h"
 #include "bucketp.h"
+#include "errors.h"
+#include "gradients_bindings.h"
+#include "module_state.h"
 
 #include "mem.h"
-#include "size.h"
 #include "wire.h"
 
 #include <string.h>
@@ -17,37 +21,31 @@
 static int take_wire(PyObject *object, mls_wire *out)
 {
     mls_text text;
-    if (mlsp_take_text(object, "compression", &text) < 0) {
+    if (mlspy_take_text(object, "compression", &text) < 0) {
         return -1;
     }
-    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
-        const char *name = mls_wire_name((mls_wire)wire);
-        if (text.length == strlen(name) && memcmp(text.data, name, text.length) == 0) {
-            *out = (mls_wire)wire;
-            return 0;
-        }
+    if (mls_wire_from_name(text, out)) {
+        return 0;
     }
     PyErr_Format(PyExc_ValueError,
                  "compression must be 'float16', 'bfloat16' or 'int8', not %R", object);
     return -1;
 }
 
-/* A bucket of sums of float32 in float32 (borrowed from its capsule), and a wire, from
- * the first two arguments.  NULL with an exception set.  The core casts the arrays of
- * such a bucket to float without a further look, which is why it is checked in every
- * call. */
-static mls_bucket *take_bucket(PyObject *const *args, mls_wire *wire)
+/* A bucket of sums of float32 (borrowed from its capsule), and a wire, from the first two
+ * arguments.  NULL with an exception set.  The core casts the arrays of such a bucket to
+ * float without a further look, so every call checks it. */
+static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
+                               mls_wire *wire)
 {
-    mlsp_bucket *held = mlsp_bucket_of(args[0]);
+    mls_status st;
+    mlspy_bucket *held = mlspy_bucket_of(args[0]);
     if (held == NULL || take_wire(args[1], wire) < 0) {
         return NULL;
     }
-    for (size_t i = 0; i < held->bucket.count; i++) {
-        const mls_reduction *r = &held->bucket.segments[i].reduction;
-        if (r->dtype != MLS_F32 || r->out_dtype != MLS_F32 || r->op != MLS_REDUCE_SUM) {
-            PyErr_SetString(PyExc_ValueError, "only sums of float32 can be compressed");
-            return NULL;
-        }
+    if (mls_wire_check(&held->bucket, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return NULL;
     }
     return &held->bucket;
 }
@@ -58,12 +56,11 @@ static mls_bucket *take_bucket(PyObject *const *args, mls_wire *wire)
 static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
                                    Py_ssize_t count)
 {
-    (void)module;
     mls_wire wire;
-    if (mlsp_take_count("bucket_wire_sizes", 2, count) < 0) {
+    if (mlspy_take_count("bucket_wire_sizes", 2, count) < 0) {
         return NULL;
     }
-    const mls_bucket *b = take_bucket(args, &wire);
+    const mls_bucket *b = take_bucket(mlspy_state_of(module), args, &wire);
     PyObject *to = b == NULL ? NULL : PyList_New((Py_ssize_t)b->world);
     for (size_t rank = 0; to != NULL && rank < b->world; rank++) {
         PyObject *number =
@@ -83,11 +80,11 @@ static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
 /* View a buffer of at least `wanted` bytes for messages.  -1 with an exception set, and
  * no view.  Parts are aligned to MLS_BUCKET_ALIGN counted from the buffer's start, so
  * that it must be aligned itself. */
-static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
-                       bool writable, mlsp_view *out)
+static int view_buffer(const mlspy_state *state, PyObject *array, size_t wanted,
+                       bool writable, mlspy_view *out)
 {
     size_t have = 0;
-    if (mlsp_view_packed(state, array, "the messages", writable, out) < 0) {
+    if (mlspy_view_packed(state, array, "the messages", writable, out) < 0) {
         return -1;
     }
     if (!mls_tensor_bytes(&out->tensor, &have) || have < wanted ||
@@ -95,26 +92,16 @@ static int view_buffer(const mlsp_state *state, PyObject *array, size_t wanted,
         PyErr_Format(PyExc_ValueError,
                      "messages of %zu bytes do not fit %zu bytes of memory aligned to %d",
                      wanted, have, (int)MLS_BUCKET_ALIGN);
-        mlsp_view_release(out);
+        mlspy_view_release(out);
         return -1;
     }
     return 0;
 }
 
-/* Bytes of the messages to all other ranks; wire.h says why nothing overflows. */
-static size_t sent_bytes(const mls_bucket *b, mls_wire wire)
-{
-    size_t total = 0;
-    for (size_t rank = 0; rank < b->world; rank++) {
-        total += rank == b->rank ? 0 : mls_wire_bucket_bytes(b, wire, rank);
-    }
-    return total;
-}
-
 /* What a pack holds on to while the GIL is released. */
 typedef struct pack_job {
-    mlsp_view send, own;
-    mlsp_view *views;  /* of the residuals; NULL for none */
+    mlspy_view send, own;
+    mlspy_view *views; /* of the residuals; NULL for none */
     float **residuals; /* likewise */
     size_t count;
 } pack_job;
@@ -123,23 +110,12 @@ typedef struct pack_job {
 static void pack_fini(pack_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
-        mlsp_view_release(&job->views[i]);
+        mlspy_view_release(&job->views[i]);
     }
-    mlsp_view_release(&job->send);
-    mlsp_view_release(&job->own);
+    mlspy_view_release(&job->send);
+    mlspy_view_release(&job->own);
     mls_free(job->views);
     mls_free(job->residuals);
-}
-
-/* Elements of all parts of a segment; they were compared with the array when the bucket
- * was made, so that the sum cannot overflow. */
-static size_t elements_of(const mls_bucket *b, size_t i)
-{
-    size_t total = 0;
-    for (size_t rank = 0; rank < b->world; rank++) {
-        total += b->segments[i].counts[rank];
-    }
-    return total;
 }
 
 /* View the residuals: float32, as many elements as their segments; None leaves the job
@@ -147,7 +123,7 @@ static size_t elements_of(const mls_bucket *b, size_t i)
  *
  * A residual covers the whole array, not this rank's part alone: something is lost of
  * what goes to every rank. */
-static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject *list,
+static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObject *list,
                           pack_job *job)
 {
     if (list == Py_None) {
@@ -166,15 +142,15 @@ static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject
     }
     for (size_t i = 0; i < b->count; i++) {
         size_t elements = 0;
-        mlsp_view *view = &job->views[i];
-        if (mlsp_view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual",
-                             true, view) < 0) {
+        mlspy_view *view = &job->views[i];
+        if (mlspy_view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual",
+                              true, view) < 0) {
             return -1;
         }
         job->count++; /* from here on pack_fini lets the view go */
         if (view->tensor.dtype != MLS_F32 ||
             !mls_tensor_count(&view->tensor, &elements) ||
-            elements != elements_of(b, i)) {
+            elements != mls_segment_elements(&b->segments[i], b->world)) {
             PyErr_SetString(PyExc_ValueError,
                             "a residual is float32, and has the gradient's elements");
             return -1;
@@ -191,16 +167,16 @@ static int take_residuals(const mlsp_state *state, const mls_bucket *b, PyObject
 static PyObject *bucket_wire_pack(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_wire wire;
     pack_job job = {0};
     PyObject *result = NULL;
-    if (mlsp_take_count("bucket_wire_pack", 5, count) < 0) {
+    if (mlspy_take_count("bucket_wire_pack", 5, count) < 0) {
         return NULL;
     }
-    const mls_bucket *b = take_bucket(args, &wire);
+    const mls_bucket *b = take_bucket(state, args, &wire);
     if (b == NULL || take_residuals(state, b, args[2], &job) < 0 ||
-        view_buffer(state, args[3], sent_bytes(b, wire), true, &job.send) < 0 ||
+        view_buffer(state, args[3], mls_wire_sent_bytes(b, wire), true, &job.send) < 0 ||
         view_buffer(state, args[4], mls_wire_bucket_bytes(b, wire, b->rank), true,
                     &job.own) < 0) {
         goto done;
@@ -222,14 +198,14 @@ done:
 static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
                                     Py_ssize_t count)
 {
-    const mlsp_state *state = mlsp_state_of(module);
+    const mlspy_state *state = mlspy_state_of(module);
     mls_wire wire;
-    mlsp_view own = {0}, received = {0};
+    mlspy_view own = {0}, received = {0};
     PyObject *result = NULL;
-    if (mlsp_take_count("bucket_wire_reduce", 4, count) < 0) {
+    if (mlspy_take_count("bucket_wire_reduce", 4, count) < 0) {
         return NULL;
     }
-    const mls_bucket *b = take_bucket(args, &wire);
+    const mls_bucket *b = take_bucket(state, args, &wire);
     if (b == NULL) {
         return NULL;
     }
@@ -241,21 +217,21 @@ static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
     Py_BEGIN_ALLOW_THREADS
         mls_wire_reduce(b, state->kernels, wire, own.tensor.data, received.tensor.data);
     Py_END_ALLOW_THREADS
-    result = mlsp_bucket_tallies(b);
+    result = mlspy_bucket_tallies(b);
 done:
-    mlsp_view_release(&own);
-    mlsp_view_release(&received);
+    mlspy_view_release(&own);
+    mlspy_view_release(&received);
     return result;
 }
 
-PyMethodDef mlsp_wire_methods[] = {
-    {"bucket_wire_sizes", MLSP_FASTCALL(bucket_wire_sizes),
+PyMethodDef mlspy_wire_methods[] = {
+    {"bucket_wire_sizes", MLSPY_FASTCALL(bucket_wire_sizes),
      "bucket_wire_sizes(bucket, compression, /)\n--\n\nBytes to each other rank, and "
      "own."},
-    {"bucket_wire_pack", MLSP_FASTCALL(bucket_wire_pack),
+    {"bucket_wire_pack", MLSPY_FASTCALL(bucket_wire_pack),
      "bucket_wire_pack(bucket, compression, residuals, send, own, /)\n--\n\nEncode all "
      "parts."},
-    {"bucket_wire_reduce", MLSP_FASTCALL(bucket_wire_reduce),
+    {"bucket_wire_reduce", MLSPY_FASTCALL(bucket_wire_reduce),
      "bucket_wire_reduce(bucket, compression, own, received, /)\n--\n\nReduce what was "
      "encoded."},
     {NULL, NULL, 0, NULL},

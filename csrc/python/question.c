@@ -7,18 +7,22 @@
  */
 #include "strategyp.h"
 
+#include "args.h"
+#include "errors.h"
+#include "module_state.h"
+
 /* The module's state (borrowed); NULL with TypeError set. */
-static const mlsp_state *state_by_type(PyTypeObject *type)
+static const mlspy_state *state_by_type(PyTypeObject *type)
 {
-    PyObject *module = mlsp_module_of(type);
-    return module == NULL ? NULL : mlsp_state_of(module);
+    PyObject *module = mlspy_module_of(type);
+    return module == NULL ? NULL : mlspy_state_of(module);
 }
 
 /* Raise what the core says; NULL, always. */
-PyObject *mlsp_strategy_fail(PyObject *self, const mls_status *st)
+PyObject *mlspy_strategy_fail(PyObject *self, const mls_status *st)
 {
-    const mlsp_state *state = state_by_type(Py_TYPE(self));
-    return state == NULL ? NULL : mlsp_raise(state, st, NULL);
+    const mlspy_state *state = state_by_type(Py_TYPE(self));
+    return state == NULL ? NULL : mlspy_raise(state, st, NULL);
 }
 
 /* Put named arguments in their places.  -1 with TypeError set, as for any function. */
@@ -63,8 +67,8 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
 /* Any int that is not negative, with every error there can be. */
 static int take_index(PyObject *self, PyObject *object, int64_t *out)
 {
-    const mlsp_state *state = state_by_type(Py_TYPE(self));
-    if (state == NULL || mlsp_take_int64(state, object, "layer_index", out) < 0) {
+    const mlspy_state *state = state_by_type(Py_TYPE(self));
+    if (state == NULL || mlspy_take_int64(state, object, "layer_index", out) < 0) {
         return -1;
     }
     if (*out < 0) {
@@ -76,8 +80,8 @@ static int take_index(PyObject *self, PyObject *object, int64_t *out)
 }
 
 /* The second look: keywords, wrong counts and types, large numbers. */
-int mlsp_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                         PyObject *names, mlsp_question *q)
+int mlspy_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                          PyObject *names, mlspy_question *q)
 {
     PyObject *placed[3] = {NULL, NULL, NULL};
     if (place_arguments(args, nargs, names, placed) < 0) {
@@ -95,8 +99,8 @@ int mlsp_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 }
 
 /* Mark all names of a tuple; NULL: none.  -1 with an exception set. */
-int mlsp_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
-                     mls_layer_table *table)
+int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
+                      mls_layer_table *table)
 {
     for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
         mls_layer_key key;
@@ -107,12 +111,12 @@ int mlsp_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
                          Py_TYPE(name)->tp_name);
             return -1;
         }
-        if (mlsp_take_key(name, &key) < 0) {
+        if (mlspy_take_key(name, &key) < 0) {
             return -1;
         }
         /* the caller has listed all that are in both; this holds for the core's users */
         if (mls_layer_set_mark(table, &key, mark, &st) != MLS_OK) {
-            mlsp_strategy_fail(self, &st);
+            mlspy_strategy_fail(self, &st);
             return -1;
         }
     }
@@ -120,13 +124,13 @@ int mlsp_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
 }
 
 /* New reference to a tuple of the names that have a mark, in their order. */
-PyObject *mlsp_marked_layers(const mls_layer_table *table, mls_layer_mark mark)
+PyObject *mlspy_marked_layers(const mls_layer_table *table, mls_layer_mark mark)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < table->count; i++) {
         const mls_table_layer *layer = &table->layers[i];
         if (layer->mark == mark) {
-            PyObject *name = mlsp_str_of(mls_layer_name(table, layer));
+            PyObject *name = mlspy_str_of(mls_layer_name(table, layer));
             if (name == NULL || PyList_Append(list, name) < 0) {
                 Py_CLEAR(list);
             }
@@ -139,8 +143,9 @@ PyObject *mlsp_marked_layers(const mls_layer_table *table, mls_layer_mark mark)
 }
 
 /* An int of a setting or state.  -1 with an exception set. */
-int mlsp_strategy_number(PyObject *self, PyObject *object, const char *what, int64_t *out)
+int mlspy_strategy_number(PyObject *self, PyObject *object, const char *what,
+                          int64_t *out)
 {
-    const mlsp_state *state = state_by_type(Py_TYPE(self));
-    return state == NULL ? -1 : mlsp_take_int64(state, object, what, out);
+    const mlspy_state *state = state_by_type(Py_TYPE(self));
+    return state == NULL ? -1 : mlspy_take_int64(state, object, what, out);
 }

@@ -4,10 +4,13 @@
  * inline: three positional arguments, a str whose hash Python keeps, a small int, an
  * ndarray.  All else takes a second look, in question.c and py_activation.c.
  */
-#ifndef STRATEGYP_H
-#define STRATEGYP_H
+#ifndef MLSPY_STRATEGYP_H
+#define MLSPY_STRATEGYP_H
 
-#include "mlsp.h"
+#include "python_api.h"
+
+#include "args.h"
+#include "module_state.h"
 
 #include "layer_table.h"
 #include "size.h"
@@ -17,40 +20,40 @@
 /* Bytes of an activation's elements by its shape and dtype, whatever memory it is in: an
  * ndarray, a torch tensor (of the meta device too), anything with both attributes.  -1
  * with TypeError, ValueError or CapacityError set. */
-int mlsp_activation_bytes(PyObject *module, PyObject *activation, size_t *out);
+int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out);
 
 /* ---- question.c ---- */
 
 /* The arguments of should_checkpoint; the objects are borrowed. */
-typedef struct mlsp_question {
+typedef struct mlspy_question {
     PyObject *layer_id, *activation;
     int64_t index; /* 0 or more */
-} mlsp_question;
+} mlspy_question;
 
 /* Any arguments: keywords, wrong counts and types, large numbers.  -1 with TypeError,
  * ValueError or CapacityError set. */
-int mlsp_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                         PyObject *names, mlsp_question *q);
+int mlspy_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                          PyObject *names, mlspy_question *q);
 
 /* Raise what the core says.  Returns NULL, always. */
-PyObject *mlsp_strategy_fail(PyObject *self, const mls_status *st);
+PyObject *mlspy_strategy_fail(PyObject *self, const mls_status *st);
 
 /* An int of a setting or state, called `what`.  -1 with an exception set. */
-int mlsp_strategy_number(PyObject *self, PyObject *object, const char *what,
-                         int64_t *out);
+int mlspy_strategy_number(PyObject *self, PyObject *object, const char *what,
+                          int64_t *out);
 
 /* Mark all names of a tuple; NULL: none.  -1 with TypeError or ValueError set. */
-int mlsp_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
-                     mls_layer_table *table);
+int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
+                      mls_layer_table *table);
 
 /* New reference to a tuple of the names that have a mark, in their order. */
-PyObject *mlsp_marked_layers(const mls_layer_table *table, mls_layer_mark mark);
+PyObject *mlspy_marked_layers(const mls_layer_table *table, mls_layer_mark mark);
 
 /* ---- the short way in ---- */
 
-/* As mlsp_activation_bytes for an ndarray, which needs no state; false where the product
+/* As mlspy_activation_bytes for an ndarray, which needs no state; false where the product
  * of its sizes is beyond a size. */
-static inline bool mlsp_ndarray_bytes(PyArrayObject *array, size_t *out)
+static inline bool mlspy_ndarray_bytes(PyArrayObject *array, size_t *out)
 {
     size_t bytes = (size_t)PyDataType_ELSIZE(PyArray_DESCR(array));
     const npy_intp *shape = PyArray_DIMS(array);
@@ -64,7 +67,7 @@ static inline bool mlsp_ndarray_bytes(PyArrayObject *array, size_t *out)
 }
 
 /* An int of Python's that fits one digit and is not negative. */
-static inline bool mlsp_small_index(PyObject *object, int64_t *out)
+static inline bool mlspy_small_index(PyObject *object, int64_t *out)
 {
     if (!PyLong_CheckExact(object)) {
         return false;
@@ -80,26 +83,27 @@ static inline bool mlsp_small_index(PyObject *object, int64_t *out)
 }
 
 /* -1 with an exception set. */
-static inline int mlsp_take_question(PyObject *self, PyObject *const *args,
-                                     Py_ssize_t nargs, PyObject *names, mlsp_question *q)
+static inline int mlspy_take_question(PyObject *self, PyObject *const *args,
+                                      Py_ssize_t nargs, PyObject *names,
+                                      mlspy_question *q)
 {
     if (nargs == 3 && names == NULL && PyUnicode_Check(args[0]) &&
-        mlsp_small_index(args[2], &q->index)) {
+        mlspy_small_index(args[2], &q->index)) {
         q->layer_id = args[0];
         q->activation = args[1];
         return 0;
     }
-    return mlsp_question_slowly(self, args, nargs, names, q);
+    return mlspy_question_slowly(self, args, nargs, names, q);
 }
 
 /* A str as the core's tables want it.  The hash is the one of plain str, whatever a
  * subclass thinks of itself: equal names have to have equal hashes. */
-static inline int mlsp_take_key(PyObject *layer_id, mls_layer_key *out)
+static inline int mlspy_take_key(PyObject *layer_id, mls_layer_key *out)
 {
     if (PyUnicode_IS_COMPACT_ASCII(layer_id)) {
         out->name.data = (const char *)PyUnicode_1BYTE_DATA(layer_id);
         out->name.length = (size_t)PyUnicode_GET_LENGTH(layer_id);
-    } else if (mlsp_take_text(layer_id, "layer_id", &out->name) < 0) {
+    } else if (mlspy_take_text(layer_id, "layer_id", &out->name) < 0) {
         return -1;
     }
 #if defined(Py_GIL_DISABLED)
@@ -113,14 +117,14 @@ static inline int mlsp_take_key(PyObject *layer_id, mls_layer_key *out)
 
 /* Bytes of the elements of `activation`.  An exact ndarray needs no module state; every
  * other object does.  -1 with an exception set. */
-static inline int mlsp_take_bytes(PyObject *self, PyObject *activation, size_t *out)
+static inline int mlspy_take_bytes(PyObject *self, PyObject *activation, size_t *out)
 {
     if (PyArray_CheckExact(activation) &&
-        mlsp_ndarray_bytes((PyArrayObject *)activation, out)) {
+        mlspy_ndarray_bytes((PyArrayObject *)activation, out)) {
         return 0;
     }
-    PyObject *module = mlsp_module_of(Py_TYPE(self));
-    return module == NULL ? -1 : mlsp_activation_bytes(module, activation, out);
+    PyObject *module = mlspy_module_of(Py_TYPE(self));
+    return module == NULL ? -1 : mlspy_activation_bytes(module, activation, out);
 }
 
 #endif

@@ -9,7 +9,9 @@
 #include "json.h"
 #include "knapsack.h"
 #include "load.h"
+#include "load_plan.h"
 #include "mem.h"
+#include "name_match.h"
 #include "names.h"
 #include "outline.h"
 #include "pattern.h"
@@ -21,6 +23,7 @@
 #include "seal.h"
 #include "search.h"
 #include "shard_header.h"
+#include "shard_list.h"
 #include "shard_plan.h"
 #include "shard_read.h"
 #include "shards.h"
@@ -425,6 +428,38 @@ static mls_code find_shards(mls_status *st)
     return code;
 }
 
+/* Plan to load a tensor of what was committed, to memory that is not packed. */
+static mls_code plan_load(mls_status *st)
+{
+    const mls_index *const indexes[] = {&committed};
+    const mls_cutting whole = {0};
+    const long kept = countdown;
+    const char *file;
+    mls_catalog catalog;
+    mls_load_plan plan;
+    mls_load_target target = {0};
+    static unsigned char memory[1 << 20];
+    countdown = 0; /* list_shards tries the catalog */
+    CHECK(mls_catalog_init(&catalog, indexes, 1, st) == MLS_OK);
+    countdown = kept;
+    mls_code code = mls_load_plan_init(&plan, &catalog, 1, st);
+    CHECK(code == MLS_OK || plan.wanted == NULL);
+    if (code == MLS_OK) {
+        const mls_index_shard *facts = catalog.tensors[0].facts;
+        mls_wanted *w = mls_load_plan_add(&plan, &facts->id);
+        CHECK(w != NULL && mls_wanted_cut(w, &whole, st) == MLS_OK);
+        code = mls_load_plan_find(&plan, pool_fd, &file, st);
+        mls_tensor view = {.data = memory, .dtype = MLS_U16, .rank = 1, .shape = {8}};
+        view.strides[0] = 4;
+        code = code != MLS_OK ? code : mls_load_target_init(&target, &view, st);
+        code = code != MLS_OK ? code : mls_load_plan_place_all(&plan, &target, st);
+    }
+    mls_load_target_fini(&target);
+    mls_load_plan_fini(&plan);
+    mls_catalog_fini(&catalog);
+    return code;
+}
+
 /* Each on a checkpoint that was committed. */
 static mls_code make_header(mls_status *st)
 {
@@ -454,6 +489,7 @@ static void checkpoints_survive_every_failure(void)
         CHECK(fail_each(list_shards) == 4);
         CHECK(fail_each(find_shards) >= 3);
         CHECK(fail_each(make_header) >= 6);
+        CHECK(fail_each(plan_load) >= 6);
         CHECK(unlinkat(pool_fd, committed.files[1].path, 0) == 0);
         CHECK(fail_each(verify_shards) >= 20);
     }
@@ -550,6 +586,59 @@ static void explaining_names_survives_every_failure(void)
     CHECK(fail_each(explain_names) >= 12);
 }
 
+/* Lists in different orders, for which a table is made. */
+static mls_code match_names(mls_status *st)
+{
+    const mls_text a[] = {{"a", 1}, {"b", 1}}, b[] = {{"b", 1}, {"a", 1}};
+    size_t partners[2], rest[2], count;
+    return mls_names_match(a, 2, b, 2, partners, rest, &count, st);
+}
+
+static mls_code sum_names(mls_status *st)
+{
+    const mls_text one = {"a.b", 3};
+    const mls_outline_sum leaf = {1, "int8"};
+    mls_names *names = NULL;
+    mls_outline_sum *sums = NULL;
+    mls_code code = mls_names_new(&one, 1, &names, st);
+    if (code == MLS_OK) {
+        code = mls_outline_sums(names, &leaf, &sums, st);
+        CHECK((code == MLS_OK) == (sums != NULL));
+        mls_free(sums);
+        mls_names_free(names);
+    }
+    return code;
+}
+
+static void matching_and_summing_names_survives_every_failure(void)
+{
+    CHECK(fail_each(match_names) >= 1);
+    CHECK(fail_each(sum_names) >= 2);
+}
+
+/* ---- items of a save ---- */
+
+/* Enough to let the lists grow, the last one not packed. */
+static mls_code list_items(mls_status *st)
+{
+    const mls_tensor_id id = {.name = {"w", 1}};
+    const mls_layout rows = {.count = 1, .steps = {{.axis = 0, .parts = 6}}};
+    static unsigned char memory[64];
+    mls_tensor array = {.data = memory, .dtype = MLS_U8, .rank = 1, .shape = {12}};
+    mls_shard_list list = {0};
+    array.strides[0] = 2;
+    const mls_code code =
+        mls_shard_list_add_whole(&list, &id, &array, &rows, NULL, 0, 1, st);
+    CHECK(code != MLS_OK || list.count == 6);
+    mls_shard_list_fini(&list);
+    return code;
+}
+
+static void listing_items_survives_every_failure(void)
+{
+    CHECK(fail_each(list_items) >= 12);
+}
+
 /* ---- strategies ---- */
 
 /* A layer that there was no memory for is in no sum, and can be asked about again. */
@@ -560,7 +649,7 @@ static mls_code decide_layers(mls_status *st)
     mls_code first = MLS_OK;
     mls_strategy s;
     mls_status ignored;
-    CHECK(mls_strategy_init(&s, NULL, NULL, 1, 0, st) == MLS_OK);
+    CHECK(mls_strategy_init(&s, NULL, NULL, 1, "share", 0, st) == MLS_OK);
     for (int i = 0; i < LAYERS; i++) {
         const int length = snprintf(name, sizeof name, "layers.%d", i);
         const mls_layer_key key = {.name = {name, (size_t)length}, .hash = (uint64_t)i};
@@ -730,6 +819,8 @@ static const test_case tests[] = {
     TEST(a_tree_of_names_survives_every_failure),
     TEST(outlining_names_survives_every_failure),
     TEST(explaining_names_survives_every_failure),
+    TEST(matching_and_summing_names_survives_every_failure),
+    TEST(listing_items_survives_every_failure),
     TEST(deciding_survives_every_failure),
     TEST(planning_survives_every_failure),
     TEST(searching_for_schedules_survives_every_failure),

@@ -118,10 +118,86 @@ static void sizes_beyond_memory_are_refused(void)
     CHECK(mls_bucket_bytes(&b, 1, &bytes, &st) == MLS_OK && bytes == 16);
 }
 
+/* A packed array of float32; `memory` is not read. */
+static mls_tensor floats(void *memory, size_t count)
+{
+    mls_tensor t;
+    mls_status st;
+    CHECK(mls_tensor_init(&t, memory, MLS_F32, 1, &count, &st) == MLS_OK);
+    return t;
+}
+
+static void arrays_must_fit_their_counts(void)
+{
+    static const size_t counts[] = {3, 0, 2}, many[] = {SIZE_MAX, 2, 3};
+    float memory[5], part[3];
+    mls_status st;
+    const mls_tensor data = floats(memory, 5), out = floats(part, 3);
+    CHECK(mls_segment_check(&data, &out, counts, 3, 0, &st) == MLS_OK);
+    CHECK(mls_segment_check(&data, &out, counts, 3, 1, &st) == MLS_E_VALUE);
+    CHECK(mls_segment_check(&data, &out, counts, 2, 0, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.text,
+               "an array of 5 elements and an output of 3 do not fit counts that "
+               "add up to 3, with 3 for this rank");
+    CHECK(mls_segment_check(&data, &out, many, 3, 2, &st) == MLS_E_VALUE);
+    const mls_segment segment = {.counts = counts};
+    CHECK(mls_segment_elements(&segment, 3) == 5 &&
+          mls_segment_elements(&segment, 0) == 0);
+}
+
+static void an_output_is_its_own_part_or_other_memory(void)
+{
+    static const size_t counts[] = {2, 3};
+    float memory[5];
+    mls_status st;
+    const mls_tensor data = floats(memory, 5), own = floats(memory + 2, 3);
+    CHECK(mls_segment_check(&data, &own, counts, 2, 1, &st) == MLS_OK);
+    const mls_tensor before = floats(memory + 1, 3);
+    CHECK(mls_segment_check(&data, &before, counts, 2, 1, &st) == MLS_E_OVERLAP);
+    mls_tensor other = own;
+    other.dtype = MLS_I32;
+    CHECK(mls_segment_check(&data, &other, counts, 2, 1, &st) == MLS_E_OVERLAP);
+}
+
+static void a_bucket_takes_packed_and_aligned_arrays(void)
+{
+    _Alignas(8) float memory[8];
+    mls_tensor t = floats(memory, 4);
+    CHECK(mls_bucket_takes(&t));
+    t.swapped = true;
+    CHECK(!mls_bucket_takes(&t));
+    t = floats((unsigned char *)memory + 2, 4);
+    CHECK(!mls_bucket_takes(&t));
+    t = floats(memory + 1, 4);
+    CHECK(mls_bucket_takes(&t));
+    t.dtype = MLS_C64; /* of two floats, and aligned like none of them */
+    t.strides[0] = 8;
+    CHECK(!mls_bucket_takes(&t));
+    t = floats(memory, 4);
+    t.strides[0] = 8;
+    CHECK(!mls_bucket_takes(&t));
+}
+
+static void messages_add_up(void)
+{
+    rank_data r;
+    mls_status st;
+    size_t sent = 0, received = 0;
+    rank_init(&r, 1);
+    CHECK(mls_bucket_sent_bytes(&r.bucket, &sent, &st) == MLS_OK);
+    CHECK(sent == 16 + 16 + 16); /* two arrays for rank 0, one for rank 2 */
+    CHECK(mls_bucket_received_bytes(&r.bucket, &received, &st) == MLS_OK);
+    CHECK(received == 2 * (16 + 16));
+}
+
 static const test_case tests[] = {
     TEST(every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks),
     TEST(parts_start_where_any_element_may_lie),
     TEST(sizes_beyond_memory_are_refused),
+    TEST(arrays_must_fit_their_counts),
+    TEST(an_output_is_its_own_part_or_other_memory),
+    TEST(a_bucket_takes_packed_and_aligned_arrays),
+    TEST(messages_add_up),
 };
 
 int main(void)

@@ -57,16 +57,30 @@ static void each_pair_gets_its_bits_and_all_are_counted(void)
     const mls_compat_counts counts = mls_compat_compare(pairs, 6, bits);
     CHECK(memcmp(bits, wanted, sizeof wanted) == 0);
     CHECK(counts.missing == 1 && counts.unexpected == 1);
-    CHECK(counts.shapes == 2 && counts.dtypes == 2);
+    CHECK(counts.shapes == 2 && counts.dtypes == 2 && counts.same == 1);
 }
 
 static void nothing_has_no_differences(void)
 {
     const mls_compat_counts counts = mls_compat_compare(NULL, 0, NULL);
     CHECK(counts.missing + counts.unexpected + counts.shapes + counts.dtypes == 0);
+    CHECK(counts.same == 0);
+}
+
+static void a_digest_begins_with_lengths_and_dimensions(void)
+{
+    static const size_t dims[] = {3, 258};
+    const mls_facts facts = {.shape = dims, .dtype = "float32", .rank = 2};
+    const unsigned char expected[] = {2, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0,
+                                      0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0,
+                                      0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0};
+    unsigned char head[MLS_FACTS_HEAD_MOST];
+    CHECK(mls_facts_head((mls_text){"ab", 2}, &facts, head) == sizeof expected);
+    CHECK(memcmp(head, expected, sizeof expected) == 0);
 }
 
 static const test_case tests[] = {
+    TEST(a_digest_begins_with_lengths_and_dimensions),
     TEST(shapes_differ_by_rank_or_by_a_dimension),
     TEST(dtypes_are_compared_as_text),
     TEST(each_pair_gets_its_bits_and_all_are_counted),

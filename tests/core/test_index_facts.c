@@ -138,6 +138,26 @@ static void zeros_are_no_more_than_can_be_counted(void)
     CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT && strcmp(st.name, "b") == 0);
 }
 
+/* A key of a section, and what its parts must be; `state` NULL: none. */
+static void check_key(mls_section section, const char *key, const char *name,
+                      const char *state)
+{
+    const mls_tensor_id id = mls_tensor_id_of(section, text(key));
+    CHECK(id.section == section && mls_text_is(id.name, name));
+    CHECK(id.has_state == (state != NULL));
+    CHECK(state == NULL || mls_text_is(id.state, state));
+}
+
+static void a_key_of_an_optimizer_ends_with_the_state(void)
+{
+    check_key(MLS_PARAMS, "layer.0.weight", "layer.0.weight", NULL);
+    check_key(MLS_OPTIM_STATE, "layer.0.weight.m", "layer.0.weight", "m");
+    check_key(MLS_OPTIM_STATE, "step", "step", NULL);
+    check_key(MLS_OPTIM_STATE, ".m", "", "m");
+    check_key(MLS_OPTIM_STATE, "w.", "w", "");
+    check_key(MLS_OPTIM_STATE, "", "", NULL);
+}
+
 static const test_case tests[] = {
     TEST(a_plain_shard_has_one_place),
     TEST(a_sparse_shard_has_its_layers),
@@ -145,6 +165,7 @@ static const test_case tests[] = {
     TEST(no_path_is_there_twice),
     TEST(no_byte_is_in_two_places),
     TEST(zeros_are_no_more_than_can_be_counted),
+    TEST(a_key_of_an_optimizer_ends_with_the_state),
 };
 
 int main(void)

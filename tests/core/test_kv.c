@@ -5,7 +5,8 @@ static const size_t shape[MLS_KV_RANK] = {2, 3, 8, 4};
 
 static mls_code check(mls_kv_kind kind, int64_t target, int64_t position, mls_status *st)
 {
-    const mls_kv_request request = {kind, target, position};
+    const mls_kv_request request = {
+        .kind = kind, .target_length = target, .position = position};
     return mls_kv_check(MLS_KV_RANK, shape, request, st);
 }
 
@@ -14,7 +15,7 @@ static void requests_that_cannot_work_are_refused(void)
     mls_status st;
     CHECK(check(MLS_KV_EXPAND, 8, 8, &st) == MLS_OK);
     CHECK(check(MLS_KV_EXPAND, 7, 2, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, "compact_kv_state") != NULL);
+    CHECK(strstr(st.text, "compact instead of expanding") != NULL);
     CHECK(check(MLS_KV_COMPACT, 7, 2, &st) == MLS_OK);
     CHECK(check(MLS_KV_COMPACT, 20, 8, &st) == MLS_OK);
     CHECK(check(MLS_KV_EXPAND, 10, -1, &st) == MLS_E_CAPACITY);
@@ -24,7 +25,7 @@ static void requests_that_cannot_work_are_refused(void)
     CHECK(check(MLS_KV_COMPACT, 4, 5, &st) == MLS_E_CAPACITY);
     CHECK(strstr(st.text, "at least 5") != NULL);
     CHECK(check(MLS_KV_COMPACT, -4, 0, &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_check(3, shape, (mls_kv_request){MLS_KV_EXPAND, 8, 8}, &st) ==
+    CHECK(mls_kv_check(3, shape, (mls_kv_request){MLS_KV_EXPAND, 8, 8, NULL}, &st) ==
           MLS_E_SHAPE);
     CHECK_TEXT(st.got, "(2, 3, 8)");
 }
@@ -107,12 +108,15 @@ static void targets_are_checked_before_anything_is_written(void)
 {
     static uint16_t memory[MORE * 2];
     const size_t large[MLS_KV_RANK] = {2, 3, 16, 4};
-    const mls_kv_request request = {MLS_KV_EXPAND, 16, 8};
+    mls_kv_request request = {MLS_KV_EXPAND, 16, 8, NULL};
     mls_tensor src = {0}, dst = {0};
     mls_status st;
     REQUIRE(mls_tensor_init(&src, memory, MLS_U16, 4, shape, &st) == MLS_OK);
     REQUIRE(mls_tensor_init(&dst, memory + 1, MLS_U16, 4, large, &st) == MLS_OK);
+    const mls_kv_names names = {.source = "from", .target = "to", .if_shared = "copy"};
+    request.names = &names;
     CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_E_OVERLAP);
+    CHECK_TEXT(st.text, "to shares memory with from: copy");
     REQUIRE(mls_tensor_init(&dst, memory + ITEMS, MLS_U16, 4, large, &st) == MLS_OK);
     CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_OK);
     dst.shape[2] = 15;

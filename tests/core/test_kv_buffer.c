@@ -38,7 +38,7 @@ static void growing_copies_nothing_and_shows_zeros(void)
     mls_status st;
     REQUIRE(make(&b, 32));
     const unsigned char *before = b.pages.data;
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 32, 8, &st) == MLS_OK);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 32, 8, "at", &st) == MLS_OK);
     CHECK(b.pages.data == before && b.length == 32);
     for (size_t row = 0; row < 6; row++) {
         CHECK(element(&b, row, 7)[0] == row * 8 + 8);
@@ -52,8 +52,8 @@ static void what_shrinking_drops_never_comes_back(void)
     mls_kv_buffer b = {0};
     mls_status st;
     REQUIRE(make(&b, 16));
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 3, &st) == MLS_OK);
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 16, 5, &st) == MLS_OK);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 3, "at", &st) == MLS_OK);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 16, 5, "at", &st) == MLS_OK);
     for (size_t row = 0; row < 6; row++) {
         CHECK(element(&b, row, 2)[0] == row * 8 + 3);
         for (size_t position = 3; position < 16; position++) {
@@ -71,7 +71,7 @@ static void rows_spread_inside_one_buffer(void)
     REQUIRE(make(&b, 8));
     for (size_t i = 0; i < sizeof capacities / sizeof capacities[0]; i++) {
         REQUIRE(mls_kv_buffer_reserve(&b, capacities[i], &st) == MLS_OK);
-        CHECK(mls_kv_buffer_resize(&b, kernels(), capacities[i], 8, &st) == MLS_OK);
+        CHECK(mls_kv_buffer_resize(&b, kernels(), capacities[i], 8, "at", &st) == MLS_OK);
         for (size_t row = 0; row < 6; row++) {
             for (size_t position = 0; position < capacities[i]; position++) {
                 const unsigned char want =
@@ -79,7 +79,7 @@ static void rows_spread_inside_one_buffer(void)
                 CHECK(element(&b, row, position)[0] == want);
             }
         }
-        CHECK(mls_kv_buffer_resize(&b, kernels(), 8, 8, &st) == MLS_OK);
+        CHECK(mls_kv_buffer_resize(&b, kernels(), 8, 8, "at", &st) == MLS_OK);
     }
     mls_kv_buffer_fini(&b);
 }
@@ -93,9 +93,10 @@ static void bad_requests_change_nothing(void)
     CHECK(mls_kv_buffer_init(&b, huge, 1, MLS_F16, &st) == MLS_E_SIZE);
     CHECK(b.pages.data == NULL);
     REQUIRE(make(&b, 16));
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 17, 0, &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 12, 9, &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 4, 5, &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 17, 0, "at", &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 12, 9, "at", &st) == MLS_E_CAPACITY);
+    CHECK(strncmp(st.text, "at 9 is beyond", 14) == 0);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 4, 5, "at", &st) == MLS_E_CAPACITY);
     CHECK(mls_kv_buffer_reserve(&b, 15, &st) == MLS_E_CAPACITY);
     CHECK(mls_kv_buffer_reserve(&b, SIZE_MAX / 4, &st) == MLS_E_SIZE);
     CHECK(mls_kv_buffer_reserve(&b, (size_t)1 << 50, &st) == MLS_E_MEMORY);
@@ -110,7 +111,7 @@ static void an_empty_cache_is_a_cache(void)
     mls_status st;
     const size_t none[MLS_KV_RANK] = {0, 3, 8, 4};
     REQUIRE(mls_kv_buffer_init(&b, none, 8, MLS_F32, &st) == MLS_OK);
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 2, &st) == MLS_OK);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 2, "at", &st) == MLS_OK);
     CHECK(mls_kv_buffer_reserve(&b, 100, &st) == MLS_OK);
     mls_kv_buffer_fini(&b);
 }

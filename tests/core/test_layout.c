@@ -280,6 +280,18 @@ static void more_parts_than_elements_leave_the_last_ones_empty(void)
     CHECK(mls_part_count(&last) == 0 && last.start[0] == 2);
 }
 
+static void a_part_has_the_shape_of_its_box_or_one_dimension(void)
+{
+    const size_t shape[] = {10, 3};
+    const mls_layout rows = one_step(0, 4), flat = one_step(MLS_LAYOUT_FLAT, 4);
+    const mls_part box = part_of(&rows, 2, shape, 3), run = part_of(&flat, 2, shape, 3);
+    const mls_part scalar = part_of(&flat, 0, NULL, 0);
+    size_t dims[MLS_LAYOUT_RANK];
+    CHECK(mls_part_dims(&box, dims) == 2 && dims[0] == 1 && dims[1] == 3);
+    CHECK(mls_part_dims(&run, dims) == 1 && dims[0] == mls_part_count(&run));
+    CHECK(mls_part_dims(&scalar, dims) == 1 && dims[0] == 1);
+}
+
 static const test_case tests[] = {
     TEST(rows_are_cut_as_torch_cuts_them),
     TEST(flat_chunks_are_never_of_negative_size),
@@ -292,6 +304,7 @@ static const test_case tests[] = {
     TEST(a_copy_of_a_part_is_that_part),
     TEST(parts_with_the_same_elements_are_equal),
     TEST(more_parts_than_elements_leave_the_last_ones_empty),
+    TEST(a_part_has_the_shape_of_its_box_or_one_dimension),
 };
 
 int main(void)

@@ -1,16 +1,19 @@
 #include "mask.h"
 #include "runner.h"
 
+static const mls_mask_names names = {"length", "size", "row"};
+
 static void numbers_are_checked(void)
 {
     mls_status st;
-    CHECK(mls_mask_check(4, 2, 0, &st) == MLS_OK);
-    CHECK(mls_mask_check(4, 2, 4, &st) == MLS_OK);
-    CHECK(mls_mask_check(4, 2, 5, &st) == MLS_E_CAPACITY);
+    CHECK(mls_mask_check(4, 2, 0, &names, &st) == MLS_OK);
+    CHECK(mls_mask_check(4, 2, 4, &names, &st) == MLS_OK);
+    CHECK(mls_mask_check(4, 2, 5, &names, &st) == MLS_E_CAPACITY);
     CHECK_TEXT(st.expected, "0..4");
-    CHECK(mls_mask_check(4, 2, -1, &st) == MLS_E_CAPACITY);
-    CHECK(mls_mask_check(-4, 2, 0, &st) == MLS_E_CAPACITY);
-    CHECK(mls_mask_check(4, -2, 0, &st) == MLS_E_CAPACITY);
+    CHECK(mls_mask_check(4, 2, -1, &names, &st) == MLS_E_CAPACITY);
+    CHECK_TEXT(st.text, "row -1 is outside 0..4, the length");
+    CHECK(mls_mask_check(-4, 2, 0, &names, &st) == MLS_E_CAPACITY);
+    CHECK(mls_mask_check(4, -2, 0, &names, &st) == MLS_E_CAPACITY);
 }
 
 /* The formula of the source, written down once more. */

@@ -149,7 +149,42 @@ static void a_deep_name_costs_no_stack(void)
     mls_free(text);
 }
 
+/* "a", "a.b", "c.x.y", "d.0", "d.1" with 1, 2, 4, 8 and 16 bytes. */
+static void rows_say_what_lies_under_them(void)
+{
+    const mls_text five[] = {{"a", 1}, {"a.b", 3}, {"c.x.y", 5}, {"d.0", 3}, {"d.1", 3}};
+    const mls_outline_sum leaves[] = {
+        {1, "int8"}, {2, "int8"}, {4, NULL}, {8, "int8"}, {16, "float32"}};
+    mls_names *tree = NULL;
+    mls_outline_sum *sums = NULL;
+    mls_status st;
+    REQUIRE(mls_names_new(five, 5, &tree, &st) == MLS_OK);
+    REQUIRE(mls_outline_sums(tree, leaves, &sums, &st) == MLS_OK);
+    CHECK(sums[0].bytes == 31);
+    CHECK_TEXT(sums[0].dtype, "mixed");
+    const uint32_t a = mls_names_find(tree, five[0]);
+    const uint32_t c = mls_names_find(tree, (mls_text){"c", 1});
+    mls_outline_row row = {.node = a};
+    mls_outline_entry e = mls_outline_describe(tree, sums, &row);
+    CHECK(e.count == 2 && e.name == 0 && e.sum.bytes == 3 && mls_text_is(e.label, "a"));
+    CHECK_TEXT(e.sum.dtype, "int8");
+    row.node = c; /* one name: shown as a whole */
+    e = mls_outline_describe(tree, sums, &row);
+    CHECK(e.count == 1 && e.name == 2 && mls_text_is(e.label, "c.x.y"));
+    CHECK(e.sum.bytes == 4 && e.sum.dtype == NULL);
+    row = (mls_outline_row){.node = c, .hidden = 2};
+    e = mls_outline_describe(tree, sums, &row);
+    CHECK(e.count == 3 && e.name == MLS_NAME_NONE && e.sum.bytes == 28);
+    CHECK_TEXT(e.sum.dtype, "mixed");
+    row = (mls_outline_row){.node = mls_names_find(tree, five[1])};
+    e = mls_outline_describe(tree, sums, &row);
+    CHECK(e.name == 1 && mls_text_is(e.label, "b"));
+    mls_free(sums);
+    mls_names_free(tree);
+}
+
 static const test_case tests[] = {
+    TEST(rows_say_what_lies_under_them),
     TEST(every_name_is_shown_or_counted_within_the_rows),
     TEST(rows_come_in_pre_order_with_the_last_sibling),
     TEST(a_single_name_needs_one_row),

@@ -461,7 +461,19 @@ static void a_few_names_among_many_others_are_explained(void)
     mls_explanation_fini(&found);
 }
 
+static void a_star_means_anywhere(void)
+{
+    mls_rename_rule r;
+    CHECK(mls_rename_rule_of(TEXT("*a."), TEXT("b"), &r) && r.anywhere);
+    CHECK(mls_text_is(r.old, "a.") && mls_text_is(r.new, "b"));
+    CHECK(mls_rename_rule_of(TEXT("a*"), TEXT(""), &r) && !r.anywhere);
+    CHECK(mls_text_is(r.old, "a*"));
+    CHECK(mls_rename_rule_of(TEXT(""), TEXT("model."), &r) && !r.anywhere);
+    CHECK(!mls_rename_rule_of(TEXT("*"), TEXT("b"), &r));
+}
+
 static const test_case tests[] = {
+    TEST(a_star_means_anywhere),
     TEST(a_prefix_is_replaced_at_the_start_only),
     TEST(anywhere_means_wherever_a_segment_starts),
     TEST(a_prefix_ends_where_a_segment_ends),

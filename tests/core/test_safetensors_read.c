@@ -55,6 +55,7 @@ static void another_writers_header_is_understood(void)
     CHECK(f.tensors[1].rank == 0 && f.tensors[1].bytes == 4);
     CHECK(f.tensors[2].bytes == 0 && f.tensors[2].shape[1] == 9);
     CHECK(f.tensors[3].dtype == MLS_F8_E4M3);
+    CHECK(mls_safetensors_end(&f) == file.head + 11); /* of the last one by offset */
     mls_safetensors_fini(&f);
     mls_safetensors_fini(&f);
 }

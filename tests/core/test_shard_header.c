@@ -96,11 +96,33 @@ static void a_file_with_tensors_that_are_not_listed_has_none(void)
     drop(&index, data);
 }
 
+static void the_index_that_lists_all_of_a_file_is_found(void)
+{
+    unsigned char *data = noise(2400000);
+    REQUIRE(data != NULL);
+    mls_index index = store(data);
+    mls_index part = index; /* knows the same files, and not all of their tensors */
+    part.shard_count = 0;
+    const mls_index both[] = {part, index};
+    mls_buffer made = {.most = HEADER_MOST};
+    mls_status st;
+    REQUIRE(index.file_count > 0);
+    const char *path = index.files[0].path;
+    CHECK(mls_shard_header_find(both, 1, path, crc, &made, &st) == MLS_E_VALUE);
+    CHECK(mls_shard_header_find(both, 2, "params/none", crc, &made, &st) == MLS_E_VALUE);
+    CHECK(made.length == 0);
+    CHECK(mls_shard_header_find(both, 2, path, crc, &made, &st) == MLS_OK);
+    CHECK(made.length > 8);
+    mls_buffer_fini(&made);
+    drop(&index, data);
+}
+
 int main(void)
 {
     static const test_case tests[] = {
         TEST(every_header_is_what_was_written),
         TEST(a_file_with_tensors_that_are_not_listed_has_none),
+        TEST(the_index_that_lists_all_of_a_file_is_found),
     };
     return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
 }

@@ -45,7 +45,38 @@ static void falling_addresses_are_turned_round(void)
     }
 }
 
+/* Owners 0 .. 3, by address; kinds of two of them differ. */
+static void equal_memory_of_one_kind_is_tied(void)
+{
+    const size_t kinds[] = {1, 1, 2, 1};
+    const mls_span sorted[] = {{.low = 10, .high = 20, .owner = 1},
+                               {.low = 10, .high = 20, .owner = 3},
+                               {.low = 20, .high = 30, .owner = 2},
+                               {.low = 40, .high = 40, .owner = 0}};
+    bool tied[4] = {false};
+    size_t pair[2];
+    CHECK(mls_spans_tied(sorted, 4, kinds, tied, pair));
+    CHECK(tied[1] && !tied[3] && !tied[2] && !tied[0]);
+    CHECK(mls_spans_tied(sorted, 0, kinds, tied, pair));
+}
+
+static void any_other_overlap_is_found(void)
+{
+    const size_t kinds[] = {1, 1, 2};
+    const mls_span kind[] = {{.low = 10, .high = 20, .owner = 0},
+                             {.low = 10, .high = 20, .owner = 2}};
+    const mls_span part[] = {{.low = 1, .high = 5, .owner = 2},
+                             {.low = 10, .high = 20, .owner = 1},
+                             {.low = 19, .high = 20, .owner = 0}};
+    bool tied[3] = {false};
+    size_t pair[2];
+    CHECK(!mls_spans_tied(kind, 2, kinds, tied, pair) && pair[0] == 0 && pair[1] == 2);
+    CHECK(!mls_spans_tied(part, 3, kinds, tied, pair) && pair[0] == 1 && pair[1] == 0);
+}
+
 static const test_case tests[] = {
+    TEST(equal_memory_of_one_kind_is_tied),
+    TEST(any_other_overlap_is_found),
     TEST(all_lengths_are_sorted_and_keep_their_order),
     TEST(falling_addresses_are_turned_round),
 };

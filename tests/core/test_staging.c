@@ -175,6 +175,18 @@ static void what_is_staged_already_stays(void)
 }
 
 /* The part of a tensor is what counts, not the tensor. */
+static void copies_of_the_caller_are_noted_by_their_address(void)
+{
+    unsigned char memory[64] = {0}, other[8] = {0};
+    const mls_tensor view = {.data = memory + 9};
+    mls_shard_item items[] = {{.data = memory},
+                              {.data = other, .staged = true},
+                              {.strided = &view},
+                              {.data = memory + 10}};
+    mls_staging_note(items, 4, memory, 10);
+    CHECK(items[0].staged && !items[1].staged && items[2].staged && !items[3].staged);
+}
+
 static void what_is_needed_is_the_part_and_a_bad_one_is_named(void)
 {
     state s;
@@ -305,6 +317,7 @@ int main(void)
         TEST(little_is_left_out),
         TEST(what_a_save_takes_besides_is_known_before),
         TEST(what_is_staged_already_stays),
+        TEST(copies_of_the_caller_are_noted_by_their_address),
         TEST(what_is_needed_is_the_part_and_a_bad_one_is_named),
         TEST(touching_clears_just_that),
         TEST(arrays_may_be_overwritten_when_that_is_told),

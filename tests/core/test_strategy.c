@@ -20,8 +20,8 @@ static mls_strategy made(int64_t number, double share)
 {
     mls_strategy s = {0};
     mls_status st;
-    CHECK(mls_strategy_init(&s, number == 0 ? NULL : &number, "n", share, SECONDS(100),
-                            &st) == MLS_OK);
+    CHECK(mls_strategy_init(&s, number == 0 ? NULL : &number, "n", share, "share",
+                            SECONDS(100), &st) == MLS_OK);
     return s;
 }
 
@@ -48,7 +48,7 @@ static void numbers_above_nought_are_kept(void)
     mls_strategy s = {.number = 5};
     mls_status st;
     for (int64_t bad = -3; bad <= 0; bad += 3) {
-        CHECK(mls_strategy_init(&s, &bad, "interval", 1, 0, &st) == MLS_E_VALUE);
+        CHECK(mls_strategy_init(&s, &bad, "interval", 1, "share", 0, &st) == MLS_E_VALUE);
     }
     CHECK_TEXT(st.text, "interval must be greater than 0, got 0");
     CHECK(s.number == 5);
@@ -168,10 +168,10 @@ static void memory_aware_refuses_no_share(void)
     mls_strategy s = {.interval = 77};
     mls_status st;
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        CHECK(mls_strategy_init(&s, NULL, NULL, bad[i], 0, &st) == MLS_E_VALUE);
+        CHECK(mls_strategy_init(&s, NULL, NULL, bad[i], "share", 0, &st) == MLS_E_VALUE);
     }
-    CHECK(mls_strategy_init(&s, NULL, NULL, 1.001, 0, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text, "max_memory_percentage must be above 0 and at most 1, got 1.001");
+    CHECK(mls_strategy_init(&s, NULL, NULL, 1.001, "share", 0, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.text, "share must be above 0 and at most 1, got 1.001");
     CHECK(s.interval == 77);
 }
 

@@ -167,7 +167,34 @@ static void a_bucket_is_summed_from_what_the_wire_makes_of_every_part(void)
     CHECK(segments[0].tally.squares > 0 && segments[1].tally.nonfinite == 0);
 }
 
+static void names_stand_for_wires(void)
+{
+    mls_wire wire = MLS_WIRE_COUNT;
+    CHECK(mls_wire_from_name((mls_text){"bfloat16", 8}, &wire) && wire == MLS_WIRE_BF16);
+    CHECK(!mls_wire_from_name((mls_text){"bfloat16", 7}, &wire) && wire == MLS_WIRE_BF16);
+    CHECK(!mls_wire_from_name((mls_text){"", 0}, &wire));
+}
+
+static void only_sums_of_float32_are_compressed(void)
+{
+    static const size_t counts[] = {300, 0, 5};
+    mls_status st;
+    mls_segment s = {.counts = counts,
+                     .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1}};
+    const mls_bucket b = {.segments = &s, .count = 1, .world = 3, .rank = 1};
+    CHECK(mls_wire_check(&b, &st) == MLS_OK);
+    CHECK(mls_wire_sent_bytes(&b, MLS_WIRE_F16) ==
+          mls_wire_bytes(MLS_WIRE_F16, 300) + mls_wire_bytes(MLS_WIRE_F16, 5));
+    s.reduction.op = MLS_REDUCE_MAX;
+    CHECK(mls_wire_check(&b, &st) == MLS_E_VALUE);
+    s.reduction.op = MLS_REDUCE_SUM;
+    s.reduction.out_dtype = MLS_F16;
+    CHECK(mls_wire_check(&b, &st) == MLS_E_VALUE);
+}
+
 static const test_case tests[] = {
+    TEST(names_stand_for_wires),
+    TEST(only_sums_of_float32_are_compressed),
     TEST(elements_arrive_within_the_precision_of_the_wire),
     TEST(padding_does_not_tell_what_memory_held_before),
     TEST(all_instruction_sets_give_the_same_bits),

@@ -32,7 +32,7 @@ def test_no_function_that_cannot_be_used_safely(path):
 def test_texts_of_files_are_not_kept_for_good(path):
     keys = re.findall(r"\bPyDict_SetItemString\s*\([^,]*,\s*([^,]+)", house.c_code(path))
     bad = [key for key in keys if not key.startswith('"')]
-    assert not bad, f"Python interns these keys: use mlsp_dict_set: {bad}"
+    assert not bad, f"Python interns these keys: use mlspy_dict_set: {bad}"
 
 
 @pytest.mark.parametrize("path", ALL, ids=house.relative)
