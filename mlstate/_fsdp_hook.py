@@ -8,6 +8,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ._common.backend import backend_named
 from ._fsdp import FSDP
 from ._fsdp_operation import check_local, is_empty
 from ._fsdp_register import (
@@ -242,24 +243,23 @@ class FSDPBackwardHook:
     def _register_torch(
         self, model: Any, units: Mapping[str, FSDPShardingUnit], keep: bool
     ) -> None:
-        from .integrations.torch._backward import parameters_of, watch, watch_before
-        from .integrations.torch._step_warning import watch_steps
-
-        parameters = parameters_of(model)
+        backend = backend_named("torch")
+        parameters = backend.parameters_of(model)
         for name, unit in units.items():
             check_parameter(unit, parameters.get(name), model, parameters)
         refuse_shared_parameters(self, {name: parameters[name] for name in units})
         if not keep:
-            watch_steps()
+            backend.watch_steps()
         for name, parameter in parameters.items():  # the order that all ranks have
             if name in units:
                 units[name].like = parameter.detach()
                 self._units[name] = units[name]
                 self._parameters[name] = parameter
-                self._handles.append(watch(parameter, self._torch_hook(name, parameter)))
+                hook = self._torch_hook(name, parameter)
+                self._handles.append(backend.watch(parameter, hook))
                 if self._gradients == "full":
                     before = partial(self._set_aside, name, parameter)
-                    self._handles.append(watch_before(parameter, before))
+                    self._handles.append(backend.watch_before(parameter, before))
         self._keep = keep
 
     def _torch_hook(self, name: str, parameter: Any) -> Callable[[Any], None]:
@@ -293,11 +293,9 @@ class FSDPBackwardHook:
 
     def _begin_torch(self) -> None:
         """Have torch call `finish` when the pass ends whose first gradient is there."""
-        from .integrations.torch._backward import begin_pass
-
         self._drop_what_was_cut_short()
         if self._pass is None:
-            self._pass = begin_pass(lambda: self.finish(), self._fsdp.rank)
+            self._pass = backend_named("torch").begin_pass(lambda: self.finish(), self._fsdp.rank)
 
     def _drop_what_was_cut_short(self) -> None:
         """Forget a backward pass that an error ended before all gradients were there."""
@@ -545,8 +543,7 @@ class FSDPBackwardHook:
 
     def _gather_full(self) -> None:
         """Leave each parameter its reduced full gradient."""
-        from .integrations.torch._backward import gather_full
-
+        gather_full = backend_named("torch").gather_full
         for bucket in self._buckets:
             self._runs.run("all_gather", partial(gather_full, self._fsdp, bucket, self._parameters))
         for name, earlier in self._earlier.items():

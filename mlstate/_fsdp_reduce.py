@@ -19,6 +19,7 @@ import numpy as np
 from . import _core
 from ._arrays import is_torch
 from ._collective_args import dtype_name
+from ._common.backend import backend_named, backend_of
 from ._fsdp_unit import FSDPShardingUnit
 from ._gradients import add, memory_of, on_host, packed, place, plain, tallies
 from ._guard import (
@@ -131,9 +132,7 @@ def _wrong(unit: FSDPShardingUnit, gradient: Any) -> str:
         return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
     if isinstance(gradient, np.ndarray) or _is_common(gradient):
         return ""
-    from .integrations.torch._backward import why_not_reduced
-
-    reason = why_not_reduced(gradient)
+    reason = backend_of(gradient).why_not_reduced(gradient)
     return reason and f"the gradient is {reason}"
 
 
@@ -521,8 +520,7 @@ class Reducer:
     def _sums(self, entries: list[Entry], terms: Terms, bucket: Any) -> list[tuple[float, int]]:
         """Reduce gradients on which all ranks agree; `bucket` has them if all are on the host."""
         if bucket is None:
-            from .integrations.torch._backward import reduce_on_device
-
+            reduce_on_device = backend_named("torch").reduce_on_device
             return [
                 reduce_on_device(
                     self._group,

@@ -6,6 +6,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from ._common.backend import backend_named, backend_of
 from ._fsdp_unit import FSDPShardingUnit
 from ._text import names_hint
 
@@ -96,17 +97,16 @@ def check_parameter(
 ) -> None:
     """Refuse a unit that does not go with the model."""
     from ._collective_args import dtype_name
-    from .integrations.torch._backward import tied_to, why_not_reduced
 
     name = unit.parameter_name
     if parameter is None:
-        shared = tied_to(model, name)
+        shared = backend_named("torch").tied_to(model, name)
         if shared is not None:
             raise ValueError(
                 f"{name!r} is the same parameter as {shared!r}, which is the name to use"
             )
         raise ValueError(f"the model has no parameter {name!r}{names_hint(name, known)}")
-    reason = why_not_reduced(parameter)
+    reason = backend_of(parameter).why_not_reduced(parameter)
     if reason:
         raise ValueError(f"{name}: the parameter is {reason}")
     if not parameter.requires_grad:

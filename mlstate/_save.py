@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import _codecs, _core, _folder
 from ._arrays import refuse_given_away
 from ._collective_args import check_group
+from ._common.backend import backend_of, is_module, is_optimizer
 from ._drop import Generation, drop_mine, rooted, sort_out
 from ._layout import Layout, Shard, steps_of
 from ._lock import WriterLock, check_timeout
@@ -78,18 +79,13 @@ def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
 
     `ranks` save together: what torch spread over more of them is refused.
     """
-    torch = sys.modules.get("torch")
-    module = model if torch is not None and isinstance(model, torch.nn.Module) else None
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        from .integrations.torch._training import saved_optimizer
-
-        states, keywords = saved_optimizer(optimizer, module, ranks)
+    module = model if is_module(model) else None
+    if is_optimizer(optimizer):
+        states, keywords = backend_of(optimizer).saved_optimizer(optimizer, module, ranks)
         optimizer = OptimizerStateDict(**keywords)
         optimizer.update(states)
     if module is not None:
-        from .integrations.torch._training import saved_module
-
-        model = StateDict(saved_module(module, ranks))
+        model = StateDict(backend_of(module).saved_module(module, ranks))
     states_given = []
     for name, state in (("model", model), ("optimizer", optimizer)):
         if hasattr(state, "get_state_dict"):
