@@ -261,29 +261,30 @@ def check_own_rows(operation: str, array: Any, counts: Sequence[int], rank: int)
 # ---- results ----
 
 
-def _extent(array: Any) -> tuple[int, int]:
-    """Addresses of the first byte and behind the last one."""
-    if isinstance(array, np.ndarray):
-        low, high = np.lib.array_utils.byte_bounds(array)
-        return int(low), int(high)
-    if array.device.type != "cpu" or not array.numel():
+def _extent(tensor: Any) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte after its last one."""
+    if tensor.device.type != "cpu" or not tensor.numel():
         return 0, 0
-    last = sum((n - 1) * step for n, step in zip(array.shape, array.stride(), strict=True))
-    start = array.data_ptr()
-    return start, start + (last + 1) * array.element_size()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _same_place(out: Any, array: Any) -> bool:
-    """Whether both are one array: the same elements in the same order."""
+    """Return whether both are one array: the same elements in the same order."""
     if out is array:
         return True
     if is_torch(out):
         same_steps = out.stride() == array.stride()
         return bool(same_steps and out.data_ptr() == array.data_ptr() and out.numel())
-    return bool(out.strides == array.strides and _extent(out) == _extent(array))
+    same_start = out.__array_interface__["data"][0] == array.__array_interface__["data"][0]
+    return bool(same_start and out.strides == array.strides)
 
 
 def _overlap(out: Any, array: Any) -> bool:
+    """Return whether the memory from first to last byte of both has bytes in common."""
+    if not is_torch(out):
+        return np.may_share_memory(out, array)
     low, high = _extent(out)
     start, end = _extent(array)
     return low < end and start < high

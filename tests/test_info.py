@@ -33,7 +33,12 @@ def choices(*some, forced="auto", variants=3):
         "forced": forced,
         "variants": variants,
         "cache_bytes": 32 << 20,
-        "least_bytes": {"within": 2 << 20, "past": 16 << 20},
+        "least_bytes": {
+            "within": 2 << 20,
+            "within_4x": 8 << 20,
+            "within_16x": 16 << 20,
+            "past": 16 << 20,
+        },
         "choices": list(some),
     }
 

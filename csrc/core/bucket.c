@@ -92,21 +92,22 @@ static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
 /* All messages for this rank have one length, since all senders have the same counts.
  * `out` may be the rank's own part of `data`: the kernels have read an element from all
  * sources before they write it. */
-void mls_bucket_reduce(const mls_bucket *b, mls_cpu cpu, const unsigned char *received,
-                       const void **sources)
+void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
+                       const unsigned char *received, const void **sources)
 {
     size_t at = 0, message = 0;
     for (size_t i = 0; i < b->count; i++) {
         message += part_bytes(&b->segments[i], b->rank);
     }
+    const mls_destination destination = {.bytes = message};
     for (size_t i = 0; i < b->count; i++) {
         mls_segment *s = &b->segments[i];
         s->tally = (mls_tally){0};
         for (size_t of = 0; of < b->world; of++) {
             sources[of] = source_of(b, i, of, received, message, at);
         }
-        mls_reduce_run(cpu, &s->reduction, sources, b->world, s->out, s->counts[b->rank],
-                       &s->tally);
+        mls_reduce_run(kernels, &s->reduction, sources, b->world, s->out,
+                       s->counts[b->rank], destination, &s->tally);
         at += part_bytes(s, b->rank);
     }
 }

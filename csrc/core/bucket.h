@@ -41,7 +41,7 @@ void mls_bucket_pack(const mls_bucket *b, unsigned char *send);
  * order of ranks, mls_bucket_bytes of this rank from each other one.  This rank's own
  * elements are read where they lie.  Sets the tallies.  `sources` has room for a pointer
  * for each rank.  Reductions were checked; `received` is aligned to MLS_BUCKET_ALIGN. */
-void mls_bucket_reduce(const mls_bucket *b, mls_cpu cpu, const unsigned char *received,
-                       const void **sources);
+void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
+                       const unsigned char *received, const void **sources);
 
 #endif

@@ -262,7 +262,8 @@ static void unmap(mls_local_memory *memory)
 }
 
 /* A rank with all that needs no memory of the group. */
-static mls_local *make(const mls_local_shape *shape, size_t rank, int fd, mls_cpu cpu)
+static mls_local *make(const mls_local_shape *shape, size_t rank, int fd,
+                       const mls_kernels *kernels)
 {
     mls_local *g = mls_alloc(1, sizeof *g);
     if (g == NULL) {
@@ -271,7 +272,7 @@ static mls_local *make(const mls_local_shape *shape, size_t rank, int fd, mls_cp
     g->shape = *shape;
     g->rank = rank;
     g->fd = -1;
-    g->cpu = cpu;
+    g->kernels = kernels;
     g->process = getpid();
     g->spins = mls_cpu_count() < shape->world ? 0 : SPIN_NANOSECONDS;
     g->piece_bytes =
@@ -348,8 +349,8 @@ static mls_code hold_file(int fd, size_t rank, size_t bytes, mls_status *st)
 }
 
 /* Descriptor first, since it is ours whatever happens. */
-mls_code mls_local_join(const mls_local_shape *shape, size_t rank, int fd, mls_cpu cpu,
-                        mls_local **out, mls_status *st)
+mls_code mls_local_join(const mls_local_shape *shape, size_t rank, int fd,
+                        const mls_kernels *kernels, mls_local **out, mls_status *st)
 {
     mls_local_shape full = *shape;
     mls_local *g = NULL;
@@ -361,7 +362,7 @@ mls_code mls_local_join(const mls_local_shape *shape, size_t rank, int fd, mls_c
     if (code != MLS_OK || (code = hold_file(fd, rank, bytes, st)) != MLS_OK) {
         goto done;
     }
-    g = make(&full, rank, fd, cpu);
+    g = make(&full, rank, fd, kernels);
     if (g == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a group");
         goto done;
@@ -381,8 +382,8 @@ done:
 }
 
 /* The first rank maps, the others share what it mapped. */
-mls_code mls_local_threads(const mls_local_shape *shape, mls_cpu cpu, mls_local **out,
-                           mls_status *st)
+mls_code mls_local_threads(const mls_local_shape *shape, const mls_kernels *kernels,
+                           mls_local **out, mls_status *st)
 {
     mls_local_shape full = *shape;
     mls_local *made[MLS_LOCAL_MAX_RANKS] = {NULL};
@@ -396,7 +397,7 @@ mls_code mls_local_threads(const mls_local_shape *shape, mls_cpu cpu, mls_local 
         return st->code;
     }
     for (size_t rank = 0; rank < full.world; rank++) {
-        made[rank] = make(&full, rank, -1, cpu);
+        made[rank] = make(&full, rank, -1, kernels);
         if (made[rank] == NULL) {
             while (rank > 0) {
                 drop(made[--rank]);

@@ -66,13 +66,13 @@ mls_code mls_local_measure(mls_local_shape *shape, size_t *bytes, mls_status *st
  * Takes `fd`, and closes it with the group; a failure closes it too.
  * MLS_E_VALUE: a shape or a rank out of range, memory of another shape or version, a rank
  * that is taken.  MLS_E_IO, MLS_E_MEMORY. */
-mls_code mls_local_join(const mls_local_shape *shape, size_t rank, int fd, mls_cpu cpu,
-                        mls_local **out, mls_status *st);
+mls_code mls_local_join(const mls_local_shape *shape, size_t rank, int fd,
+                        const mls_kernels *kernels, mls_local **out, mls_status *st);
 
 /* Make the places of all ranks, `shape->world` of them, in memory of this process: for
  * threads.  Free each.  MLS_E_VALUE, MLS_E_MEMORY: nothing was made. */
-mls_code mls_local_threads(const mls_local_shape *shape, mls_cpu cpu, mls_local **out,
-                           mls_status *st);
+mls_code mls_local_threads(const mls_local_shape *shape, const mls_kernels *kernels,
+                           mls_local **out, mls_status *st);
 
 /* Leave the group: others that need this rank learn that it closed.  Accepts NULL.  In a
  * forked child it only lets the memory go.  No operation may be under way. */
@@ -149,11 +149,12 @@ mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const vo
                               mls_status *st);
 
 /* Reduce the `count` arrays of a bucket (bucket.h) as one operation, nothing being copied
- * together.  Where all arrays of all ranks are in memory of mls_local_take nothing is
+ * together.  Their tallies are zero unless `is_tallied`, which takes time.  Where all arrays of all ranks are in memory of mls_local_take nothing is
  * copied at all, and no rank returns before all have read, unless it fails.  Errors as
  * mls_local_all_reduce. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
-                                  mls_segment *segments, size_t count, mls_status *st);
+                                  mls_segment *segments, size_t count, bool is_tallied,
+                                  mls_status *st);
 
 /* Where the bytes of other ranks go: fill out[r] with memory for sizes[r] bytes, this
  * rank's own too.  Called once, from within the operation; false ends it and the group.

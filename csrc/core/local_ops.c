@@ -91,7 +91,7 @@ static mls_code copy_spread(void *context, uint64_t step, mls_status *st)
         unsigned char *to;
         memcpy(&to, mls_local_slot(s->g, rank, step), sizeof to);
         if (rank != s->root) {
-            mls_local_copy(s->g, to + start, from + start, length);
+            mls_local_copy_direct(s->g, to + start, from + start, length, s->bytes);
         }
     }
     mls_local_end_direct(s->g);
@@ -181,13 +181,17 @@ static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
     const gather *s = context;
     unsigned char *place = s->out;
+    size_t all = 0;
+    for (size_t rank = 0; rank < s->g->shape.world; rank++) {
+        all += s->sizes[rank];
+    }
     if (!mls_local_begin_direct(s->g)) {
         return mls_local_blamed(s->g, s->kind, "", st);
     }
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         const unsigned char *from;
         memcpy(&from, mls_local_slot(s->g, rank, step), sizeof from);
-        mls_local_copy(s->g, place, from, s->sizes[rank]);
+        mls_local_copy_direct(s->g, place, from, s->sizes[rank], all);
         place += s->sizes[rank];
     }
     mls_local_end_direct(s->g);

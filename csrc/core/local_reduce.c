@@ -72,6 +72,7 @@ typedef struct scatter {
      * NULL where they are sent.  The rest is settled in the first steps. */
     const unsigned char **lie;
     bool offers, began, mapped;
+    bool is_tallied; /* the tallies of the segments are wanted */
     mls_local_kind kind;
 } scatter;
 
@@ -324,6 +325,18 @@ static const unsigned char *elements(const scatter *s, size_t rank, uint64_t ste
                                  mls_local_piece_of(g, rank, g->rank) + part->offset;
 }
 
+/* Bytes of the results of this rank. */
+static size_t share_bytes(const scatter *s)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < s->count; i++) {
+        const mls_segment *segment = &s->segments[i];
+        const size_t item = mls_dtype_of(segment->reduction.out_dtype)->item_bytes;
+        bytes += segment->counts[s->g->rank] * item;
+    }
+    return bytes;
+}
+
 /* Sum the pieces of all in the order of ranks, this rank's from where it lies. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
@@ -336,6 +349,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
         return mls_local_blamed(s->g, s->kind, "", st);
     }
     const void *sources[MLS_LOCAL_MAX_RANKS];
+    const mls_destination destination = {.bytes = share_bytes(s)};
     size_t used = 0;
     stretch part;
     while (next_stretch(s, g->rank, &s->reader, &used, &part)) {
@@ -345,9 +359,9 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
         for (size_t rank = 0; rank < g->shape.world; rank++) {
             sources[rank] = elements(s, rank, step, &part, from);
         }
-        mls_reduce_run(g->cpu, &segment->reduction, sources, g->shape.world,
+        mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
                        (unsigned char *)segment->out + part.start * item, part.length,
-                       &segment->tally);
+                       destination, s->is_tallied ? &segment->tally : NULL);
     }
     mls_local_end_direct(s->g);
     return check_whole(s, st);
@@ -435,7 +449,8 @@ static mls_code run_scatter(scatter *s, uint64_t print, const mls_local_call *ca
 
 /* Nothing is sent before all reductions were checked. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
-                                  mls_segment *segments, size_t count, mls_status *st)
+                                  mls_segment *segments, size_t count, bool is_tallied,
+                                  mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         const mls_code code = mls_reduce_check(&segments[i].reduction, st);
@@ -443,8 +458,11 @@ mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
             return code;
         }
     }
-    scatter s = {
-        .g = g, .segments = segments, .count = count, .kind = MLS_LOCAL_REDUCE_SCATTER};
+    scatter s = {.g = g,
+                 .segments = segments,
+                 .count = count,
+                 .is_tallied = is_tallied,
+                 .kind = MLS_LOCAL_REDUCE_SCATTER};
     mls_local_clock clock;
     return run_scatter(&s, print_segments(g, call, segments, count), call, &clock, st);
 }
@@ -476,8 +494,8 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         sources[rank] = rank == s->g->rank ? s->data : mls_local_slot(s->g, rank, step);
     }
-    mls_reduce_run(s->g->cpu, s->reduction, sources, s->g->shape.world, s->out, s->n,
-                   NULL);
+    mls_reduce_run(s->g->kernels, s->reduction, sources, s->g->shape.world, s->out, s->n,
+                   mls_cached(), NULL);
     return MLS_OK;
 }
 

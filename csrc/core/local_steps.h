@@ -103,7 +103,7 @@ struct mls_local {
     size_t rank;
     int fd; /* owned; -1 among threads */
     pid_t process;
-    mls_cpu cpu;
+    const mls_kernels *kernels; /* borrowed */
     uint64_t written, read;   /* steps published and consumed by this rank */
     uint64_t number;          /* operations begun */
     long spins;               /* nanoseconds to spin before sleeping */
@@ -217,13 +217,23 @@ static inline size_t mls_local_least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Copy through the cache; empty ranges may be at NULL.  Slots begin at pages and arrays
- * of NumPy 16 bytes behind one, the case in which memcpy may be slowest (copy_avx2.c). */
+/* Copy through the cache, to a slot or from one; empty ranges may be at NULL.  Slots begin
+ * at pages and arrays of NumPy 16 bytes behind one, the case in which memcpy may be
+ * slowest (copy_avx2.c). */
 static inline void mls_local_copy(const mls_local *g, void *to, const void *from,
                                   size_t bytes)
 {
     if (bytes > 0 && to != from) {
-        mls_kernels_of(g->cpu)->copy(to, from, bytes, MLS_STORE_PLAIN);
+        g->kernels->copy(to, from, bytes, MLS_STORE_PLAIN);
+    }
+}
+
+/* Copy from one array to another, of an operation that writes `all` bytes. */
+static inline void mls_local_copy_direct(const mls_local *g, void *to, const void *from,
+                                         size_t bytes, size_t all)
+{
+    if (bytes > 0 && to != from) {
+        mls_copy_bytes(g->kernels, to, from, bytes, (mls_destination){.bytes = all});
     }
 }
 

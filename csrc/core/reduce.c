@@ -315,11 +315,14 @@ static void reduce_step(const job *j, size_t start, size_t n)
     j->reduce(j->out, j->sources, j->source_count, start, n, j->number);
 }
 
-/* One thread: the caller has his own idea of who does what. */
-void mls_reduce_run(mls_cpu cpu, const mls_reduction *r, const void *const *sources,
-                    size_t count, void *out, size_t n, mls_tally *tally)
+/* Only this many sources are read part by part: their addresses are on the stack. */
+enum { MOST_CUT = 64 };
+
+/* Reduce into `out` through the cache. */
+static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
+                         const void *const *sources, size_t count, void *out, size_t n,
+                         mls_tally *tally)
 {
-    const mls_reduce_kernels *k = kernels_of(cpu);
     job j = job_over(k, r->out_dtype, out, n, tally != NULL);
     j.step = reduce_step;
     j.reduce = reduce_kernel(k, r);
@@ -328,6 +331,62 @@ void mls_reduce_run(mls_cpu cpu, const mls_reduction *r, const void *const *sour
     j.source_count = count;
     j.number = r->divisor;
     job_run(&j, NULL, tally);
+}
+
+/* Reduce block by block into a buffer that stays in the first level of the cache, and
+ * store each block past the cache. */
+static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
+                              const void *const *sources, size_t count,
+                              unsigned char *out, size_t n, mls_store store,
+                              mls_tally *tally)
+{
+    _Alignas(64) unsigned char block[MLS_TALLY_BLOCK * 8];
+    const mls_reduce_kernels *k = kernels_of(kernels->cpu);
+    const size_t from = mls_dtype_of(r->dtype)->item_bytes;
+    const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
+    const void *at[MOST_CUT];
+    for (size_t start = 0; start < n; start += MLS_TALLY_BLOCK) {
+        const size_t rest = n - start;
+        const size_t length = rest < MLS_TALLY_BLOCK ? rest : MLS_TALLY_BLOCK;
+        for (size_t i = 0; i < count; i++) {
+            at[i] = (const unsigned char *)sources[i] + start * from;
+        }
+        reduce_plain(k, r, at, count, block, length, tally);
+        kernels->copy(out + start * to, block, length * to, store);
+    }
+}
+
+/* Parts of a trial are whole blocks of the tally, so its bits do not depend on them. */
+void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
+                    const void *const *sources, size_t count, void *out, size_t n,
+                    mls_destination destination, mls_tally *tally)
+{
+    const size_t from = mls_dtype_of(r->dtype)->item_bytes;
+    const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
+    const void *at[MOST_CUT];
+    const unsigned variants =
+        kernels->copy_variants > MLS_STORE_STREAM1 ? MLS_STORE_STREAM1 + 1 : 1;
+    mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE, variants,
+                                            destination, n * to);
+    if (count > MOST_CUT) {
+        reduce_plain(kernels_of(kernels->cpu), r, sources, count, out, n, tally);
+        return;
+    }
+    for (size_t start = 0, length; start < n; start += length) {
+        const size_t rest = n - start, most = trial.left / to;
+        unsigned char *const target = (unsigned char *)out + start * to;
+        length = rest < most ? rest : most;
+        for (size_t i = 0; i < count; i++) {
+            at[i] = (const unsigned char *)sources[i] + start * from;
+        }
+        if (trial.store == MLS_STORE_PLAIN) {
+            reduce_plain(kernels_of(kernels->cpu), r, at, count, target, length, tally);
+        } else {
+            reduce_past_cache(kernels, r, at, count, target, length, trial.store, tally);
+        }
+        mls_store_advance(&trial, length * to);
+    }
+    mls_store_end(&trial);
 }
 
 /* ---- checks of dst += scale * src ---- */

@@ -12,8 +12,7 @@
 #ifndef MLS_REDUCE_H
 #define MLS_REDUCE_H
 
-#include "cpu.h"
-#include "dtype.h"
+#include "copy.h"
 #include "pool.h"
 #include "status.h"
 #include "tensor.h"
@@ -48,10 +47,12 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st);
 
 /* Reduce `count` arrays of n elements, in their order, into `out`, which may be one of
  * them where the dtypes are equal.  Arrays are aligned to their items.  The reduction was
- * checked and `count` is at least 1.  `tally` (NULL for none) gets the output's figures
- * added. One thread. */
-void mls_reduce_run(mls_cpu cpu, const mls_reduction *r, const void *const *sources,
-                    size_t count, void *out, size_t n, mls_tally *tally);
+ * checked and `count` is at least 1.  A large `destination` may be stored past the cache
+ * (store_choice.h).  `tally` (NULL for none) gets the output's figures added.  One
+ * thread. */
+void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
+                    const void *const *sources, size_t count, void *out, size_t n,
+                    mls_destination destination, mls_tally *tally);
 
 /* Whether mls_accumulate would do it: the errors are the same. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,

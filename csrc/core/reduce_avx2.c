@@ -190,6 +190,12 @@ TARGET static inline doubles repeat_f64(double value)
 
 #    include "reduce_lanes.h"
 
+void mls_sum_f32_avx2(void *out, const void *const *sources, size_t count, size_t start,
+                      size_t n, double divisor)
+{
+    sum_f32(out, sources, count, start, n, divisor);
+}
+
 /* mls_cpu_offers(MLS_CPU_AVX2) must be true before any of these is called. */
 const mls_reduce_kernels mls_reduce_avx2 = MLS_REDUCE_TABLE;
 

@@ -54,6 +54,10 @@ extern const mls_reduce_kernels mls_reduce_scalar;
 #if defined(__x86_64__)
 extern const mls_reduce_kernels mls_reduce_avx2;
 extern const mls_reduce_kernels mls_reduce_avx512;
+
+/* The sum of float32 of the AVX2 table, which the AVX-512 table has too. */
+void mls_sum_f32_avx2(void *out, const void *const *sources, size_t count, size_t start,
+                      size_t n, double divisor);
 #endif
 #if defined(__aarch64__)
 extern const mls_reduce_kernels mls_reduce_neon;

@@ -147,7 +147,11 @@ TARGET MLS_INLINED void sum_run(void *out, const void *const *sources, size_t co
 
 MLS_DEFINE_SUM(sum_f16, f16, f16, 2, 2, same[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_bf16, bf16, bf16, 2, 2, same[MLS_REDUCE_SUM][MLS_BF16])
+#if defined(MLS_SUM_F32) /* a table of another width has it */
+#    define sum_f32 MLS_SUM_F32
+#else
 MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
+#endif
 MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
 

@@ -9,8 +9,10 @@
 enum { UNDECIDED = -1 };
 
 static const char *const store_names[MLS_STORES] = {"plain", "stream1", "stream4"};
+static const char *const size_names[MLS_STORE_SIZES] = {"within", "within_4x",
+                                                        "within_16x", "past"};
 static const char *const operation_names[MLS_STORE_OPERATIONS] = {
-    "copy", "fill", "narrow", "widen", "checksum"};
+    "copy", "fill", "narrow", "widen", "checksum", "reduce"};
 
 const char *mls_store_name(mls_store store)
 {
@@ -19,7 +21,7 @@ const char *mls_store_name(mls_store store)
 
 const char *mls_store_size_name(mls_store_size size)
 {
-    return size == MLS_STORING_WITHIN ? "within" : "past";
+    return size_names[size];
 }
 
 const char *mls_store_operation_name(mls_store_operation operation)
@@ -53,10 +55,22 @@ static void limit_sizes(mls_store_choices *choices)
 {
     enum { FORCED_LEAST = 1 << 20 };
     const size_t past = choices->cache_bytes / 2, within = 4 * mls_cpu_cache_bytes(2);
+    size_t least = choices->forced != UNDECIDED ? FORCED_LEAST : within;
+    for (int size = 0; size < MLS_STORING_PAST; size++) {
+        choices->least[size] = least < past ? least : past;
+        least *= 4;
+    }
     choices->least[MLS_STORING_PAST] = past;
-    choices->least[MLS_STORING_WITHIN] = choices->forced != UNDECIDED ? FORCED_LEAST
-                                         : within < past              ? within
-                                                                      : past;
+}
+
+/* The class of a result that is not too small for any. */
+static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
+{
+    int size = MLS_STORING_PAST;
+    while (size > MLS_STORING_WITHIN && bytes < choices->least[size]) {
+        size--;
+    }
+    return (mls_store_size)size;
 }
 
 mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
@@ -128,6 +142,13 @@ mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
     return MLS_STORE_PLAIN;
 }
 
+mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts)
+{
+    const uint64_t result = at / (all == 0 ? 1 : all);
+    *counts = result % 2 != 0;
+    return (mls_store)(result / 2 % variants);
+}
+
 /* Raise a rate to `rate`, if that is higher. */
 static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
 {
@@ -140,7 +161,7 @@ static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
 static void decide(mls_store_choice *choice, unsigned variants, uint64_t best)
 {
     const bool first = atomic_load(&choice->chosen) == UNDECIDED;
-    const bool within = choice->size == MLS_STORING_WITHIN;
+    const bool within = choice->size != MLS_STORING_PAST;
     const uint64_t enough = best - best / (within ? 5 : 16); /* a quarter more is best */
     for (unsigned store = 0; store < variants; store++) {
         if (atomic_load(&choice->rate[store]) >= enough) {
@@ -172,21 +193,23 @@ void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store stor
 
 /* Note that `bytes` will be stored, and begin the trials again when it is time: one
  * thread does, and what others count meanwhile is lost or counts, either of which is
- * good. */
-static void note_stored(mls_store_choice *choice, size_t bytes)
+ * good.  Returns how many bytes were stored before. */
+static uint64_t note_stored(mls_store_choice *choice, size_t bytes)
 {
     const uint64_t before = atomic_fetch_add(&choice->stored, bytes);
     const uint64_t limit = atomic_load(&choice->lasts_until);
     if (before < limit || !atomic_load(&choice->is_decided)) {
-        return;
+        return before;
     }
     bool decided = true;
     if (atomic_compare_exchange_strong(&choice->is_decided, &decided, false)) {
+        atomic_store(&choice->tried_since, before);
         for (int store = 0; store < MLS_STORES; store++) {
             atomic_store(&choice->counted[store], 0);
             atomic_store(&choice->rate[store], 0);
         }
     }
+    return before;
 }
 
 /* Begin the next trial, or go on without if the decision was made meanwhile. */
@@ -198,7 +221,8 @@ static void begin_trial(mls_store_trial *trial)
         trial->choice = NULL;
         return;
     }
-    trial->store = mls_store_next(trial->choice, trial->variants);
+    trial->store = trial->fixed >= 0 ? (mls_store)trial->fixed
+                                     : mls_store_next(trial->choice, trial->variants);
     trial->left = MLS_STORE_TRIAL_BYTES;
     trial->stored = 0;
     trial->started = now();
@@ -208,7 +232,8 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
                                 unsigned variants, mls_destination destination,
                                 size_t bytes)
 {
-    mls_store_trial trial = {.store = MLS_STORE_PLAIN, .left = SIZE_MAX};
+    mls_store_trial trial = {
+        .store = MLS_STORE_PLAIN, .left = SIZE_MAX, .fixed = UNDECIDED, .counts = true};
     if (choices == NULL || variants < 2 ||
         destination.bytes < choices->least[MLS_STORING_WITHIN]) {
         return trial;
@@ -218,14 +243,19 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
         trial.store = (mls_store)(forced < variants ? forced : variants - 1);
         return trial;
     }
-    const bool is_past = destination.bytes >= choices->least[MLS_STORING_PAST];
-    mls_store_choice *choice =
-        &choices->choice[operation][is_past ? MLS_STORING_PAST : MLS_STORING_WITHIN]
-                        [destination.is_fresh];
-    note_stored(choice, bytes);
+    const mls_store_size size = size_of(choices, destination.bytes);
+    mls_store_choice *choice = &choices->choice[operation][size][destination.is_fresh];
+    const uint64_t before = note_stored(choice, bytes);
     if (bytes >= MLS_STORE_TRIAL_LEAST) {
         trial.choice = choice;
         trial.variants = variants;
+        if (size != MLS_STORING_PAST) {
+            const uint64_t since = atomic_load(&choice->tried_since);
+            trial.variants = MLS_STORE_STREAM1 + 1;
+            trial.fixed = (int)mls_store_turn(before < since ? 0 : before - since,
+                                              destination.bytes, trial.variants,
+                                              &trial.counts);
+        }
         begin_trial(&trial);
     } else if (atomic_load(&choice->chosen) != UNDECIDED) {
         trial.store = (mls_store)atomic_load(&choice->chosen);
@@ -249,7 +279,8 @@ void mls_store_advance(mls_store_trial *trial, size_t bytes)
 /* What is too short to be timed does not count. */
 void mls_store_end(mls_store_trial *trial)
 {
-    if (trial->choice != NULL && trial->stored >= MLS_STORE_TRIAL_LEAST) {
+    if (trial->choice != NULL && trial->counts &&
+        trial->stored >= MLS_STORE_TRIAL_LEAST) {
         mls_store_count(trial->choice, trial->variants, trial->store, trial->stored,
                         now() - trial->started);
     }

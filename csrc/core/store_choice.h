@@ -9,11 +9,16 @@
  *   turns over parts of 256 KiB, and the fastest is used from then on.  There is one
  *   decision for each operation, size class and kind of destination.  The bytes stored
  *   are the same whichever variant runs.
- * - A result that fits the last level together with its source may be there already, and
- *   is in the cache when it is read next, unless a stream evicts it.  So a stream must
- * win by a quarter.  The size of the last level alone decides nothing: a virtual machine
- *   with 2 processors reported 480 MiB that it shares with other machines, and one stream
- *   was twice as fast over 224 MiB (bench_copy.py).
+ * - A result that fits the last level together with its source may be in the cache
+ *   already, and is there when it is read next, unless a stream evicts it.  So a stream
+ *   must win by a quarter, and each variant is measured as it is in continued use: it
+ *   stores two whole results in turn, and only the second one counts.  Parts in turn
+ *   measured plain stores to lines that a stream had just evicted, and chose a stream
+ *   that took 1.4 times as long (4 MiB, AMD EPYC family 25 model 17).  Four streams are
+ *   not tried here.
+ * - The size of the last level alone decides nothing: a virtual machine with 2 processors
+ *   reported 480 MiB that it shares with other machines, and one stream was twice as fast
+ *   over 224 MiB (bench_copy.py).
  * - The first copy may mislead: memory that the system has just cleared is in the cache.
  *   So a decision is made again after 64 MiB, and then after every GiB; within the last
  *   level after every 256 MiB, because its memory may be cached once and not the next
@@ -49,6 +54,7 @@ typedef enum mls_store_operation {
     MLS_STORING_NARROW,   /* conversions to items of the same size or smaller */
     MLS_STORING_WIDEN,    /* conversions to larger items */
     MLS_STORING_CHECKSUM, /* a copy with its CRC32C */
+    MLS_STORING_REDUCE,   /* a reduction of several arrays */
     MLS_STORE_OPERATIONS
 } mls_store_operation;
 
@@ -61,6 +67,8 @@ typedef struct mls_destination {
 /* The size of a result decides which measurements count.  Smaller ones are plain. */
 typedef enum mls_store_size {
     MLS_STORING_WITHIN, /* the last level of the cache may hold source and result */
+    MLS_STORING_WITHIN_4X,  /* the same, from 4 times the size on */
+    MLS_STORING_WITHIN_16X, /* the same, from 16 times the size on */
     MLS_STORING_PAST,
     MLS_STORE_SIZES
 } mls_store_size;
@@ -83,6 +91,7 @@ typedef struct mls_store_choice {
     atomic_uint counted[MLS_STORES]; /* trials that ended, since the last decision */
     atomic_uint_fast64_t rate[MLS_STORES]; /* the best of them, in bytes a second */
     atomic_uint_fast64_t stored;           /* bytes, of all operations so far */
+    atomic_uint_fast64_t tried_since;      /* `stored`, when the trials began */
     atomic_uint_fast64_t lasts_until;      /* `stored`, when trials begin again */
 } mls_store_choice;
 
@@ -97,10 +106,10 @@ typedef struct mls_store_choices {
 /* "plain", "stream1" or "stream4". */
 const char *mls_store_name(mls_store store);
 
-/* "within" or "past". */
+/* "within", "within_4x", "within_16x" or "past". */
 const char *mls_store_size_name(mls_store_size size);
 
-/* "copy", "fill", "narrow", "widen" or "checksum". */
+/* "copy", "fill", "narrow", "widen", "checksum" or "reduce". */
 const char *mls_store_operation_name(mls_store_operation operation);
 
 /* Begin without a decision.  `forced` is the text of MLSTATE_COPY: a variant's name,
@@ -114,6 +123,8 @@ typedef struct mls_store_trial {
     size_t left;              /* how many bytes, before mls_store_advance is called */
     mls_store_choice *choice; /* NULL: it is decided, nothing is timed */
     unsigned variants;
+    int fixed;   /* the variant of all trials of this part, or -1: they take turns */
+    bool counts; /* trials are counted */
     size_t stored;
     uint64_t started; /* in nanoseconds */
 } mls_store_trial;
@@ -140,5 +151,10 @@ void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store stor
 
 /* The variant that the next trial is of. */
 mls_store mls_store_next(mls_store_choice *choice, unsigned variants);
+
+/* The variant for the bytes that are stored `at` bytes after the trials began, if
+ * variants take turns over two results of `all` bytes each.  `*counts`: it is the second
+ * result. */
+mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts);
 
 #endif

@@ -239,8 +239,8 @@ void mls_wire_reduce(const mls_bucket *b, const mls_kernels *kernels, mls_wire w
         s->tally = (mls_tally){0};
         add_up(b, kernels, wire, own, received, message, at, s);
         /* one source, in place: what is left to do is to divide and to tally */
-        mls_reduce_run(kernels->cpu, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
-                       &s->tally);
+        mls_reduce_run(kernels, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
+                       mls_cached(), &s->tally);
         at += mls_wire_bytes(wire, s->counts[b->rank]);
     }
 }

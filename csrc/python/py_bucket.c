@@ -479,7 +479,7 @@ static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize
         return PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-        mls_bucket_reduce(&held->bucket, state->kernels->cpu, received.tensor.data,
+        mls_bucket_reduce(&held->bucket, state->kernels, received.tensor.data,
                           sources);
     Py_END_ALLOW_THREADS
     mls_free(sources);

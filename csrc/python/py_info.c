@@ -42,8 +42,23 @@ static PyObject *choice_dict(mls_store_operation operation, bool is_fresh,
                          "gigabytes_per_second", rates_dict(choice));
 }
 
+/* The smallest result of each size class, by the class's name. */
+static PyObject *least_dict(const mls_store_choices *choices)
+{
+    PyObject *dict = PyDict_New();
+    for (int size = 0; dict != NULL && size < MLS_STORE_SIZES; size++) {
+        PyObject *bytes = PyLong_FromSize_t(choices->least[size]);
+        if (bytes == NULL ||
+            mlsp_dict_set(dict, mls_store_size_name((mls_store_size)size), bytes) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(bytes);
+    }
+    return dict;
+}
+
 /* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"};
- * least_bytes: {"within", "past"} */
+ * least_bytes: {"within", "within_4x", "within_16x", "past"} */
 static PyObject *copy_choices(PyObject *module, PyObject *unused)
 {
     (void)unused;
@@ -63,13 +78,11 @@ static PyObject *copy_choices(PyObject *module, PyObject *unused)
         return NULL;
     }
     const int forced = state->choices.forced;
-    const size_t *least = state->choices.least;
-    return Py_BuildValue("{s:s,s:I,s:n,s:{s:n,s:n},s:N}", "forced",
+    return Py_BuildValue("{s:s,s:I,s:n,s:N,s:N}", "forced",
                          forced < 0 ? "auto" : mls_store_name((mls_store)forced),
                          "variants", state->kernels->copy_variants, "cache_bytes",
-                         (Py_ssize_t)state->choices.cache_bytes, "least_bytes", "within",
-                         (Py_ssize_t)least[MLS_STORING_WITHIN], "past",
-                         (Py_ssize_t)least[MLS_STORING_PAST], "choices", list);
+                         (Py_ssize_t)state->choices.cache_bytes, "least_bytes",
+                         least_dict(&state->choices), "choices", list);
 }
 
 /* Copy, convert, fill and checksum large ranges of our own, as long as it takes to
@@ -105,6 +118,7 @@ static PyObject *measure_copies(PyObject *module, PyObject *unused)
 {
     (void)unused;
     enum { BYTES = 16 << 20 }; /* of each side */
+    enum { RESULTS = 4 };      /* two of each variant: see mls_store_turn */
     const mlsp_state *state = mlsp_state_of(module);
     mls_pages pages;
     mls_status st;
@@ -115,7 +129,9 @@ static PyObject *measure_copies(PyObject *module, PyObject *unused)
             memset(pages.data, 1, (size_t)2 * BYTES);
             const size_t least = state->choices.least[MLS_STORING_WITHIN];
             const mls_destination large = {.bytes = BYTES > least ? BYTES : least};
-            run_trials(state, pages.data, pages.data + BYTES, BYTES, large);
+            for (int result = 0; result < RESULTS; result++) {
+                run_trials(state, pages.data, pages.data + BYTES, BYTES, large);
+            }
             mls_pages_fini(&pages);
         }
     Py_END_ALLOW_THREADS

@@ -374,7 +374,7 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 
 /* ---- reduce_scatter ---- */
 
-/* reduce_scatter(bucket, timeout, text) -> [(squares, nonfinite), ...]
+/* reduce_scatter(bucket, timeout, text, tallied) -> [(squares, nonfinite), ...] or None
  *
  * If there is no memory for the list, the sums are there all the same, and the exception
  * passes through finish(), which has no failure of its own to report. */
@@ -385,8 +385,12 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
     mlsp_bucket *held;
     PyObject *found = NULL;
     session s;
-    if (mlsp_take_count("reduce_scatter", 3, count) < 0 ||
+    if (mlsp_take_count("reduce_scatter", 4, count) < 0 ||
         (held = mlsp_bucket_of(args[0])) == NULL) {
+        return NULL;
+    }
+    const int is_tallied = PyObject_IsTrue(args[3]);
+    if (is_tallied < 0) {
         return NULL;
     }
     mls_bucket *b = &held->bucket;
@@ -399,10 +403,11 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
     }
     s.saved = PyEval_SaveThread();
     const mls_code code =
-        mls_local_reduce_scatter(s.place, &s.call, b->segments, b->count, &s.st);
+        mls_local_reduce_scatter(s.place, &s.call, b->segments, b->count, is_tallied != 0,
+                                 &s.st);
     PyEval_RestoreThread(s.saved);
     if (code == MLS_OK) {
-        found = mlsp_bucket_tallies(b);
+        found = is_tallied ? mlsp_bucket_tallies(b) : Py_NewRef(Py_None);
     }
     return finish(&s, code, found);
 }
@@ -742,7 +747,7 @@ static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     const mls_code code =
-        mls_local_join(&shape, (size_t)rank, (int)fd, state->kernels->cpu, &place, &st);
+        mls_local_join(&shape, (size_t)rank, (int)fd, state->kernels, &place, &st);
     if (code != MLS_OK) {
         return mlsp_raise(state, &st, NULL);
     }
@@ -764,7 +769,7 @@ static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize
         take_shape(state, args, &shape, &bytes) < 0) {
         return NULL;
     }
-    if (mls_local_threads(&shape, state->kernels->cpu, places, &st) != MLS_OK) {
+    if (mls_local_threads(&shape, state->kernels, places, &st) != MLS_OK) {
         return mlsp_raise(state, &st, NULL);
     }
     PyObject *list = PyList_New((Py_ssize_t)shape.world);

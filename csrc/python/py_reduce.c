@@ -470,8 +470,10 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     if (reduction_init(state, args[0], args[1], &r) == 0) {
         PyThreadState *saved = mlsp_leave_python(r.n * r.count);
-        mls_reduce_run(cpu_of(state), &r.what, r.data, r.count - 1,
-                       r.views[r.count - 1].tensor.data, r.n, &figures);
+        const mls_tensor *out = &r.views[r.count - 1].tensor;
+        const mls_destination destination = {.bytes = r.n * mls_tensor_item_bytes(out)};
+        mls_reduce_run(state->kernels, &r.what, r.data, r.count - 1, out->data, r.n,
+                       destination, &figures);
         mlsp_resume_python(saved);
         result =
             Py_BuildValue("(dK)", figures.squares, (unsigned long long)figures.nonfinite);

@@ -51,7 +51,7 @@ static inline void threads_with(mls_cpu cpu, mls_local_shape shape,
     mls_local *groups[RANKS_MOST];
     pthread_t threads[RANKS_MOST];
     mls_status st;
-    REQUIRE(mls_local_threads(&shape, cpu, groups, &st) == MLS_OK);
+    REQUIRE(mls_local_threads(&shape, mls_kernels_of(cpu), groups, &st) == MLS_OK);
     for (size_t r = 0; r < shape.world; r++) {
         cases[r] =
             (rank_case){.g = groups[r], .rank = r, .world = shape.world, .run = run};
@@ -95,7 +95,7 @@ static inline void forked_rank(const mls_local_shape *shape, size_t rank, int fd
     rank_case c = {.rank = rank, .world = shape->world};
     mls_status st;
     alarm(60);
-    if (mls_local_join(shape, rank, fd, MLS_CPU_SCALAR, &c.g, &st) != MLS_OK) {
+    if (mls_local_join(shape, rank, fd, mls_kernels_of(MLS_CPU_SCALAR), &c.g, &st) != MLS_OK) {
         printf("    rank %zu: %s\n", rank, st.text);
         fflush(stdout);
         _exit(99);

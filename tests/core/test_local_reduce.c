@@ -136,7 +136,7 @@ static void scatter(rank_case *c)
                                     .reduction = sum_f32,
                                     .tally = {.squares = 99}};
     }
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, &st) == MLS_OK);
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) == MLS_OK);
 #if defined(__linux__)
     const bool lie = placed == ALL && c->world > 1 && c->g->fd >= 0;
     EXPECT(c, (c->g->views[c->rank == 0].count > 0) == lie); /* none sent, or all */
@@ -165,7 +165,7 @@ static void scatter(rank_case *c)
             mls_local_give(owners[s], blocks[s]);
         }
     }
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, NULL, 0, &st) == MLS_OK);
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
 }
 
 /* Blocks that were given back serve the next arrays. */
@@ -215,7 +215,7 @@ static void scatter_large(rank_case *c)
                                 .counts = counts[1],
                                 .out = wide + 1,
                                 .reduction = widened}};
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, 2, &st) == MLS_OK);
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, 2, true, &st) == MLS_OK);
     size_t wrong = 0;
     for (size_t i = 0; i < mine; i++) {
         const float value = total(2, start + i);
@@ -261,7 +261,7 @@ static void overwrite(rank_case *c)
         if (c->rank == 1) {
             usleep(20 * 1000); /* the last to come is the last to read */
         }
-        EXPECT(c, mls_local_reduce_scatter(c->g, &quick, &segment, 1, &st) == MLS_OK);
+        EXPECT(c, mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_OK);
         for (size_t i = 0; i < COUNT; i++) {
             wrong += out[i] != (float)(2 * round + 1);
         }
@@ -295,7 +295,7 @@ static void give_up(rank_case *c)
     segment.reduction.dtype = segment.reduction.out_dtype = MLS_F16;
     EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
     const mls_local_call hasty = {.timeout = c->rank == 0 ? 0.002 : 20};
-    const mls_code code = mls_local_reduce_scatter(c->g, &hasty, &segment, 1, &st);
+    const mls_code code = mls_local_reduce_scatter(c->g, &hasty, &segment, 1, true, &st);
     if (c->rank == 0 && code != MLS_OK) {
         memset(data, 0, COUNT * sizeof *data);
     }
@@ -344,7 +344,7 @@ static void refuse_reductions(rank_case *c)
                            .out = &x,
                            .reduction = wrong};
     EXPECT(c, mls_local_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &st) == MLS_E_VALUE);
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, &segment, 1, &st) == MLS_E_VALUE);
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_E_VALUE);
     EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
 }
 

@@ -171,6 +171,38 @@ static void a_stream_must_win_by_a_quarter_where_the_cache_may_hold_the_result(v
     CHECK(atomic_load(&some[MLS_STORING_PAST][0].chosen) == MLS_STORE_STREAM1);
 }
 
+/* Plain stores to lines that a stream evicted are no measure of plain stores. */
+static void within_the_cache_each_variant_stores_two_results_and_the_second_counts(void)
+{
+    static const struct {
+        mls_store store;
+        bool counts;
+    } wanted[] = {{MLS_STORE_PLAIN, false},   {MLS_STORE_PLAIN, true},
+                  {MLS_STORE_STREAM1, false}, {MLS_STORE_STREAM1, true},
+                  {MLS_STORE_PLAIN, false},   {MLS_STORE_PLAIN, true}};
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        bool counts[2];
+        CHECK(mls_store_turn(i * MIB, MIB, 2, &counts[0]) == wanted[i].store);
+        CHECK(mls_store_turn(i * MIB + MIB - 1, MIB, 2, &counts[1]) == wanted[i].store);
+        CHECK(counts[0] == wanted[i].counts && counts[1] == wanted[i].counts);
+    }
+    mls_store_choices choices;
+    mls_status st;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    choices.least[MLS_STORING_WITHIN] = MIB;
+    choices.least[MLS_STORING_WITHIN_4X] = 4 * MIB;
+    choices.least[MLS_STORING_PAST] = 64 * MIB;
+    const mls_destination d = {.bytes = 2 * MIB};
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        for (int half = 0; half < 2; half++) {
+            mls_store_trial trial =
+                mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
+            REQUIRE(trial.choice != NULL);
+            CHECK(trial.store == wanted[i].store && trial.counts == wanted[i].counts);
+        }
+    }
+}
+
 /* 480 MiB of a last level that other machines share decide nothing by themselves. */
 static void a_large_cache_is_measured_too(void)
 {
@@ -182,6 +214,10 @@ static void a_large_cache_is_measured_too(void)
     CHECK(past == choices.cache_bytes / 2);
     CHECK(within ==
           (4 * mls_cpu_cache_bytes(2) < past ? 4 * mls_cpu_cache_bytes(2) : past));
+    for (int size = MLS_STORING_WITHIN_4X; size < MLS_STORING_PAST; size++) {
+        const size_t more = 4 * choices.least[size - 1];
+        CHECK(choices.least[size] == (more < past ? more : past));
+    }
 }
 
 static void results_are_measured_by_their_size_and_their_pages(void)
@@ -190,6 +226,8 @@ static void results_are_measured_by_their_size_and_their_pages(void)
     mls_status st;
     REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
     choices.least[MLS_STORING_WITHIN] = 2 * MIB;
+    choices.least[MLS_STORING_WITHIN_4X] = 4 * MIB;
+    choices.least[MLS_STORING_WITHIN_16X] = 4 * MIB;
     choices.least[MLS_STORING_PAST] = 4 * MIB;
     mls_destination d = {.bytes = 4 * MIB - 1};
     CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB).choice ==
@@ -305,6 +343,7 @@ static const test_case tests[] = {
     TEST(a_clock_that_stands_still_is_no_trouble),
     TEST(the_environment_forces_a_variant),
     TEST(a_stream_must_win_by_a_quarter_where_the_cache_may_hold_the_result),
+    TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts),
     TEST(a_large_cache_is_measured_too),
     TEST(results_are_measured_by_their_size_and_their_pages),
     TEST(threads_decide_together_and_every_byte_arrives),
