@@ -70,10 +70,12 @@ _NAMES = {
     "_state": ("arrays_of", "tensors_of", "why_not_plain"),
     "_step_warning": ("watch_steps",),
     "_tiers": (
-        "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away", "on_device",
-        "tensors_of_optimizer",
+        "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
+        "on_device", "tensors_of_optimizer",
     ),
-    "_training": ("fill_module", "fill_optimizer", "saved_module", "saved_optimizer"),
+    "_training": (
+        "fill_module", "fill_optimizer", "saved_module", "saved_optimizer",
+    ),
 }
 # fmt: on
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
