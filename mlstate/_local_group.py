@@ -493,8 +493,8 @@ class LocalGroup(Engine):
         """
 
         def perform(link: tuple[float, str]) -> list[tuple[float, int]]:
-            found: list[tuple[float, int]] = self._link.reduce_scatter(bucket, *link, True)
-            return found
+            seconds, words = link
+            return self._link.reduce_scatter(bucket, seconds, words, True)
 
         call = Call("reduce_scatter", check_timeout(timeout), False, text)
         found: list[tuple[float, int]] = self._submit(call, perform)
@@ -526,7 +526,8 @@ class LocalGroup(Engine):
         segments = [_segment(source, rows, target)]
         kind, divisor = _operator(op, self._world_size)
         bucket = _core.bucket(segments, self._world_size, self._rank, kind, divisor)
-        self._link.reduce_scatter(bucket, *link, False)
+        seconds, text = link
+        self._link.reduce_scatter(bucket, seconds, text, False)
 
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
         numbers = _numbers_of(source), _numbers_of(target)

@@ -149,9 +149,9 @@ mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const vo
                               mls_status *st);
 
 /* Reduce the `count` arrays of a bucket (bucket.h) as one operation, nothing being copied
- * together.  Their tallies are zero unless `is_tallied`, which takes time.  Where all arrays of all ranks are in memory of mls_local_take nothing is
- * copied at all, and no rank returns before all have read, unless it fails.  Errors as
- * mls_local_all_reduce. */
+ * together.  Their tallies are zero unless `is_tallied`, which takes time.  Where all
+ * arrays of all ranks are in memory of mls_local_take nothing is copied at all, and no
+ * rank returns before all have read, unless it fails.  Errors as mls_local_all_reduce. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
                                   mls_segment *segments, size_t count, bool is_tallied,
                                   mls_status *st);

@@ -104,11 +104,11 @@ struct mls_local {
     int fd; /* owned; -1 among threads */
     pid_t process;
     const mls_kernels *kernels; /* borrowed */
-    uint64_t written, read;   /* steps published and consumed by this rank */
-    uint64_t number;          /* operations begun */
-    long spins;               /* nanoseconds to spin before sleeping */
-    size_t piece_bytes;       /* of a slot, for one peer */
-    mls_local_blocks *blocks; /* owned, with the arrays in them */
+    uint64_t written, read;     /* steps published and consumed by this rank */
+    uint64_t number;            /* operations begun */
+    long spins;                 /* nanoseconds to spin before sleeping */
+    size_t piece_bytes;         /* of a slot, for one peer */
+    mls_local_blocks *blocks;   /* owned, with the arrays in them */
     mls_local_views views[MLS_LOCAL_MAX_RANKS];
     mls_local_cursor cursors[MLS_LOCAL_MAX_RANKS];
 };
@@ -217,8 +217,8 @@ static inline size_t mls_local_least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Copy through the cache, to a slot or from one; empty ranges may be at NULL.  Slots begin
- * at pages and arrays of NumPy 16 bytes behind one, the case in which memcpy may be
+/* Copy through the cache, to a slot or from one; empty ranges may be at NULL.  Slots
+ * begin at pages and arrays of NumPy 16 bytes behind one, the case in which memcpy may be
  * slowest (copy_avx2.c). */
 static inline void mls_local_copy(const mls_local *g, void *to, const void *from,
                                   size_t bytes)

@@ -366,8 +366,8 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
     const void *at[MOST_CUT];
     const unsigned variants =
         kernels->copy_variants > MLS_STORE_STREAM1 ? MLS_STORE_STREAM1 + 1 : 1;
-    mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE, variants,
-                                            destination, n * to);
+    mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE,
+                                            variants, destination, n * to);
     if (count > MOST_CUT) {
         reduce_plain(kernels_of(kernels->cpu), r, sources, count, out, n, tally);
         return;

@@ -168,8 +168,9 @@ TARGET static inline doubles repeat_f64(double value)
     return _mm512_set1_pd(value);
 }
 
-/* Two threads that add arrays of float32 are bound by memory, and took 3 to 10 % longer with
- * registers of 64 bytes than with 32 (16 to 256 MiB, AMD EPYC family 25 model 17). */
+/* Two threads that add arrays of float32 are bound by memory, and took 3 to 10 % longer
+ * with registers of 64 bytes than with 32 (16 to 256 MiB, AMD EPYC family 25 model 17).
+ */
 #    define MLS_SUM_F32 mls_sum_f32_avx2
 
 #    include "reduce_lanes.h"

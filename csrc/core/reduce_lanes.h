@@ -147,10 +147,9 @@ TARGET MLS_INLINED void sum_run(void *out, const void *const *sources, size_t co
 
 MLS_DEFINE_SUM(sum_f16, f16, f16, 2, 2, same[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_bf16, bf16, bf16, 2, 2, same[MLS_REDUCE_SUM][MLS_BF16])
-#if defined(MLS_SUM_F32) /* a table of another width has it */
-#    define sum_f32 MLS_SUM_F32
-#else
+#if !defined(MLS_SUM_F32) /* the table of another width has it */
 MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
+#    define MLS_SUM_F32 sum_f32
 #endif
 MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
@@ -570,7 +569,7 @@ TARGET static double sum_squares_bf16(void *out, const void *const *sources, siz
     {                                                                                    \
         .same = {[MLS_REDUCE_SUM] = {[MLS_F16] = sum_f16,                                \
                                      [MLS_BF16] = sum_bf16,                              \
-                                     [MLS_F32] = sum_f32,                                \
+                                     [MLS_F32] = MLS_SUM_F32,                            \
                                      [MLS_F64] = sum_f64}},                              \
         .wide =                                                                          \
             {[MLS_REDUCE_SUM] = {[MLS_F16] = sum_wide_f16, [MLS_BF16] = sum_wide_bf16}}, \

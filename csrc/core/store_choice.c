@@ -252,9 +252,9 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
         if (size != MLS_STORING_PAST) {
             const uint64_t since = atomic_load(&choice->tried_since);
             trial.variants = MLS_STORE_STREAM1 + 1;
-            trial.fixed = (int)mls_store_turn(before < since ? 0 : before - since,
-                                              destination.bytes, trial.variants,
-                                              &trial.counts);
+            trial.fixed =
+                (int)mls_store_turn(before < since ? 0 : before - since,
+                                    destination.bytes, trial.variants, &trial.counts);
         }
         begin_trial(&trial);
     } else if (atomic_load(&choice->chosen) != UNDECIDED) {

@@ -66,7 +66,7 @@ typedef struct mls_destination {
 
 /* The size of a result decides which measurements count.  Smaller ones are plain. */
 typedef enum mls_store_size {
-    MLS_STORING_WITHIN, /* the last level of the cache may hold source and result */
+    MLS_STORING_WITHIN,     /* the last level of the cache may hold source and result */
     MLS_STORING_WITHIN_4X,  /* the same, from 4 times the size on */
     MLS_STORING_WITHIN_16X, /* the same, from 16 times the size on */
     MLS_STORING_PAST,

@@ -479,8 +479,7 @@ static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize
         return PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-        mls_bucket_reduce(&held->bucket, state->kernels, received.tensor.data,
-                          sources);
+        mls_bucket_reduce(&held->bucket, state->kernels, received.tensor.data, sources);
     Py_END_ALLOW_THREADS
     mls_free(sources);
     mlsp_view_release(&received);

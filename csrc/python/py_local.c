@@ -374,7 +374,7 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 
 /* ---- reduce_scatter ---- */
 
-/* reduce_scatter(bucket, timeout, text, tallied) -> [(squares, nonfinite), ...] or None
+/* reduce_scatter(bucket, timeout, text, tallied) -> [(squares, nonfinite), ...]; empty unless tallied
  *
  * If there is no memory for the list, the sums are there all the same, and the exception
  * passes through finish(), which has no failure of its own to report. */
@@ -402,12 +402,11 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         return NULL;
     }
     s.saved = PyEval_SaveThread();
-    const mls_code code =
-        mls_local_reduce_scatter(s.place, &s.call, b->segments, b->count, is_tallied != 0,
-                                 &s.st);
+    const mls_code code = mls_local_reduce_scatter(s.place, &s.call, b->segments,
+                                                   b->count, is_tallied != 0, &s.st);
     PyEval_RestoreThread(s.saved);
     if (code == MLS_OK) {
-        found = is_tallied ? mlsp_bucket_tallies(b) : Py_NewRef(Py_None);
+        found = is_tallied ? mlsp_bucket_tallies(b) : PyList_New(0);
     }
     return finish(&s, code, found);
 }

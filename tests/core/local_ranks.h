@@ -95,7 +95,8 @@ static inline void forked_rank(const mls_local_shape *shape, size_t rank, int fd
     rank_case c = {.rank = rank, .world = shape->world};
     mls_status st;
     alarm(60);
-    if (mls_local_join(shape, rank, fd, mls_kernels_of(MLS_CPU_SCALAR), &c.g, &st) != MLS_OK) {
+    if (mls_local_join(shape, rank, fd, mls_kernels_of(MLS_CPU_SCALAR), &c.g, &st) !=
+        MLS_OK) {
         printf("    rank %zu: %s\n", rank, st.text);
         fflush(stdout);
         _exit(99);

@@ -77,7 +77,8 @@ static void every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks(void)
     size_t start = 0;
     for (size_t rank = 0; rank < WORLD; rank++) {
         rank_data *r = &ranks[rank];
-        mls_bucket_reduce(&r->bucket, mls_kernels_of(MLS_CPU_SCALAR), r->received, sources);
+        mls_bucket_reduce(&r->bucket, mls_kernels_of(MLS_CPU_SCALAR), r->received,
+                          sources);
         for (size_t i = 0; i < weight_counts[rank]; i++) {
             const float *all[] = {ranks[0].weights, ranks[1].weights, ranks[2].weights};
             const float first = all[0][start + i] + all[1][start + i];

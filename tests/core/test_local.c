@@ -35,7 +35,8 @@ static void impossible_shapes_are_refused(void)
         size_t bytes = 7;
         CHECK(mls_local_measure(&shape, &bytes, &st) == MLS_E_VALUE);
         CHECK(bytes == 7 && shape.depth == wrong[i].depth);
-        CHECK(mls_local_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &st) == MLS_E_VALUE);
+        CHECK(mls_local_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &st) ==
+              MLS_E_VALUE);
         CHECK(groups[0] == NULL);
     }
 }
@@ -53,20 +54,26 @@ static void a_file_that_is_no_group_is_refused_and_closed(void)
     size_t bytes = 0;
     REQUIRE(mls_local_measure(&shape, &bytes, &st) == MLS_OK);
     int fd = shared_file(bytes - 1);
-    CHECK(mls_local_join(&shape, 0, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) == MLS_E_VALUE);
+    CHECK(mls_local_join(&shape, 0, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
+          MLS_E_VALUE);
     CHECK(strstr(st.text, "bytes, not") != NULL && !is_open(fd));
     fd = shared_file(bytes);
-    CHECK(mls_local_join(&shape, 2, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) == MLS_E_VALUE);
+    CHECK(mls_local_join(&shape, 2, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
+          MLS_E_VALUE);
     CHECK_TEXT(st.text, "rank 2 of 2 ranks");
     CHECK(!is_open(fd));
-    CHECK(mls_local_join(&shape, 0, -1, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) == MLS_E_IO);
+    CHECK(mls_local_join(&shape, 0, -1, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
+          MLS_E_IO);
     fd = shared_file(bytes);
     const int again = dup(fd), third = dup(fd);
-    REQUIRE(mls_local_join(&shape, 0, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) == MLS_OK);
-    CHECK(mls_local_join(&shape, 0, again, mls_kernels_of(MLS_CPU_SCALAR), &other, &st) == MLS_E_VALUE);
+    REQUIRE(mls_local_join(&shape, 0, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
+            MLS_OK);
+    CHECK(mls_local_join(&shape, 0, again, mls_kernels_of(MLS_CPU_SCALAR), &other, &st) ==
+          MLS_E_VALUE);
     CHECK_TEXT(st.text, "rank 0 is taken");
     mls_local_shape deeper = {.world = 1, .slot_bytes = 4096};
-    CHECK(mls_local_join(&deeper, 0, third, mls_kernels_of(MLS_CPU_SCALAR), &other, &st) == MLS_E_VALUE);
+    CHECK(mls_local_join(&deeper, 0, third, mls_kernels_of(MLS_CPU_SCALAR), &other,
+                         &st) == MLS_E_VALUE);
     CHECK(strstr(st.text, "another shape") != NULL && !is_open(third));
     CHECK(other == NULL);
     mls_local_free(g);
@@ -89,7 +96,8 @@ static void an_aborted_group_says_who(void)
     mls_local *groups[2];
     mls_status st;
     char text[MLS_TEXT_BYTES] = "";
-    REQUIRE(mls_local_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &st) == MLS_OK);
+    REQUIRE(mls_local_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &st) ==
+            MLS_OK);
     CHECK(!mls_local_ended(groups[0], text, sizeof text));
     mls_local_abort(groups[1]);
     mls_local_abort(groups[0]); /* too late to be blamed */
@@ -114,8 +122,8 @@ static void a_forked_child_neither_uses_nor_ends_the_group(void)
     mls_status st;
     size_t bytes = 0;
     REQUIRE(mls_local_measure(&shape, &bytes, &st) == MLS_OK);
-    REQUIRE(mls_local_join(&shape, 0, shared_file(bytes), mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
-            MLS_OK);
+    REQUIRE(mls_local_join(&shape, 0, shared_file(bytes), mls_kernels_of(MLS_CPU_SCALAR),
+                           &g, &st) == MLS_OK);
     const pid_t pid = fork();
     REQUIRE(pid >= 0);
     if (pid == 0) {

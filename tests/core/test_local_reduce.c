@@ -136,7 +136,8 @@ static void scatter(rank_case *c)
                                     .reduction = sum_f32,
                                     .tally = {.squares = 99}};
     }
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) == MLS_OK);
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) ==
+                  MLS_OK);
 #if defined(__linux__)
     const bool lie = placed == ALL && c->world > 1 && c->g->fd >= 0;
     EXPECT(c, (c->g->views[c->rank == 0].count > 0) == lie); /* none sent, or all */
@@ -261,7 +262,8 @@ static void overwrite(rank_case *c)
         if (c->rank == 1) {
             usleep(20 * 1000); /* the last to come is the last to read */
         }
-        EXPECT(c, mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_OK);
+        EXPECT(c,
+               mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_OK);
         for (size_t i = 0; i < COUNT; i++) {
             wrong += out[i] != (float)(2 * round + 1);
         }
@@ -344,7 +346,8 @@ static void refuse_reductions(rank_case *c)
                            .out = &x,
                            .reduction = wrong};
     EXPECT(c, mls_local_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &st) == MLS_E_VALUE);
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_E_VALUE);
+    EXPECT(c,
+           mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_E_VALUE);
     EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
 }
 

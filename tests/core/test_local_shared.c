@@ -112,7 +112,8 @@ static void an_array_outlives_the_group(void)
     mls_status st;
     size_t bytes;
     REQUIRE(mls_local_measure(&shape, &bytes, &st) == MLS_OK);
-    REQUIRE(mls_local_join(&shape, 0, file_of(bytes), mls_kernels_of(MLS_CPU_SCALAR), &g, &st) == MLS_OK);
+    REQUIRE(mls_local_join(&shape, 0, file_of(bytes), mls_kernels_of(MLS_CPU_SCALAR), &g,
+                           &st) == MLS_OK);
     mls_local_blocks *owner;
     void *data = NULL;
     REQUIRE(mls_local_take(g, 100, &data, &owner, &st) == MLS_OK);

@@ -117,12 +117,14 @@ static bool sets_agree(const mls_reduction *r, size_t count, size_t n, size_t of
     for (size_t s = 0; s < count; s++) {
         sources[s] = input[s] + offset;
     }
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), r, sources, count, wanted + offset, n, mls_cached(), &oracle);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), r, sources, count, wanted + offset, n,
+                   mls_cached(), &oracle);
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         if (mls_cpu_offers((mls_cpu)cpu)) {
             mls_tally tally = {0};
             memset(found, 0xA5, sizeof found);
-            mls_reduce_run(mls_kernels_of((mls_cpu)cpu), r, sources, count, found + offset, n, mls_cached(), &tally);
+            mls_reduce_run(mls_kernels_of((mls_cpu)cpu), r, sources, count,
+                           found + offset, n, mls_cached(), &tally);
             agree = agree && same_tally(oracle, tally) && found[offset - 1] == 0xA5 &&
                     found[offset + n * item(r->out_dtype)] == 0xA5 &&
                     same_items(r->out_dtype, wanted + offset, found + offset, n);
@@ -298,7 +300,8 @@ static void sixteen_bit_sums_are_rounded_once(void)
     }
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         if (mls_cpu_offers((mls_cpu)cpu)) {
-            mls_reduce_run(mls_kernels_of((mls_cpu)cpu), &r, sources, 3, out, 40, mls_cached(), NULL);
+            mls_reduce_run(mls_kernels_of((mls_cpu)cpu), &r, sources, 3, out, 40,
+                           mls_cached(), NULL);
             CHECK(out[0] == 0x6801 && out[39] == 0x6801); /* 2050 */
         }
     }
@@ -310,9 +313,11 @@ static void sums_are_made_in_the_order_of_the_sources(void)
     const void *const one[] = {&a, &b, &c}, *const other[] = {&a, &c, &b};
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
     float out = 9;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, one, 3, &out, 1, mls_cached(), NULL);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, one, 3, &out, 1, mls_cached(),
+                   NULL);
     CHECK(out == 1);
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, other, 3, &out, 1, mls_cached(), NULL);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, other, 3, &out, 1, mls_cached(),
+                   NULL);
     CHECK(out == 0);
 }
 
@@ -322,7 +327,8 @@ static void a_mean_is_divided_before_it_is_rounded(void)
     const void *const sources[] = {&most, &most};
     const mls_reduction r = {MLS_F16, MLS_F16, MLS_REDUCE_SUM, 2};
     uint16_t out = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 2, &out, 1, mls_cached(), NULL);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 2, &out, 1, mls_cached(),
+                   NULL);
     CHECK(out == most);
 }
 
@@ -334,13 +340,16 @@ static void integers_wrap(void)
     mls_reduction r = {MLS_U8, MLS_U8, MLS_REDUCE_SUM, 1};
     uint8_t byte = 0;
     int32_t word = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, bytes, 2, &byte, 1, mls_cached(), NULL);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, bytes, 2, &byte, 1, mls_cached(),
+                   NULL);
     CHECK(byte == 44);
     r.dtype = r.out_dtype = MLS_I32;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(), NULL);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(),
+                   NULL);
     CHECK(word == INT32_MIN);
     r.op = MLS_REDUCE_MAX;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(), NULL);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(),
+                   NULL);
     CHECK(word == INT32_MAX);
 }
 
@@ -353,12 +362,14 @@ static void a_nan_wins_minima_and_maxima(void)
         const mls_reduction r = {MLS_F32, MLS_F32,
                                  i < 3 ? MLS_REDUCE_MIN : MLS_REDUCE_MAX, 1};
         float out = 0;
-        mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[i % 3], 3, &out, 1, mls_cached(), NULL);
+        mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[i % 3], 3, &out, 1,
+                       mls_cached(), NULL);
         CHECK(isnan(out));
     }
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_MIN, 1};
     float out = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[0] + 1, 2, &out, 1, mls_cached(), NULL);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[0] + 1, 2, &out, 1,
+                   mls_cached(), NULL);
     CHECK(out == 1);
 }
 
@@ -373,7 +384,8 @@ static void the_output_may_be_a_source(void)
                 x[i / 200][i % 200] = (float)i;
             }
             if (mls_cpu_offers((mls_cpu)cpu)) {
-                mls_reduce_run(mls_kernels_of((mls_cpu)cpu), &r, sources, 3, x[target], 200, mls_cached(), NULL);
+                mls_reduce_run(mls_kernels_of((mls_cpu)cpu), &r, sources, 3, x[target],
+                               200, mls_cached(), NULL);
                 CHECK(x[target][0] == 600 && x[target][199] == 600 + 3 * 199);
             }
         }
@@ -553,7 +565,8 @@ static void empty_and_scalar_tensors_are_added(void)
     CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &none, &none, 3, &tally, &st) == MLS_OK);
     CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &none, 3, &st) == MLS_OK);
     mls_tally_of(MLS_CPU_SCALAR, NULL, &none, &tally);
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 1, NULL, 0, mls_cached(), &tally);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 1, NULL, 0, mls_cached(),
+                   &tally);
     CHECK(tally.squares == 49 && tally.nonfinite == 0);
 }
 
