@@ -8,7 +8,7 @@ from typing import Any
 
 from ._collective_args import check_group, check_timeout
 from ._fsdp_reduce import Terms
-from ._fsdp_runs import Runs
+from ._fsdp_runs import Reductions
 from ._fsdp_unit import dtype_text
 from ._set_module import set_module
 from .collectives import ReduceOp
@@ -118,7 +118,7 @@ class FSDP:
             "compression": compression,
         }
         self._timeout = check_timeout(timeout)
-        self._runs = Runs(
+        self._reductions = Reductions(
             process_group, self._terms, settings, timeout=self._timeout, record=record
         )
 

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ._arrays import is_torch
+from ._collective_args import dtype_name
 from ._common.backend import backend_named
 from ._fsdp import FSDP
-from ._fsdp_operation import check_local, is_empty
-from ._fsdp_register import (
-    check_gradients,
-    check_parameter,
-    check_units,
-    note_hooked,
-    put_back,
-    refuse_shared_hooks,
-    refuse_shared_parameters,
-)
+from ._fsdp_register import ModelHooks, check_gradients
 from ._fsdp_report import BackwardReport
-from ._fsdp_unit import FSDPShardingUnit
+from ._fsdp_runs import BackwardPass, BucketPlan
+from ._fsdp_unit import FSDPShardingUnit, bind_unit, bind_units, check_units
 from ._fsdp_verify import GradientReport, compare, compare_sums
-from ._gradients import add, clear, copied
+from ._gradients import LocalSums, add, clear, copied
 from ._set_module import set_module
 from ._turns import Turns
+from .errors import CompatibilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from ._fsdp_reduce import Entry
-
-_MISSING = "the backward pass gave no gradient"
-_NOT_WORTH_A_THREAD = 1 << 20  # bytes of a last bucket that `finish` reduces itself
+    from ._common.backend import ModuleHooks
 
 
 @set_module("mlstate.fsdp")
@@ -79,39 +72,16 @@ class FSDPBackwardHook:
                 "FSDP(group)"
             )
         self._fsdp = fsdp
-        self._runs = fsdp._runs
-        self._handles: list[Any] = []
-        self._parameters: dict[str, Any] = {}  # of torch, by name
-        self._units: dict[str, FSDPShardingUnit] = {}
-        self._buckets: list[list[FSDPShardingUnit]] = []
-        self._plan = b""  # stands for all of them
-        self._bucket_of: dict[str, int] = {}  # by parameter
-        self._at_once = 0  # how many of the buckets are reduced as soon as they are full
-        self._accumulate = False
-        self._keep = False  # full gradients stay with torch's parameters
-        self._gradients = "shard"
-        self._model: Any = None  # with hooks of this object, if it is no module of torch
-        self._taken: set[str] = set()  # parameters whose gradients were taken off
-        self._has_warned = False  # that an optimizer found none
-        self._earlier: dict[str, Any] = {}  # reduced gradients that a pass adds to
+        self._reductions = fsdp._reductions
+        self._plan = BucketPlan({}, self._reductions, accumulate=False)
+        self._pass: BackwardPass | None = None
+        self._module_hooks: ModuleHooks | None = None  # of a torch module
+        self._model_hooks: ModelHooks | None = None  # of another model
         self._sync = True
-        self._held: dict[str, Any] = {}
-        self._unsent: set[str] = set()  # what torch's parameters hold of passes in no_sync
-        self._lock = threading.Lock()
+        self._sums = LocalSums()  # of passes in `no_sync`, except those in parameter.grad
+        self._lock = threading.Lock()  # of `_pass`
         self._calls = Turns("mlstate-fsdp-calls", fsdp.rank)
         self._report: BackwardReport | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        """Be ready for another backward pass."""
-        self._arrived: dict[str, Entry] = {}
-        self._next = 0  # the bucket that is reduced next
-        self._lacking = [len(bucket) for bucket in self._buckets]  # gradients still to come
-        self._full = [0.0] * len(self._buckets)  # when the last one came, if that is recorded
-        self._works: list[Any] = []
-        self._times: list[tuple[str, float]] = []
-        self._running = False
-        self._pass: Any = None  # of torch: a weak reference that ends with the backward pass
 
     def __enter__(self) -> FSDPBackwardHook:
         return self
@@ -120,7 +90,7 @@ class FSDPBackwardHook:
         self.close()
 
     def __repr__(self) -> str:
-        return f"FSDPBackwardHook({self._fsdp!r}, {len(self._units)} parameters)"
+        return f"FSDPBackwardHook({self._fsdp!r}, {len(self._plan.units)} parameters)"
 
     # ---- hooks ----
 
@@ -201,124 +171,65 @@ class FSDPBackwardHook:
         check_gradients(gradients, named is not None, keep_full_gradient or accumulate)
         if sharding_units is None or not len(sharding_units):
             return
-        check_units(sharding_units)
-        for unit in sharding_units.values():
-            self._runs.bind(unit)
-        if self._handles or self._units:
-            raise ValueError("this object has hooks already; close it, or make another one")
+        self._bind(sharding_units)
+        units = dict(sharding_units)
         if named is not None:
-            self._gradients = gradients
-            self._register_torch(model, sharding_units, keep_full_gradient or gradients == "full")
+            is_full = gradients == "full"
+            self._module_hooks = backend_named("torch").hook_module(
+                model, units, self._receive, is_full=is_full, keep=keep_full_gradient
+            )
+            units = {name: units[name] for name in self._module_hooks.parameters}
         elif hasattr(model, "register_backward_hook"):
-            refuse_shared_hooks(self, model, sharding_units)
-            self._model = model
-            for name, unit in sharding_units.items():
-                handle = model.register_backward_hook(name, self._spec_hook(unit))
-                if hasattr(handle, "remove"):
-                    self._handles.append(handle)
-            self._units = dict(sharding_units)
+            self._model_hooks = ModelHooks(model, units, self._scatter_in_hook)
         else:
             raise TypeError(
                 "model must be a torch module, or have register_backward_hook(name, function); "
                 f"got {type(model).__name__}. For a loop of your own: use_units and add_gradient"
             )
-        self._accumulate = accumulate
-        self._divide()
-        note_hooked(self)
+        self._plan = BucketPlan(units, self._reductions, accumulate=accumulate)
 
-    def _divide(self) -> None:
-        """Divide the units into buckets, once for all passes."""
-        self._buckets = list(self._runs.buckets(reversed(self._units.values())))
-        self._plan = self._runs.plan(self._units.values())
-        self._bucket_of = {
-            unit.parameter_name: number
-            for number, bucket in enumerate(self._buckets)
-            for unit in bucket
-        }
-        last = self._buckets[-1] if self._buckets else []
-        size = sum(unit.full_bytes for unit in last)
-        self._at_once = len(self._buckets) - int(size < _NOT_WORTH_A_THREAD)
-        self._forget()
+    def _bind(self, units: Mapping[str, FSDPShardingUnit]) -> None:
+        """Check units, and that this object has none yet."""
+        bind_units(units, self._reductions.rank, self._reductions.world_size)
+        if self._plan.units:
+            raise ValueError("this object has hooks already; close it, or make another one")
 
-    def _register_torch(
-        self, model: Any, units: Mapping[str, FSDPShardingUnit], keep: bool
-    ) -> None:
-        backend = backend_named("torch")
-        parameters = backend.parameters_of(model)
-        for name, unit in units.items():
-            check_parameter(unit, parameters.get(name), model, parameters)
-        refuse_shared_parameters(self, {name: parameters[name] for name in units})
-        if not keep:
-            backend.watch_steps()
-        for name, parameter in parameters.items():  # the order that all ranks have
-            if name in units:
-                units[name].like = parameter.detach()
-                self._units[name] = units[name]
-                self._parameters[name] = parameter
-                hook = self._torch_hook(name, parameter)
-                self._handles.append(backend.watch(parameter, hook))
-                if self._gradients == "full":
-                    before = partial(self._set_aside, name, parameter)
-                    self._handles.append(backend.watch_before(parameter, before))
-        self._keep = keep
-
-    def _torch_hook(self, name: str, parameter: Any) -> Callable[[Any], None]:
-        def ready(gradient: Any) -> None:
-            if not self._sync:
-                self._unsent.add(name)
-                return
-            with self._lock:
-                if self._pass is None or self._pass() is None:
-                    self._begin_torch()
-                self._unsent.discard(name)
-                if self._keep:
-                    self._add(name, gradient)
-                else:
-                    self._add(name, gradient, self._take(name, parameter, gradient))
-
-        return ready
-
-    def _set_aside(self, name: str, parameter: Any) -> None:
-        """Keep a reduced gradient apart from the one that a pass is about to add to it."""
-        if parameter.grad is None:
-            self._earlier.pop(name, None)
-        elif name not in self._unsent:
-            self._earlier[name], parameter.grad = parameter.grad, None
-
-    def _take(self, name: str, parameter: Any, gradient: Any) -> Callable[[], None]:
-        """Take a gradient off its parameter, and return what puts it back if that is to be."""
-        parameter.grad = None
-        self._taken.add(name)
-        return partial(put_back, parameter, gradient, self._pass)
-
-    def _begin_torch(self) -> None:
-        """Have torch call `finish` when the pass ends whose first gradient is there."""
-        self._drop_what_was_cut_short()
-        if self._pass is None:
-            self._pass = backend_named("torch").begin_pass(lambda: self.finish(), self._fsdp.rank)
-
-    def _drop_what_was_cut_short(self) -> None:
-        """Forget a backward pass that an error ended before all gradients were there."""
-        if self._pass is None or self._pass() is not None:
+    def _receive(self, name: str, _: Any) -> None:
+        """Take the gradient that torch has just made of a parameter."""
+        hooks = self._module_hooks
+        assert hooks is not None
+        if not self._sync:
+            hooks.unsent.add(name)
             return
-        if self._running:
-            self._give_up()
-        else:
-            self._forget()
+        with self._lock:
+            self._abandon_aborted()
+            token = None if self._pass is None else self._pass.token
+            if token is None:
+                token = backend_named("torch").begin_pass(self.finish, self._reductions.rank)
+            gradient, on_failure = hooks.take(name, token)
+            if self._pass is None:
+                self._pass = BackwardPass(self._plan, self._reductions)
+            self._pass.token = token
+            self._pass.add(name, gradient, on_failure)
 
-    def _spec_hook(self, unit: FSDPShardingUnit) -> Callable[[Any], Any]:
-        def scatter(gradient: Any) -> Any:
-            if not self._sync:
-                self._hold(unit.parameter_name, gradient)
-                return gradient
-            name = unit.parameter_name
-            if name not in self._units:  # closed, and the model had no way to remove this
-                return gradient
-            entry = self._runs.entry(unit, *self._sum(name, gradient))
-            self._runs.reduce_now("scatter_gradient", [entry], accumulate=self._accumulate)
-            return unit.local_gradient
+    def _abandon_aborted(self) -> None:
+        """Abandon a pass of torch that an error ended before all gradients had arrived."""
+        current = self._pass
+        if current is not None and current.token is not None and current.token() is None:
+            self._pass = None
+            current.abandon()
 
-        return scatter
+    def _scatter_in_hook(self, name: str, gradient: Any) -> Any:
+        """Scatter a gradient of a model that is not a torch module."""
+        if not self._sync:
+            self._sums.add(name, gradient)
+            return gradient
+        unit = self._plan.units.get(name)
+        if unit is None:  # this object is closed, and the model cannot remove hooks
+            return gradient
+        gradient, problem = self._sums.take(name, gradient)
+        accumulate = self._plan.accumulate
+        return self._reductions.scatter_one(unit, gradient, problem, accumulate=accumulate)
 
     def use_units(
         self, sharding_units: Mapping[str, FSDPShardingUnit], *, accumulate: bool = False
@@ -351,14 +262,8 @@ class FSDPBackwardHook:
         >>> units["b"].local_gradient
         array([1., 1.])
         """
-        check_units(sharding_units)
-        for unit in sharding_units.values():
-            self._runs.bind(unit)
-        if self._units:
-            raise ValueError("this object has hooks already; close it, or make another one")
-        self._units = dict(sharding_units)
-        self._accumulate = accumulate
-        self._divide()
+        self._bind(sharding_units)
+        self._plan = BucketPlan(sharding_units, self._reductions, accumulate=accumulate)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -388,30 +293,6 @@ class FSDPBackwardHook:
         finally:
             self._sync = before
 
-    def _hold(self, name: str, gradient: Any) -> None:
-        """Keep what `no_sync` gathers; the first gradient is copied."""
-        if gradient is None:  # nothing to add
-            return
-        if name in self._held:
-            add({name: self._held[name]}, {name: gradient})
-        else:
-            self._held[name] = copied(gradient)
-
-    def _with_held(self, name: str, gradient: Any) -> Any:
-        held = self._held.pop(name, None)
-        if held is None:
-            return gradient
-        if gradient is not None:
-            add({name: held}, {name: gradient})
-        return held
-
-    def _sum(self, name: str, gradient: Any) -> tuple[Any, str]:
-        """Return what this rank has of a gradient altogether, and what is wrong with it."""
-        try:
-            return self._with_held(name, gradient), ""
-        except Exception as error:  # told to all ranks, which wait for this gradient
-            return None, f"{type(error).__name__}: {error}"
-
     # ---- one backward pass ----
 
     def add_gradient(self, name: str, gradient: Any) -> None:
@@ -433,56 +314,18 @@ class FSDPBackwardHook:
         --------
         See `use_units`.
         """
-        if name not in self._units:
+        if name not in self._plan.units:
             raise ValueError(f"{name!r} has no sharding unit here")
         if not self._sync:
-            self._hold(name, gradient)
+            self._sums.add(name, gradient)
             return
-        why = ""
-        if self._held:
-            gradient, why = self._sum(name, gradient)
+        problem = ""
+        if self._sums:
+            gradient, problem = self._sums.take(name, gradient)
         with self._lock:
-            self._add(name, gradient, None, why)
-
-    def _add(
-        self, name: str, gradient: Any, lost: Callable[[], None] | None = None, why: str = ""
-    ) -> None:
-        """Take a gradient of a pass, and hand over what it completes; with the lock held."""
-        if not self._running:
-            self._runs.begin()
-            self._running = True
-        if name in self._arrived:
-            if lost is not None:
-                lost()
-            raise ValueError(f"{name!r} has a gradient already in this backward pass")
-        self._arrived[name] = self._runs.entry(self._units[name], gradient, why, lost)
-        number = self._bucket_of[name]
-        self._lacking[number] -= 1
-        if self._runs.events is not None:
-            self._full[number] = perf_counter()
-            self._times.append((name, self._full[number]))
-        if number == self._next and self._lacking[number] == 0:
-            self._send_what_is_full()
-
-    def _send_what_is_full(self) -> None:
-        """Hand over buckets whose gradients are all there, in their order.
-
-        Not the last one, if it is small: little is left of the pass to go on meanwhile.
-        """
-        while self._next < self._at_once and self._lacking[self._next] == 0:
-            self._works.append(self._send_next(later=True))
-
-    def _send_next(self, *, later: bool) -> Any:
-        """Have a bucket reduced here, or later by the thread; its gradients are all there."""
-        number, self._next = self._next, self._next + 1
-        entries = [self._arrived[unit.parameter_name] for unit in self._buckets[number]]
-        return self._runs.reduce_bucket(
-            entries,
-            self._plan,
-            accumulate=self._accumulate,
-            since=self._full[number],
-            later=later,
-        )
+            if self._pass is None:
+                self._pass = BackwardPass(self._plan, self._reductions)
+            self._pass.add(name, gradient, None, problem)
 
     def finish(self) -> None:
         """End a backward pass: wait until all gradients are scattered.
@@ -502,90 +345,40 @@ class FSDPBackwardHook:
         See `use_units`.
         """
         with self._lock:
-            self._drop_what_was_cut_short()
-            if not self._running:
+            self._abandon_aborted()
+            if self._pass is None:
                 if not self._sync:
                     return
-                self._runs.begin()
+                self._pass = BackwardPass(self._plan, self._reductions)
+            current, hooks = self._pass, self._module_hooks
             ended = perf_counter()
             try:
-                self._finish()
-                if self._gradients == "full":
-                    self._gather_full()
+                self._add_missing(current)
+                current.finish()
+                if hooks is not None and hooks.is_full:
+                    fsdp = self._fsdp
+                    hooks.gather_full(self._plan.buckets, fsdp.process_group, fsdp.timeout)
             except BaseException:
-                self._drop_full()
+                if hooks is not None and hooks.is_full:
+                    hooks.drop_full()
                 raise
             finally:
-                if self._runs.events is not None:
-                    self._report = BackwardReport(self._times, ended, self._runs.events)
-                self._runs.end()
-                self._forget()
+                self._pass = None
+                current.session.close()
+                if current.session.events is not None:
+                    self._report = BackwardReport(current.times, ended, current.session.events)
 
-    def _finish(self) -> None:
-        missing = self._units if len(self._arrived) < len(self._units) else {}
-        for name, unit in missing.items():
-            if name not in self._arrived:
-                held, lost = self._with_held(name, None), None
-                if held is None and name in self._unsent:
-                    held = self._parameters[name].grad
-                    lost = None if self._keep else self._take(name, self._parameters[name], held)
-                elif self._gradients == "full":
-                    self._set_aside(name, self._parameters[name])
-                absent = held is None and not self._fsdp.allow_unused
-                why = _MISSING if absent else ""
-                self._arrived[name] = self._runs.entry(unit, held, why, lost)
-                self._full[self._bucket_of[name]] = perf_counter()
-        self._unsent.clear()
-        error = self._wait(to_the_end=True)
-        if error is not None:  # the group is broken: there is nobody to end a run with
-            raise error
-        self._runs.finish("backward pass")
-
-    def _gather_full(self) -> None:
-        """Leave each parameter its reduced full gradient."""
-        gather_full = backend_named("torch").gather_full
-        for bucket in self._buckets:
-            self._runs.run("all_gather", partial(gather_full, self._fsdp, bucket, self._parameters))
-        for name, earlier in self._earlier.items():
-            self._parameters[name].grad = earlier.add_(self._parameters[name].grad)
-        self._earlier = {}
-
-    def _drop_full(self) -> None:
-        """Leave no gradient that is not reduced in the place of one that is."""
-        if self._gradients == "full":
-            for parameter in self._parameters.values():
-                parameter.grad = None
-            self._earlier = {}
-
-    def _wait(self, *, to_the_end: bool) -> BaseException | None:
-        """Wait for the buckets that were handed over; return what went wrong first.
-
-        Reduces the others after them, if they are to be: there is nothing else to do here.
-        """
-        error: BaseException | None = None
-        for work in self._works:
-            try:
-                work.wait()
-            except BaseException as caught:
-                error = error or caught
-        while to_the_end and self._next < len(self._buckets):
-            try:
-                self._send_next(later=False)
-            except BaseException as caught:
-                error = error or caught
-        return error
-
-    def _give_up(self) -> None:
-        """End a backward pass without its other gradients; its local ones are lost."""
-        self._wait(to_the_end=False)
-        for bucket in self._buckets[self._next :]:
-            for unit in bucket:
-                if unit.parameter_name in self._arrived:
-                    self._arrived[unit.parameter_name].end(stored=False)
-        for unit in self._units.values():
-            unit.local_gradient = None
-        self._runs.end()
-        self._forget()
+    def _add_missing(self, current: BackwardPass) -> None:
+        """Add what earlier passes in `no_sync` left of gradients that this pass did not make."""
+        hooks = self._module_hooks
+        for name in [name for name in self._plan.units if name not in current.arrived]:
+            gradient, on_failure = None, None
+            if hooks is not None:
+                gradient, on_failure = hooks.take_missing(name, current.token)
+            gradient, problem = self._sums.take(name, gradient)
+            current.add_missing(name, gradient, on_failure, problem)
+        if hooks is not None:
+            hooks.unsent.clear()
 
     def report(self) -> BackwardReport:
         """Tell when the gradients of the last backward pass came and were reduced.
@@ -610,7 +403,7 @@ class FSDPBackwardHook:
             )
         return self._report
 
-    # ---- by hand ----
+    # ---- without a backward pass ----
 
     def scatter_gradient(self, unit: FSDPShardingUnit, full_gradient: Any) -> Any:
         """Reduce one gradient, store this rank's part in its unit, and return it.
@@ -641,10 +434,9 @@ class FSDPBackwardHook:
         >>> hook.scatter_gradient(FSDPShardingUnit("w", (2,), "float64", 0), np.ones(2))
         array([1., 1.])
         """
-        self._drop_what_was_cut_short()
-        self._runs.bind(unit)
-        self._runs.reduce_now("scatter_gradient", [self._runs.entry(unit, full_gradient)])
-        return unit.local_gradient
+        self._abandon_aborted()
+        bind_unit(unit, self._reductions.rank, self._reductions.world_size)
+        return self._reductions.scatter_one(unit, full_gradient)
 
     def scatter_multiple(
         self,
@@ -674,12 +466,11 @@ class FSDPBackwardHook:
         --------
         See `FSDPBackwardHook`.
         """
-        if not sharding_units or is_empty("full_gradients", full_gradients):
+        if not sharding_units or _is_empty("full_gradients", full_gradients):
             return
-        check_units(sharding_units)
-        entries, unmatched = self._runs.match(sharding_units, full_gradients)
-        self._drop_what_was_cut_short()
-        self._runs.reduce_now("scatter_multiple", entries, unmatched=unmatched)
+        self._abandon_aborted()
+        bind_units(sharding_units, self._reductions.rank, self._reductions.world_size)
+        self._reductions.scatter(sharding_units, full_gradients)
 
     async def scatter_multiple_async(
         self,
@@ -724,7 +515,7 @@ class FSDPBackwardHook:
         )
         await asyncio.get_running_loop().run_in_executor(None, work.wait)
 
-    # ---- what is there ----
+    # ---- local gradients ----
 
     def accumulate_gradients(
         self,
@@ -757,13 +548,13 @@ class FSDPBackwardHook:
         >>> units["w"].local_gradient
         array([2., 2.])
         """
-        if not sharding_units or is_empty("new_gradients", new_gradients):
+        if not sharding_units or _is_empty("new_gradients", new_gradients):
             return
         check_units(sharding_units)
         names = [name for name in sharding_units if new_gradients.get(name) is not None]
         for name in names:
-            self._runs.bind(sharding_units[name])
-            check_local(sharding_units[name], new_gradients[name])
+            bind_unit(sharding_units[name], self._reductions.rank, self._reductions.world_size)
+            _check_local(sharding_units[name], new_gradients[name])
         there = {name: sharding_units[name].local_gradient for name in names}
         add({name: sum_ for name, sum_ in there.items() if sum_ is not None}, new_gradients)
         for name in names:
@@ -852,14 +643,12 @@ class FSDPBackwardHook:
         if unreduced is not None and full_gradients is not None:
             raise ValueError("pass full_gradients or unreduced, not both")
         if sharding_units:
-            check_units(sharding_units)
-            for unit in sharding_units.values():
-                self._runs.bind(unit)
+            bind_units(sharding_units, self._reductions.rank, self._reductions.world_size)
         if unreduced is None:
-            if is_empty("full_gradients", full_gradients):
+            if _is_empty("full_gradients", full_gradients):
                 full_gradients = {}
             return compare(sharding_units or {}, full_gradients or {}, atol)
-        is_empty("unreduced", unreduced)
+        _is_empty("unreduced", unreduced)
         return compare_sums(self._fsdp, sharding_units or {}, unreduced, atol)
 
     def close(self) -> None:
@@ -874,20 +663,46 @@ class FSDPBackwardHook:
         >>> from mlstate.fsdp import FSDP, FSDPBackwardHook
         >>> FSDPBackwardHook(FSDP(SingleGroup())).close()
         """
-        self._drop_what_was_cut_short()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hooks in (self._module_hooks, self._model_hooks):
+            if hooks is not None:
+                hooks.remove()
         with self._lock:
-            if self._running:
-                self._give_up()
-        self._units = {}
-        self._parameters = {}
-        self._buckets = []
-        self._bucket_of = {}
-        self._at_once = 0
-        self._held.clear()
-        self._unsent.clear()
-        self._earlier.clear()
-        self._taken.clear()
-        self._gradients, self._model = "shard", None
+            if self._pass is not None:
+                self._pass.abandon()
+            self._pass = None
+        self._module_hooks = self._model_hooks = None
+        self._plan = BucketPlan({}, self._reductions, accumulate=False)
+        self._sums.clear()
+
+
+def _is_empty(name: str, gradients: Any) -> bool:
+    """Return whether there are no gradients; raise TypeError if this is not a dict."""
+    if gradients is None:
+        return True
+    if not hasattr(gradients, "items"):
+        raise TypeError(f"{name} must be a dict of gradients, got {type(gradients).__name__}")
+    return not gradients
+
+
+def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
+    """Raise an error unless a part fits the local gradient of a unit."""
+    local = unit.local_gradient
+    if not is_torch(gradient) and not isinstance(gradient, np.ndarray | np.generic):
+        raise TypeError(
+            f"{unit.parameter_name}: the new gradient is a {type(gradient).__name__}, not an "
+            "array or tensor"
+        )
+    shape = unit.local_shape if local is None else tuple(local.shape)
+    dtype = dtype_name(gradient) if local is None else dtype_name(local)
+    for what, got, expected in (
+        ("shape", str(tuple(gradient.shape)), str(shape)),
+        ("dtype", dtype_name(gradient), dtype),
+    ):
+        if got != expected:
+            raise _misfit(unit.parameter_name, what, got, expected)
+
+
+def _misfit(name: str, what: str, got: str, expected: str) -> CompatibilityError:
+    error = CompatibilityError(f"{name}: the new gradient has {what} {got}, expected {expected}")
+    error.name, error.got, error.expected = name, got, expected
+    return error

@@ -1,27 +1,14 @@
-"""One reduce-scatter, all at once, and what is checked before it; public through `mlstate.fsdp`."""
+"""The reduce-scatter of one gradient; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from ._arrays import is_torch
-from ._collective_args import dtype_name
 from ._fsdp import FSDP
-from ._fsdp_unit import FSDPShardingUnit
+from ._fsdp_reduce import Entry
+from ._fsdp_unit import FSDPShardingUnit, bind_unit
 from ._set_module import set_module
 from .collectives import ReduceOp
-from .errors import CompatibilityError
-
-
-def is_empty(name: str, gradients: Any) -> bool:
-    """Whether there are no gradients; refuse what is no dict."""
-    if gradients is None:
-        return True
-    if not hasattr(gradients, "items"):
-        raise TypeError(f"{name} must be a dict of gradients, got {type(gradients).__name__}")
-    return not gradients
 
 
 @set_module("mlstate.fsdp")
@@ -68,9 +55,9 @@ class ReduceScatterOperation:
         *,
         layout: str = "flat",
     ) -> None:
-        self._runs = FSDP(group, op=op)._runs
+        self._reductions = FSDP(group, op=op)._reductions
         self._unit = FSDPShardingUnit("gradient", shape, dtype, shard_index, layout=layout)
-        self._runs.bind(self._unit)
+        bind_unit(self._unit, self._reductions.rank, self._reductions.world_size)
         self._is_closed = False
 
     def __enter__(self) -> ReduceScatterOperation:
@@ -92,7 +79,7 @@ class ReduceScatterOperation:
         array([1., 1.], dtype=float32)
         """
         self._is_closed = True
-        self._runs.drop_buffers()
+        self._reductions.reducer.drop_buffers()
 
     def reduce_scatter(self, full_gradient: Any) -> Any:
         """Reduce the gradients of all ranks, and return this rank's part.
@@ -126,30 +113,6 @@ class ReduceScatterOperation:
         if self._is_closed:
             raise ValueError("this ReduceScatterOperation is closed; make another one")
         self._unit.local_gradient = None
-        self._runs.reduce_now("reduce_scatter", [self._runs.entry(self._unit, full_gradient)])
+        self._reductions.reduce_now("reduce_scatter", [Entry(self._unit, full_gradient)])
         part, self._unit.local_gradient = self._unit.local_gradient, None
         return part
-
-
-def check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
-    """Refuse a part that does not go with the local gradient that is there, or is to be."""
-    there = unit.local_gradient
-    if not is_torch(gradient) and not isinstance(gradient, np.ndarray | np.generic):
-        raise TypeError(
-            f"{unit.parameter_name}: the new gradient is a {type(gradient).__name__}, not an "
-            "array or tensor"
-        )
-    shape = unit.local_shape if there is None else tuple(there.shape)
-    dtype = dtype_name(gradient) if there is None else dtype_name(there)
-    for what, got, expected in (
-        ("shape", str(tuple(gradient.shape)), str(shape)),
-        ("dtype", dtype_name(gradient), dtype),
-    ):
-        if got != expected:
-            raise _misfit(unit.parameter_name, what, got, expected)
-
-
-def _misfit(name: str, what: str, got: str, expected: str) -> CompatibilityError:
-    error = CompatibilityError(f"{name}: the new gradient has {what} {got}, expected {expected}")
-    error.name, error.got, error.expected = name, got, expected
-    return error

@@ -1,78 +1,74 @@
-"""Checks before a model gets hooks, and which objects have hooks on a model."""
+"""Which parameters have hooks, and the hooks on a model that is not a torch module."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ._common.backend import backend_named, backend_of
-from ._fsdp_unit import FSDPShardingUnit
-from ._text import names_hint
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
-    from ._fsdp_hook import FSDPBackwardHook
-
-_lock = threading.Lock()
-_hooked: weakref.WeakSet[FSDPBackwardHook] = weakref.WeakSet()
+_lock = threading.Lock()  # of `_live`
+_live: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
-def note_hooked(hook: FSDPBackwardHook) -> None:
-    """Remember that an object has hooks on a model; `close` takes its parameters away."""
+class Hooks:
+    """The hooks of one `FSDPBackwardHook` on a model.
+
+    Raises ValueError if another object has a hook on one of the parameters. `names` has their
+    names by a key that is the same for all objects.
+    """
+
+    def __init__(self, names: Mapping[Hashable, str]) -> None:
+        self._names = names
+        self._handles: list[Any] = []
+        for other in live_hooks():
+            for name in [name for key, name in names.items() if key in other._names]:
+                raise ValueError(
+                    f"{name}: another FSDPBackwardHook has a hook on this parameter, so its "
+                    "gradient would be reduced twice; close() that object first"
+                )
+
+    def _make_live(self) -> None:
+        with _lock:
+            _live.add(self)
+
+    def remove(self) -> None:
+        """Take the hooks off the model, as far as it can."""
+        for handle in self._handles:
+            handle.remove()
+        with _lock:
+            _live.discard(self)
+
+
+def live_hooks() -> list[Hooks]:
+    """Return the hooks of all models."""
     with _lock:
-        _hooked.add(hook)
+        return list(_live)
 
 
-def hooked() -> list[FSDPBackwardHook]:
-    """Return the objects that had hooks on a model and still exist."""
-    with _lock:
-        return list(_hooked)
+class ModelHooks(Hooks):
+    """Hooks on an object with ``register_backward_hook``.
 
+    They call `scatter` with a parameter's name and its gradient, and return this rank's part.
+    """
 
-def _second_hook(name: str) -> ValueError:
-    return ValueError(
-        f"{name}: another FSDPBackwardHook has a hook on this parameter, so its gradient would "
-        "be reduced twice; close() that object first"
-    )
-
-
-def refuse_shared_parameters(hook: FSDPBackwardHook, parameters: Mapping[str, Any]) -> None:
-    """Raise ValueError if another object has a hook on one of these parameters of torch."""
-    for other in hooked():
-        theirs = {id(parameter) for parameter in other._parameters.values()}
-        for name, parameter in parameters.items():
-            if other is not hook and id(parameter) in theirs:
-                raise _second_hook(name)
-
-
-def refuse_shared_hooks(hook: FSDPBackwardHook, model: Any, names: Iterable[str]) -> None:
-    """Raise ValueError if another object has a hook on one of these names of a model."""
-    for other in hooked():
+    def __init__(
+        self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
+    ) -> None:
+        super().__init__({(id(model), name): name for name in names})
+        self._model = model  # so that no other object gets its id
         for name in names:
-            if other is not hook and other._model is model and name in other._units:
-                raise _second_hook(name)
-
-
-def check_units(units: Any) -> None:
-    """Raise TypeError or ValueError unless this is a dict of units by their names."""
-    if not hasattr(units, "items"):
-        raise TypeError(
-            f"sharding_units must be a dict of FSDPShardingUnit, got {type(units).__name__}"
-        )
-    for name, unit in units.items():
-        if not isinstance(unit, FSDPShardingUnit):
-            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
-        if unit.parameter_name != name:
-            raise ValueError(
-                f"sharding_units[{name!r}] is the unit of {unit.parameter_name!r}: gradients are "
-                "paired by name"
-            )
+            handle = model.register_backward_hook(name, partial(scatter, name))
+            if hasattr(handle, "remove"):
+                self._handles.append(handle)
+        self._make_live()
 
 
 def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:
-    """Raise ValueError if `gradients` is unknown, or does not go with the other arguments."""
+    """Raise ValueError if `gradients` is unknown, or contradicts the other arguments."""
     if gradients not in ("shard", "full"):
         raise ValueError(f"gradients must be 'shard' or 'full', got {gradients!r}")
     if gradients == "shard":
@@ -83,36 +79,4 @@ def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None
         raise ValueError(
             "gradients='full' leaves reduced gradients in parameter.grad, where they add up: "
             "leave out keep_full_gradient and accumulate"
-        )
-
-
-def put_back(parameter: Any, gradient: Any, of: Any) -> None:
-    """Give a gradient that was not reduced back to its parameter, while its pass goes on."""
-    if of is not None and of() is not None:
-        parameter.grad = gradient
-
-
-def check_parameter(
-    unit: FSDPShardingUnit, parameter: Any, model: Any, known: Mapping[str, Any]
-) -> None:
-    """Refuse a unit that does not go with the model."""
-    from ._collective_args import dtype_name
-
-    name = unit.parameter_name
-    if parameter is None:
-        shared = backend_named("torch").tied_to(model, name)
-        if shared is not None:
-            raise ValueError(
-                f"{name!r} is the same parameter as {shared!r}, which is the name to use"
-            )
-        raise ValueError(f"the model has no parameter {name!r}{names_hint(name, known)}")
-    reason = backend_of(parameter).why_not_reduced(parameter)
-    if reason:
-        raise ValueError(f"{name}: the parameter is {reason}")
-    if not parameter.requires_grad:
-        raise ValueError(f"{name}: the parameter is frozen (requires_grad is False)")
-    if tuple(parameter.shape) != unit.shape or dtype_name(parameter) != unit.dtype:
-        raise ValueError(
-            f"{name}: the parameter is {dtype_name(parameter)} {tuple(parameter.shape)}, its unit "
-            f"{unit.dtype} {unit.shape}"
         )

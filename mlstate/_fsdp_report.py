@@ -10,8 +10,6 @@ from ._text import bytes_text, table_html, table_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._fsdp_reduce import Event
-
 _ROWS = 40
 _HEADERS = ["bucket", "parameters", "bytes", "full", "agreed after", "reduced in", "GB/s"]
 
@@ -62,8 +60,9 @@ class BackwardReport:
         Parameters and the times of their gradients, on the clock of `time.perf_counter`.
     ended : float
         When the backward pass had made its last gradient.
-    events : sequence of Event
-        The buckets, and what ended them.
+    events : sequence of Bucket
+        The buckets and the end of the pass, on the same clock. Each has the `waits` of the
+        bucket before it; empty for one that the ranks had agreed on together with that.
 
     Attributes
     ----------
@@ -91,7 +90,7 @@ class BackwardReport:
     """
 
     def __init__(
-        self, gradients: Sequence[tuple[str, float]], ended: float, events: Sequence[Event]
+        self, gradients: Sequence[tuple[str, float]], ended: float, events: Sequence[Bucket]
     ) -> None:
         began = gradients[0][1] if gradients else ended
         self.gradients = [(name, at - began) for name, at in gradients]
@@ -100,14 +99,12 @@ class BackwardReport:
         told = iter([event.waits for event in events if event.waits][1:])
         nothing = (0.0,) * len(events[0].waits if events else ())
         self.buckets = [
-            Bucket(
-                event.names,
-                event.bytes,
-                event.ready - began,
-                event.started - began,
-                event.agreed - began,
-                event.ended - began,
-                next(told, nothing) if event.waits else nothing,
+            event._replace(
+                ready=event.ready - began,
+                started=event.started - began,
+                agreed=event.agreed - began,
+                ended=event.ended - began,
+                waits=next(told, nothing) if event.waits else nothing,
             )
             for event in events[:-1]
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ._set_module import set_module
 from .errors import CompatibilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _LAYOUTS = {"flat": Layout.flat, "rows": Layout.rows}
 
@@ -29,6 +30,7 @@ def dtype_text(dtype: Any) -> str:
     return name_of(np.dtype(dtype))
 
 
+@cache
 def _item_bytes(dtype: str) -> int:
     """Return the size of an element of NumPy's dtypes, bfloat16 and the 8-bit floats."""
     if dtype == "bfloat16":
@@ -284,3 +286,38 @@ class FSDPShardingUnit:
         if self.local_gradient is None:
             raise ValueError(f"{self.parameter_name} has no local gradient")
         return Shard(self.local_gradient, self.layout, self.shard_index, shape=self.shape)
+
+
+def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
+    """Bind a unit to a group; raise TypeError or ValueError if it is not one of this rank."""
+    if not isinstance(unit, FSDPShardingUnit):
+        raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
+    unit.bind(world_size)
+    if unit.shard_index != rank:
+        raise ValueError(
+            f"{unit.parameter_name}: rank {rank} keeps shard {rank} of this group, and the unit "
+            f"says {unit.shard_index}"
+        )
+
+
+def check_units(units: Any) -> None:
+    """Raise TypeError or ValueError unless this is a dict of units by their names."""
+    if not hasattr(units, "items"):
+        raise TypeError(
+            f"sharding_units must be a dict of FSDPShardingUnit, got {type(units).__name__}"
+        )
+    for name, unit in units.items():
+        if not isinstance(unit, FSDPShardingUnit):
+            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
+        if unit.parameter_name != name:
+            raise ValueError(
+                f"sharding_units[{name!r}] is the unit of {unit.parameter_name!r}: gradients are "
+                "paired by name"
+            )
+
+
+def bind_units(units: Mapping[str, FSDPShardingUnit], rank: int, world_size: int) -> None:
+    """Check units by their names, and bind them to a group."""
+    check_units(units)
+    for unit in units.values():
+        bind_unit(unit, rank, world_size)

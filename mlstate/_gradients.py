@@ -93,6 +93,38 @@ def add(targets: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
         target += gradients[name]
 
 
+class LocalSums:
+    """Gradients that this rank adds up before they are reduced, by parameter."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def add(self, name: str, gradient: Any) -> None:
+        """Add a gradient; the first one is copied, None adds nothing."""
+        if gradient is not None and name in self._sums:
+            add({name: self._sums[name]}, {name: gradient})
+        elif gradient is not None:
+            self._sums[name] = copied(gradient)
+
+    def take(self, name: str, gradient: Any) -> tuple[Any, str]:
+        """Remove a sum; return it with the last gradient added, and an error's text or ""."""
+        total = self._sums.pop(name, None)
+        if total is None or gradient is None:
+            return gradient if total is None else total, ""
+        try:
+            add({name: total}, {name: gradient})
+        except Exception as error:  # all ranks, which wait for this gradient, raise it
+            return None, f"{type(error).__name__}: {error}"
+        return total, ""
+
+    def clear(self) -> None:
+        """Remove all sums."""
+        self._sums.clear()
+
+
 def clear(gradients: Mapping[str, Any]) -> None:
     """Fill gradients with zeros."""
     near, far = _divide(gradients)

@@ -1,82 +1,59 @@
 """The indexes of a root, read as far as a load needs them.
 
-One index of each pattern tells which tensors there are and how they are cut; the manifest
-tells who has which parts. So a rank reads those indexes that list what it wants, and their
-number does not grow with that of the ranks.
+One index of each pattern tells which tensors exist and how they are cut. The manifest tells
+which ranks store which parts. So a rank reads the indexes that list what it wants, and their
+number does not grow with the number of ranks.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from . import _core, _folder
-from ._manifest import Ranks
-from ._names import GLOB
+from . import _folder
+from ._patterns import owners_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from ._manifest import Manifest
 
 
-def _patterns_with(manifest: Manifest, names: Sequence[str] | None) -> list[int]:
-    """Numbers of the patterns that may have tensors of these names, or below them."""
-    patterns = manifest.patterns or ()
-    if names is None or any(map(GLOB.search, names)):
-        return list(range(len(patterns)))
-    import numpy as np
-
-    sought = set()
-    for name in names:  # of a tensor or what is above some, or of a state of a tensor
-        for part in (name, name.rpartition(".")[0]):
-            sought.add(_core.crc32c(part.encode("utf-8", "surrogatepass")))
-    listed = np.frombuffer(bytes.fromhex("".join(each.names for each in patterns)), ">u4")
-    owner = np.repeat(np.arange(len(patterns)), [len(each.names) // 8 for each in patterns])
-    found = np.isin(listed, np.array(list(sought), np.uint32))
-    return [int(number) for number in np.unique(owner[found])]
-
-
 class Indexes:
-    """What was read of a root.
+    """The indexes of a root that were read.
 
     Attributes
     ----------
     catalog : Catalog
-        Of the indexes in `ranks`. To begin with it has all tensors that `names` mean; after
-        `need`, all that is stored of what was asked for.
+        Of the indexes in `ranks`. To begin with it has all tensors; after `need`, all that is
+        stored of the wanted parts.
     ranks : list of int
-        Whose indexes were read.
+        Ranks whose indexes were read.
     """
 
-    def __init__(
-        self, folder: str, manifest: Manifest, names: Sequence[str] | None, rank: int | None
-    ) -> None:
+    def __init__(self, folder: str, manifest: Manifest, rank: int | None) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._own = -1 if rank is None else rank
-        self._known: tuple[tuple[Any, Any, int], ...] = ()
+        self._own = rank
+        self._patterns = [pattern for pattern in manifest.patterns or () if pattern.ranks]
         self._needed: set[int] = set()
+        self._owners: dict[bytes, dict[int, list[int]]] = {}  # by the places of a tensor
         self._texts: dict[int, bytes] = {}  # those that were read to begin with
         if manifest.patterns is None:
             self.ranks = list(range(manifest.world_size))
         else:
-            self.ranks = self._first(_patterns_with(manifest, names))
+            self.ranks = [self._choose(pattern.ranks) for pattern in self._patterns]
+        self._first = self.ranks
         self.catalog = self._first_catalog = self._read(self.ranks)
         if len(self.ranks) == manifest.world_size:
             self._texts.clear()  # no more will be read
 
+    def _choose(self, ranks: list[int]) -> int:
+        """Return this rank if it is one of `ranks`, else the lowest."""
+        return self._own if self._own is not None and self._own in ranks else min(ranks)
+
     def _read(self, ranks: list[int]) -> Any:
         return _folder.load_catalog(self._folder, self._manifest, ranks, self._texts)
-
-    def _first(self, patterns: Iterable[int]) -> list[int]:
-        """One rank of each pattern: this one, where it has it, else the first."""
-        records = self._manifest.indexes
-        assert isinstance(records, Ranks)
-        found = [records.of_pattern(number) for number in patterns]
-        found = [(ranks, parts) for ranks, parts in found if len(ranks)]
-        found.sort(key=lambda pair: int(pair[0][0]))
-        self._known = tuple((ranks, parts, parts.shape[1]) for ranks, parts in found)
-        return [self._own if self._own in ranks else int(ranks[0]) for ranks, _ in found]
 
     def read_all(self) -> None:
         """Read the indexes of all ranks."""
@@ -84,22 +61,24 @@ class Indexes:
             self.ranks = list(range(self._manifest.world_size))
             self.catalog = self._read(self.ranks)
 
+    def _owners_of(self, places: bytes, parts: set[int]) -> set[int]:
+        """Return ranks that store the parts of a tensor; for no part, one that lists it."""
+        if places not in self._owners:
+            self._owners[places] = owners_of(places, self._patterns)
+        owners = self._owners[places]
+        found = {self._choose(owners[part]) for part in parts if part in owners}
+        return found or {self._first[int.from_bytes(places[:4], sys.byteorder)]}
+
     def need(self, wanted: Iterable[tuple[int, list[str], Any]]) -> None:
         """Read what lists the parts that are wanted: sections, keys, and how these are cut."""
         if len(self.ranks) == self._manifest.world_size:
             return
+        # a tensor of more parts than that is not complete
+        most = sum(len(pattern.ranks) * len(pattern.parts) for pattern in self._patterns) + 1
         for section, keys, cutting in wanted:
-            self._needed.update(
-                self._first_catalog.holders(
-                    self._folder,
-                    section,
-                    keys,
-                    cutting,
-                    self._known,
-                    self._own,
-                    self._manifest.world_size,
-                )
-            )
+            found = self._first_catalog.wanted_parts(self._folder, section, keys, cutting, most)
+            for places, parts in found.items():
+                self._needed |= self._owners_of(places, parts)
         if self._needed and not self._needed.issubset(self.ranks):
             self.ranks = sorted(self._needed)
             self.catalog = self._read(self.ranks)

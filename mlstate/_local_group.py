@@ -146,8 +146,7 @@ class LocalGroup(Engine):
     at every run, however arrays are divided.
 
     The memory that ranks share is a few slots for each, about 1 MB, whatever the size of the
-    arrays, and what is asked for by `empty`. It has no name in any file system: nothing is left
-    of it when the processes end.
+    arrays. It has no name in any file system: nothing is left of it when the processes end.
 
     Calls that do not go together raise `CollectiveError` on every rank, naming what each
     called, and the group lives on. After a timeout, an interruption (Ctrl-C), `abort`, or the
@@ -383,15 +382,13 @@ class LocalGroup(Engine):
         ended = "closed" if self._closed else self._link.ended()
         return f"LocalGroup(rank {self._rank} of {self._world_size}{', ' if ended else ''}{ended})"
 
-    # ---- memory that ranks share ----
+    # ---- arrays ----
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float64) -> Any:
-        """Make an array that the other ranks can read where it lies.
+        """Return a new array or tensor in main memory, with arbitrary contents.
 
-        Where all arrays of a reduce-scatter are of this kind, on all ranks, and have 1 MiB or
-        more, they are summed where they lie: nothing is copied, and no rank goes on before all
-        have read, unless it raises. Any rank may make such arrays at any time, of any size; the
-        others learn of them when they are reduced.
+        It is an ordinary array: the operations of the group accept it as they accept any
+        other, and the other ranks cannot see it.
 
         Parameters
         ----------
@@ -403,29 +400,18 @@ class LocalGroup(Engine):
         Returns
         -------
         numpy.ndarray or torch.Tensor
-            Its elements are anything. It may outlive the group.
+            New and C-contiguous. It may outlive the group.
 
         Raises
         ------
         MemoryError
-            There is not so much memory that ranks can share.
+            There is not enough memory.
         TypeError
-            Elements of `dtype` are objects of Python.
+            Elements of `dtype` are Python objects.
         ValueError
             A length is negative.
         CollectiveError
             The group was closed.
-
-        Notes
-        -----
-        The memory is the group's, reserved when this returns: it counts as shared memory of this
-        process, and is the system's again when the array, and all its views, are gone; that of a
-        rank that was killed when the others have closed the group. A process forked later shares
-        it with its parent. Where ranks are threads, or the system is not Linux, all this does not
-        hold: it is an array of ordinary memory, which is sent as others are.
-
-        Operations other than `reduce_scatter`, and the hooks that are made of it, send these
-        arrays as they send others.
 
         Examples
         --------
@@ -440,27 +426,21 @@ class LocalGroup(Engine):
         """
         self._check_open("empty")
         lengths = _lengths_of(shape)
-        if type(dtype).__module__ == "torch":
+        tensor = type(dtype).__module__ == "torch"
+        kind = dtype if tensor else np.dtype(dtype)
+        size = prod(lengths) * kind.itemsize
+        if size > sys.maxsize:
+            raise MemoryError(f"empty: {size} bytes for the shape {lengths} of {kind}")
+        if tensor:
             import torch
 
-            if not prod(lengths):  # torch has no view of no memory
-                return torch.empty(lengths, dtype=dtype)
-            return torch.frombuffer(self._memory(lengths, dtype), dtype=dtype).view(lengths)
-        kind = np.dtype(dtype)
+            try:
+                return torch.empty(lengths, dtype=kind)
+            except RuntimeError as error:  # torch has no type for a lack of memory
+                raise MemoryError(f"empty: {size} bytes for the shape {lengths}: {error}") from None
         if kind.hasobject:
-            raise TypeError(f"empty: elements of dtype {kind} are objects, which cannot be shared")
-        return np.ndarray(lengths, kind, self._memory(lengths, kind))
-
-    def _memory(self, lengths: tuple[int, ...], dtype: Any) -> Any:
-        """Return bytes of the group's memory for an array."""
-        size = prod(lengths) * dtype.itemsize
-        if size > sys.maxsize:
-            raise MemoryError(f"empty: {size} bytes for the shape {lengths} of {dtype}")
-        try:
-            return self._link.memory(size)
-        except RuntimeError:  # closed meanwhile
-            self._check_open("empty")
-            raise
+            raise TypeError(f"empty: elements of dtype {kind} are objects, expected numbers")
+        return np.empty(lengths, kind)
 
     # ---- one operation after the other ----
 
@@ -493,8 +473,7 @@ class LocalGroup(Engine):
         """
 
         def perform(link: tuple[float, str]) -> list[tuple[float, int]]:
-            seconds, words = link
-            return self._link.reduce_scatter(bucket, seconds, words, True)
+            return self._link.reduce_scatter(bucket, True, *link)
 
         call = Call("reduce_scatter", check_timeout(timeout), False, text)
         found: list[tuple[float, int]] = self._submit(call, perform)
@@ -526,8 +505,7 @@ class LocalGroup(Engine):
         segments = [_segment(source, rows, target)]
         kind, divisor = _operator(op, self._world_size)
         bucket = _core.bucket(segments, self._world_size, self._rank, kind, divisor)
-        seconds, text = link
-        self._link.reduce_scatter(bucket, seconds, text, False)
+        self._link.reduce_scatter(bucket, False, *link)
 
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
         numbers = _numbers_of(source), _numbers_of(target)

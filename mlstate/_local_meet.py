@@ -176,7 +176,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def make_memory(size: int) -> int:
-    """Return a descriptor of `size` bytes of zeros that have no name; on Linux more fit in."""
+    """Return a descriptor of `size` bytes of zeros that have no name."""
     if LINUX:
         import fcntl
 

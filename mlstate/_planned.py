@@ -10,12 +10,11 @@ from . import _core, _folder
 from ._indexes import Indexes
 from ._layout import Layout, Shard, steps_of
 from ._load import chosen_keys, ranks_of
-from ._manifest import IndexRecord, described
 from ._names import listed_names
 from ._path import local_folder
+from ._replica_assignment import by_section, whole_names
 from ._save import PACK_BELOW, states_of
 from ._set_module import set_module
-from ._share_out import by_section, whole_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -220,8 +219,6 @@ def plan_save(
     >>> plan_save(model, rank=7, world_size=4096)
     SavePlan(rank 7 of 4096: 1,000 shards, 114,688,000 bytes, 4 files, index ... bytes, ...)
     """
-    import json
-
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")
     states = states_of(model, optimizer, world_size)
@@ -234,12 +231,12 @@ def plan_save(
     gathered, nbytes = _core.shards_gather((rank, world_size), dicts, Shard, mine, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
     catalog = _core.Catalog((text,), ("index",))
-    [told] = _folder.patterns_of(catalog)
+    [summary] = _folder.patterns_of(catalog)
     [(_, _, _, shards, *_)] = catalog.heads()
-    record = IndexRecord(f"index/{_GENERATION}.{rank}.json", len(text), "0" * 8, shards, nbytes)
-    if told is not None and world_size > 1:
-        record = record._replace(pattern=0, parts=told.parts)
-    described_bytes = len(json.dumps([[described(record)]], indent=1)) - len("[\n [\n ]\n]")
+    numbers = [len(text), shards, nbytes]
+    if summary is not None and world_size > 1:
+        numbers += [rank, *summary.parts]
+    described_bytes = len("0" * 8) + sum(len(f"{number}, ") for number in numbers)
     return SavePlan(
         rank, world_size, shards, nbytes, catalog.files(), len(text), described_bytes, text
     )
@@ -288,7 +285,7 @@ def plan_load(
     Notes
     -----
     Time and memory grow with what is wanted, and by little with the manifest, which has some
-    300 bytes for each rank that saved.
+    50 bytes for each rank that saved.
 
     Examples
     --------
@@ -305,7 +302,7 @@ def plan_load(
     listed = listed_names(names)
 
     def plan(manifest: Manifest) -> LoadPlan:
-        indexes = Indexes(folder, manifest, listed, rank)
+        indexes = Indexes(folder, manifest, rank)
         chosen = list(enumerate(chosen_keys(indexes.catalog, listed, folder)[1]))
         read = set(indexes.ranks)
         indexes.need((section, keys, cutting) for section, keys in chosen)

@@ -9,6 +9,7 @@ import shutil
 import time
 
 import numpy as np
+from index_tables import records_of, tables_of
 
 import mlstate
 from mlstate import _core
@@ -44,14 +45,16 @@ class Victim:
     @property
     def manifest(self):
         found = json.loads(self.good["manifest.json"])
-        if not self.patterns and "patterns" in found:
-            del found["patterns"]
-            for record in found["indexes"]:
-                del record["pattern"], record["parts"]
+        if not self.patterns:
+            found.pop("patterns", None)
         return found
 
+    def index_path(self, rank=0):
+        return f"index/{self.manifest['generation']}.{rank}.json"
+
     def index(self, rank=0):
-        return json.loads(self.good[self.manifest["indexes"][rank]["path"]])
+        """Return an index, as records."""
+        return records_of(json.loads(self.good[self.index_path(rank)]))
 
     def path(self, part):
         """Path of the first file of a folder."""
@@ -67,17 +70,21 @@ class Victim:
         self.put("manifest.json", sealed(document))
 
     def put_index(self, data, rank=0):
-        """An index, which the manifest describes as it is."""
+        """An index of records, or a text, which the manifest describes as it is."""
         shards = data.get("shards") if isinstance(data, dict) else None
-        data = sealed(data) if isinstance(data, dict) else data
+        data = sealed(tables_of(data)) if isinstance(data, dict) else data
         manifest = self.manifest
-        record = manifest["indexes"][rank]
-        record.update(bytes=max(len(data), 1), crc32c=f"{_core.crc32c(data):08x}")
+        record = {"bytes": max(len(data), 1)}
         if isinstance(shards, list):
             counts = [shard.get("bytes") for shard in shards if isinstance(shard, dict)]
             counts = [count for count in counts if type(count) is int and count >= 0]
             record.update(shards=len(shards), data_bytes=min(sum(counts), 2**63 - 1))
-        self.put(record["path"], data)
+        columns = manifest["indexes"]
+        for name, value in record.items():
+            columns[name][rank] = value
+        crcs = columns["crc32c"]
+        columns["crc32c"] = f"{crcs[: 8 * rank]}{_core.crc32c(data):08x}{crcs[8 * rank + 8 :]}"
+        self.put(self.index_path(rank), data)
         self.put_manifest(manifest)
 
     def replace(self, name):

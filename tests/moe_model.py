@@ -191,8 +191,7 @@ class Simulated:
                 (bare.folder / planned[rank].path).write_bytes(text)
             records = list(manifest.indexes)
             for rank, record in planned.items():
-                was = records[rank]
-                records[rank] = record._replace(pattern=was.pattern, parts=was.parts)
+                records[rank] = record
             return load_catalog(path, manifest._replace(indexes=tuple(records)), ranks, texts)
 
         _folder.load_catalog = listen

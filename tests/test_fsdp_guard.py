@@ -308,7 +308,7 @@ def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, a
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._runs._turns._turn:  # nothing is reduced before all are there
+        with fsdp._reductions.queue._turn:  # nothing is reduced before all are there
             for given in reversed(units):
                 hook.add_gradient(given, gradients[given])
         with pytest.raises(CollectiveError) as caught:
@@ -575,7 +575,7 @@ def play(script, group, *, hooks, calls):
         error = None
         try:
             if hooks:
-                if not hook._units:
+                if not hook._plan.units:
                     hook.use_units(units)
                 for name in list(gradients)[: script["end_after"]]:
                     hook.add_gradient(name, gradients[name])

@@ -368,7 +368,7 @@ def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
         for name in reversed(units):
             hook.add_gradient(name, np.full(1 << 17, float(group.rank), np.float32))
             if group.rank == slow:
-                for work in hook._works:
+                for work in hook._pass._works:
                     work.wait()
         hook.finish()
         assert all((unit.local_gradient == 1).all() for unit in units.values())
@@ -376,6 +376,35 @@ def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
         return len(sizes), group.calls.count("all_to_all")
 
     assert run(work) == [(10, 9)] * 2
+
+
+def test_a_broken_group_leaves_no_gradient_of_the_step_before():
+    """Not in the buckets either that no message has named yet."""
+
+    class Breakable(SingleGroup):
+        is_broken = False
+
+        def gather_bytes(self, data, **keywords):
+            if self.is_broken:
+                raise CollectiveError("the group is broken")
+            return super().gather_bytes(data, **keywords)
+
+    group = Breakable()
+    units = units_of(0, {f"p{i}": (4,) for i in range(8)})
+    fsdp = FSDP(group, bucket_bytes=0)
+    hook = FSDPBackwardHook(fsdp)
+    hook.use_units(units)
+    for name in units:
+        hook.add_gradient(name, np.ones(4, np.float32))
+    hook.finish()
+    assert all(unit.local_gradient is not None for unit in units.values())
+    group.is_broken = True
+    with fsdp._reductions.queue._turn:  # all buckets wait
+        for name in units:
+            hook.add_gradient(name, np.ones(4, np.float32))
+    with pytest.raises(CollectiveError, match="the group is broken"):
+        hook.finish()
+    assert all(unit.local_gradient is None for unit in units.values())
 
 
 def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
@@ -386,7 +415,7 @@ def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._runs._turns._turn:  # nothing is reduced before all are there
+        with fsdp._reductions.queue._turn:  # nothing is reduced before all are there
             for name in reversed(units):
                 hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
         hook.finish()

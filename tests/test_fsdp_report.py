@@ -7,9 +7,8 @@ import pytest
 from gradient_model import Model, run, units_of
 
 from mlstate import CollectiveError
-from mlstate._fsdp_reduce import Event
 from mlstate.collectives import SingleGroup
-from mlstate.fsdp import FSDP, BackwardReport, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp import FSDP, BackwardReport, Bucket, FSDPBackwardHook, FSDPShardingUnit
 from mlstate.plot import plot_backward, plot_shards
 
 pytestmark = pytest.mark.timeout(60)
@@ -19,7 +18,7 @@ HOSTILE = "<script>alert('x')</script>\n\x1b[31m$x_$^" + "n" * 5000
 
 def event(names, size, times, waits):
     """A bucket at (full, its turn, agreed, there), in seconds after 100."""
-    return Event(names, size, *(100 + t for t in times), waits)
+    return Bucket(names, size, *(100 + t for t in times), waits)
 
 
 def two_buckets(waits=((0.0, 0.0), (0.5, 0.0), (1.5, 0.0))):
@@ -156,7 +155,7 @@ def test_buckets_that_move_while_the_backward_pass_goes_on_are_seen_as_overlap()
     hook.use_units(units)
     hook.add_gradient("b", np.ones(1 << 20, np.float32))
     deadline = time.perf_counter() + 20
-    while not fsdp._runs.events and time.perf_counter() < deadline:
+    while not hook._pass.session.events and time.perf_counter() < deadline:
         time.sleep(0.001)  # the layers below
     hook.add_gradient("a", np.ones(4, np.float32))
     hook.finish()

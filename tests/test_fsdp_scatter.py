@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError, _fsdp_reduce
-from mlstate._fsdp_reduce import Reducer
+from mlstate._fsdp_reduce import Entry
 from mlstate.collectives import SingleGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 from mlstate.threads import get_num_threads, set_num_threads
@@ -346,13 +346,13 @@ def test_the_next_pass_writes_into_the_same_memory(engine):
 
 def test_where_all_results_have_a_place_no_gradient_is_looked_at_by_itself(monkeypatch):
     looked_at = []
-    find = Reducer._find_memory
+    find = Entry.find_memory
 
-    def counted(self, entry, terms):
-        looked_at.append(entry.name)
-        find(self, entry, terms)
+    def counted(self, terms):
+        looked_at.append(self.unit.parameter_name)
+        find(self, terms)
 
-    monkeypatch.setattr(Reducer, "_find_memory", counted)
+    monkeypatch.setattr(Entry, "find_memory", counted)
     shapes = {"a": (5, 3), "b": (7,), "e": (0, 4)}
     units = units_of(0, shapes)
     hook = FSDPBackwardHook(FSDP(SingleGroup()))

@@ -389,6 +389,56 @@ def test_tensors_stay_tensors():
     ranks(work, world)
 
 
+# ---- new arrays ----
+
+
+@pytest.mark.parametrize("shape", [5, (5,), [2, 3], (), (0, 4), np.int64(3)])
+@pytest.mark.parametrize("dtype", ["float64", "<f2", ">i4", [("a", "f4"), ("b", "i8")]])
+def test_empty_makes_arrays_as_numpy_does(shape, dtype):
+    (group,) = LocalGroup.threads(1)
+    like, found = np.empty(shape, dtype), group.empty(shape, np.dtype(dtype))
+    group.close()
+    assert (found.shape, found.dtype) == (like.shape, like.dtype)
+    assert found.flags.c_contiguous
+    assert found.flags.owndata
+    found[...] = 0  # it outlives the group
+
+
+def test_new_arrays_are_reduced():
+    def work(group):
+        mine = group.empty(60_000)
+        mine.fill(group.rank)
+        return group.reduce_scatter(mine)
+
+    assert all((found == 3).all() for found in ranks(work, 3))
+
+
+def test_empty_refuses_what_cannot_be():
+    (group,) = LocalGroup.threads(1)
+    assert group.empty(3).dtype == np.float64
+    raises(TypeError, "objects", group.empty, 2, object)
+    raises(TypeError, "", group.empty, 2.5)
+    raises(ValueError, "empty: the shape (3, -1) has a negative length", group.empty, (3, -1))
+    raises(MemoryError, "", group.empty, 1 << 60, np.uint8)
+    raises(MemoryError, "bytes for the shape", group.empty, (1 << 40, 1 << 40))
+    group.close()
+    raises(CollectiveError, "was closed", group.empty, 3)
+
+
+@pytest.mark.torch
+def test_empty_makes_tensors_for_dtypes_of_torch():
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    (group,) = LocalGroup.threads(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        found = group.empty((4, 6), dtype)
+        assert (found.shape, found.dtype, found.device.type) == ((4, 6), dtype, "cpu")
+    assert group.empty((0, 3), torch.float16).shape == (0, 3)
+    assert isinstance(group.empty(3, "float32"), np.ndarray)
+    raises(MemoryError, "bytes for the shape", group.empty, 1 << 60, torch.uint8)
+    raises(MemoryError, "bytes for the shape", group.empty, (1 << 40, 1 << 40), torch.uint8)
+    group.close()
+
+
 # ---- started, and waited for later ----
 
 

@@ -17,14 +17,13 @@
 #    include "size.h"
 
 #    include <errno.h>
-#    include <fcntl.h>
 #    include <stdio.h>
 #    include <string.h>
 #    include <sys/mman.h>
 #    include <sys/stat.h>
 #    include <unistd.h>
 
-enum { VERSION = 2, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 1000 };
+enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 1000 };
 
 /* A slot is divided among all peers, and each piece must hold a block of the widest
  * elements. */
@@ -262,7 +261,7 @@ static void unmap(mls_local_memory *memory)
 }
 
 /* A rank with all that needs no memory of the group. */
-static mls_local *make(const mls_local_shape *shape, size_t rank, int fd,
+static mls_local *make(const mls_local_shape *shape, size_t rank,
                        const mls_kernels *kernels)
 {
     mls_local *g = mls_alloc(1, sizeof *g);
@@ -277,24 +276,7 @@ static mls_local *make(const mls_local_shape *shape, size_t rank, int fd,
     g->spins = mls_cpu_count() < shape->world ? 0 : SPIN_NANOSECONDS;
     g->piece_bytes =
         shape->slot_bytes / peers_of(shape->world) / MLS_LOCAL_LINE * MLS_LOCAL_LINE;
-    g->blocks = mls_local_blocks_new(rank, fd);
-    if (g->blocks == NULL) {
-        mls_free(g);
-        return NULL;
-    }
     return g;
-}
-
-/* The other way: all but the memory that ranks share, and the file.  Accepts NULL. */
-static void drop(mls_local *g)
-{
-    for (size_t rank = 0; g != NULL && rank < MLS_LOCAL_MAX_RANKS; rank++) {
-        mls_local_views_fini(&g->views[rank]);
-    }
-    if (g != NULL) {
-        mls_local_blocks_leave(g->blocks);
-    }
-    mls_free(g);
 }
 
 /* Agree on the shape, and take the place of `rank`. */
@@ -316,23 +298,11 @@ static mls_code enter(mls_local *g, mls_status *st)
     return MLS_OK;
 }
 
-/* A write lock on one byte. */
-static struct flock lock_on(size_t rank)
-{
-    struct flock lock;
-    memset(&lock, 0, sizeof lock);
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = (off_t)rank;
-    lock.l_len = 1;
-    return lock;
-}
-
 /* Check the file's size, which the map relies on, and lock this rank's byte. */
 static mls_code hold_file(int fd, size_t rank, size_t bytes, mls_status *st)
 {
     struct stat about;
-    struct flock lock = lock_on(rank);
+    struct flock lock = mls_local_lock_on(rank);
     if (fstat(fd, &about) < 0) {
         return mls_fail_os(st, errno, "the memory of a group");
     }
@@ -362,7 +332,7 @@ mls_code mls_local_join(const mls_local_shape *shape, size_t rank, int fd,
     if (code != MLS_OK || (code = hold_file(fd, rank, bytes, st)) != MLS_OK) {
         goto done;
     }
-    g = make(&full, rank, fd, kernels);
+    g = make(&full, rank, kernels);
     if (g == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a group");
         goto done;
@@ -372,7 +342,7 @@ mls_code mls_local_join(const mls_local_shape *shape, size_t rank, int fd,
 done:
     if (code != MLS_OK) {
         unmap(g == NULL ? NULL : g->memory);
-        drop(g);
+        mls_free(g);
         close(fd);
         return code;
     }
@@ -397,10 +367,10 @@ mls_code mls_local_threads(const mls_local_shape *shape, const mls_kernels *kern
         return st->code;
     }
     for (size_t rank = 0; rank < full.world; rank++) {
-        made[rank] = make(&full, rank, -1, kernels);
+        made[rank] = make(&full, rank, kernels);
         if (made[rank] == NULL) {
             while (rank > 0) {
-                drop(made[--rank]);
+                mls_free(made[--rank]);
             }
             unmap(memory);
             return mls_fail(st, MLS_E_MEMORY, "no memory for a group");
@@ -425,18 +395,10 @@ void mls_local_free(mls_local *g)
     }
     const int fd = g->fd;
     unmap(g->memory);
-    drop(g);
+    mls_free(g);
     if (fd >= 0) {
         close(fd);
     }
-}
-
-/* The blocks know how the group's memory is shared. */
-mls_code mls_local_take(mls_local *g, size_t bytes, void **out, mls_local_blocks **owner,
-                        mls_status *st)
-{
-    *owner = g->blocks;
-    return mls_local_blocks_take(g->blocks, bytes, out, st);
 }
 
 #else

@@ -86,22 +86,6 @@ void mls_local_abort(mls_local *g);
  * "this group was ...". */
 bool mls_local_ended(mls_local *g, char *text, size_t room);
 
-/* ---- memory that all ranks read ---- */
-
-/* A rank's arrays in such memory. */
-typedef struct mls_local_blocks mls_local_blocks;
-
-/* Take memory for an array, zeros or what was there before.  Where all ranks' arrays lie
- * in such memory, mls_local_reduce_scatter reads them there and sends nothing.  Where
- * ranks are threads, or the system is not Linux, it is ordinary memory.  Give: end it
- * with mls_local_give, by `*owner`, before the group ends or after.  Any thread may.
- * MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE: there is not that much. */
-mls_code mls_local_take(mls_local *g, size_t bytes, void **out, mls_local_blocks **owner,
-                        mls_status *st);
-
-/* Give the memory of an array back.  Does nothing in a forked child. */
-void mls_local_give(mls_local_blocks *owner, void *data);
-
 /* ---- operations ---- */
 
 /* What all operations take. */
@@ -148,10 +132,9 @@ mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const vo
                               void *out, size_t n, const mls_reduction *reduction,
                               mls_status *st);
 
-/* Reduce the `count` arrays of a bucket (bucket.h) as one operation, nothing being copied
- * together.  Their tallies are zero unless `is_tallied`, which takes time.  Where all
- * arrays of all ranks are in memory of mls_local_take nothing is copied at all, and no
- * rank returns before all have read, unless it fails.  Errors as mls_local_all_reduce. */
+/* Reduce the `count` arrays of a bucket (bucket.h) as one operation, without packing
+ * them.  Their tallies are zero unless `is_tallied`, which takes time.  Errors as
+ * mls_local_all_reduce. */
 mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
                                   mls_segment *segments, size_t count, bool is_tallied,
                                   mls_status *st);

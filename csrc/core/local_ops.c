@@ -1,6 +1,6 @@
 /* local_ops: what goes through the slots of each operation.
  *
- * Threads tell each other where large arrays lie, and copy from there.
+ * Threads publish the addresses of large arrays, and copy from these.
  * Where ranks send different bytes to each other, a slot has a piece for each peer; else
  * all read the whole slot.  A rank's own bytes go through no slot.
  * Sums are local_reduce.c's.
@@ -85,11 +85,9 @@ static mls_code copy_spread(void *context, uint64_t step, mls_status *st)
     if (!mls_local_begin_direct(s->g)) {
         return mls_local_blamed(s->g, MLS_LOCAL_BROADCAST, "", st);
     }
-    const unsigned char *from;
-    memcpy(&from, mls_local_slot(s->g, s->root, step), sizeof from);
+    const unsigned char *from = mls_local_address(s->g, s->root, step, 0);
     for (size_t rank = 0; rank < world; rank++) {
-        unsigned char *to;
-        memcpy(&to, mls_local_slot(s->g, rank, step), sizeof to);
+        unsigned char *to = mls_local_address(s->g, rank, step, 0);
         if (rank != s->root) {
             mls_local_copy_direct(s->g, to + start, from + start, length, s->bytes);
         }
@@ -123,7 +121,6 @@ mls_code mls_local_broadcast(mls_local *g, const mls_local_call *call, void *dat
 /* Slots filled and read so far stand for bytes of every rank. */
 typedef struct gather {
     mls_local *g;
-    mls_local_kind kind;
     const unsigned char *data;
     unsigned char *out;
     const size_t *sizes;
@@ -186,36 +183,21 @@ static mls_code read_gather(void *context, uint64_t step, mls_status *st)
         all += s->sizes[rank];
     }
     if (!mls_local_begin_direct(s->g)) {
-        return mls_local_blamed(s->g, s->kind, "", st);
+        return mls_local_blamed(s->g, MLS_LOCAL_ALL_GATHER, "", st);
     }
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-        const unsigned char *from;
-        memcpy(&from, mls_local_slot(s->g, rank, step), sizeof from);
-        mls_local_copy_direct(s->g, place, from, s->sizes[rank], all);
+        mls_local_copy_direct(s->g, place, mls_local_address(s->g, rank, step, 0),
+                              s->sizes[rank], all);
         place += s->sizes[rank];
     }
     mls_local_end_direct(s->g);
     return MLS_OK;
 }
 
-/* A gather of addresses; all ranks know the sizes. */
-static mls_code gather_direct(gather *s, uint64_t print, const mls_local_call *call,
-                              mls_status *st)
-{
-    const mls_local_flow flow = {.kind = s->kind,
-                                 .fingerprint = print,
-                                 .source = NOBODY,
-                                 .fill = tell_gather,
-                                 .drain = read_gather,
-                                 .context = s};
-    return mls_local_run_direct(s->g, &flow, call, st);
-}
-
 /* The state of a gather before its first step. */
-static gather gather_of(mls_local *g, mls_local_kind kind, const void *data,
-                        const size_t *sizes, void *out)
+static gather gather_of(mls_local *g, const void *data, const size_t *sizes, void *out)
 {
-    gather s = {.g = g, .kind = kind, .data = data, .out = out, .sizes = sizes};
+    gather s = {.g = g, .data = data, .out = out, .sizes = sizes};
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         s.most = s.most < sizes[rank] ? sizes[rank] : s.most;
     }
@@ -226,36 +208,31 @@ static gather gather_of(mls_local *g, mls_local_kind kind, const void *data,
 mls_code mls_local_all_gather(mls_local *g, const mls_local_call *call, const void *data,
                               const size_t *sizes, void *out, mls_status *st)
 {
-    gather s = gather_of(g, MLS_LOCAL_ALL_GATHER, data, sizes, out);
+    gather s = gather_of(g, data, sizes, out);
+    const bool direct = mls_local_is_direct(g, s.most);
     uint64_t print = mls_local_mix_text(0, call->text);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         print = mls_local_mix(print, sizes[rank]);
-    }
-    if (mls_local_is_direct(g, s.most)) {
-        return gather_direct(&s, print, call, st);
     }
     const mls_local_flow flow = {
         .kind = MLS_LOCAL_ALL_GATHER,
         .fingerprint = print,
         .source = NOBODY,
-        .fill = fill_gather,
-        .drain = drain_gather,
+        .fill = direct ? tell_gather : fill_gather,
+        .drain = direct ? read_gather : drain_gather,
         .more = more_gather,
         .context = &s,
     };
-    return mls_local_run(g, &flow, call, st);
+    return direct ? mls_local_run_direct(g, &flow, call, st)
+                  : mls_local_run(g, &flow, call, st);
 }
 
 /* Nothing is compared: that was done when the operation began. */
-mls_code mls_local_gather_on(mls_local *g, mls_local_kind kind,
-                             const mls_local_call *call, const void *data,
+mls_code mls_local_gather_on(mls_local *g, mls_local_kind kind, const void *data,
                              const size_t *sizes, void *out, mls_local_clock *clock,
                              mls_status *st)
 {
-    gather s = gather_of(g, kind, data, sizes, out);
-    if (mls_local_is_direct(g, s.most)) {
-        return gather_direct(&s, 0, call, st);
-    }
+    gather s = gather_of(g, data, sizes, out);
     const mls_local_flow flow = {.kind = kind,
                                  .source = NOBODY,
                                  .fill = fill_gather,

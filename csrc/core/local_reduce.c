@@ -1,17 +1,15 @@
 /* local_reduce: sums over the ranks of a host.
  *
- * Arrays that all ranks can read are summed where they lie (local_shared.h).  Of others
- * each rank sends its peers their shares through the slots, a piece for each, and sums
- * its own share in the order of ranks.
+ * Threads publish the addresses of large arrays, and each rank sums its share directly
+ * from these.  Otherwise each rank sends its peers their shares through the slots, a
+ * piece for each, and sums its own share in the order of ranks.
  *
- * Writer and reader walk the same cursors over the same counts, and so agree on what lies
- * where in a piece without writing it down.
+ * Writer and reader advance the same cursors over the same counts, and so agree on the
+ * contents of a piece without writing them down.
  */
 #if !defined(_WIN32)
 
 #    include "local_steps.h"
-
-#    include "mem.h"
 
 #    include <string.h>
 
@@ -60,20 +58,14 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
 
 /* ---- reduce_scatter ---- */
 
-/* Cursors of the writer lie in the group, one for each rank; the reader has one for its
+/* The group has the cursors of the writer, one for each rank; the reader has one for its
  * own share. */
 typedef struct scatter {
     mls_local *g;
     mls_segment *segments;
     size_t count;
     mls_local_cursor reader;
-    size_t piece_bytes; /* what a step takes of each rank's shares */
-    /* where arrays of all lie that nobody sends: of rank r's segment i, at r * count + i;
-     * NULL where they are sent.  The rest is settled in the first steps. */
-    const unsigned char **lie;
-    bool offers, began, mapped;
     bool is_tallied; /* the tallies of the segments are wanted */
-    mls_local_kind kind;
 } scatter;
 
 /* What one segment has in a piece. */
@@ -116,7 +108,7 @@ static bool next_stretch(const scatter *s, size_t rank, mls_local_cursor *c, siz
     }
     const mls_segment *segment = &s->segments[c->segment];
     const size_t item = mls_dtype_of(segment->reduction.dtype)->item_bytes;
-    const size_t room = (s->piece_bytes - *used) / item;
+    const size_t room = (s->g->piece_bytes - *used) / item;
     size_t length = segment->counts[rank] - c->at;
     if (length > room) {
         length = room - room % MLS_TALLY_BLOCK;
@@ -131,66 +123,11 @@ static bool next_stretch(const scatter *s, size_t rank, mls_local_cursor *c, siz
                      .offset = *used};
     c->at += length;
     const size_t end = *used + length * item;
-    *used = mls_local_least((end + 63) / 64 * 64, s->piece_bytes);
+    *used = mls_local_least((end + 63) / 64 * 64, s->g->piece_bytes);
     return true;
 }
 
-/* ... of arrays that all ranks read where they lie */
-
-enum {
-    SHARED_PIECE = 4 << 20, /* of each rank's share in a step: then it looks around */
-    SHARED_LEAST = 1 << 20  /* of all arrays: less is sent sooner than agreed on */
-};
-
-/* Bytes of a whole array. */
-static size_t bytes_of(const scatter *s, size_t i)
-{
-    const mls_segment *segment = &s->segments[i];
-    size_t n = 0;
-    for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-        n += segment->counts[rank];
-    }
-    return n * mls_dtype_of(segment->reduction.dtype)->item_bytes;
-}
-
-/* Where others find an array of this rank, if they do: threads find each at its address.
- */
-static mls_local_spot spot_of(const scatter *s, size_t i)
-{
-    const void *data = s->segments[i].data;
-    return s->g->fd < 0 ? (mls_local_spot){.start = 1, .at = (uintptr_t)data}
-                        : mls_local_blocks_find(s->g->blocks, data, bytes_of(s, i));
-}
-
-/* The array of another rank in this one's memory; NULL if it could not be mapped. */
-static const unsigned char *array_at(mls_local *g, size_t rank,
-                                     const mls_local_spot *spot, size_t bytes)
-{
-    const unsigned char *found = NULL;
-    mls_status unused;
-    if (g->fd < 0) {
-        return (const unsigned char *)(uintptr_t)spot->at;
-    }
-    (void)mls_local_views_find(&g->views[rank], g->fd, rank, spot, bytes, &found,
-                               &unused);
-    return found;
-}
-
-/* Whether all arrays of this rank are in memory that the others read, a slot has room to
- * say where, and it is worth it.  Most calls have an array elsewhere, the first one. */
-static bool can_offer(const scatter *s)
-{
-    size_t bytes = 0;
-    bool all = s->g->shape.world > 1 &&
-               s->count <= s->g->shape.slot_bytes / sizeof(mls_local_spot);
-    for (size_t i = 0; all && i < s->count; i++) {
-        bytes += bytes_of(s, i);
-        all = bytes_of(s, i) == 0 || spot_of(s, i).start != 0;
-    }
-    return all && bytes >= SHARED_LEAST;
-}
-
-/* The bytes of a stretch where this rank has them. */
+/* The bytes of a stretch in this rank's own array. */
 static const unsigned char *own(const scatter *s, const stretch *part)
 {
     const mls_segment *segment = &s->segments[part->segment];
@@ -198,131 +135,23 @@ static const unsigned char *own(const scatter *s, const stretch *part)
     return (const unsigned char *)segment->data + part->at * item;
 }
 
-/* Where the arrays of this rank lie, in the place of their elements. */
-static void tell_spots(const scatter *s, unsigned char *slot)
-{
-    for (size_t i = 0; i < s->count; i++) {
-        const mls_local_spot spot = spot_of(s, i);
-        memcpy(slot + i * sizeof spot, &spot, sizeof spot);
-    }
-}
-
-/* Read where those of the others lie; whether this process could map it all. */
-static bool find_spots(scatter *s, uint64_t step)
-{
-    mls_local *g = s->g;
-    bool good = true;
-    for (size_t rank = 0; rank < g->shape.world && good; rank++) {
-        const unsigned char *slot = mls_local_slot(g, rank, step);
-        for (size_t i = 0; i < s->count && good; i++) {
-            const unsigned char **lies = &s->lie[rank * s->count + i];
-            mls_local_spot spot;
-            memcpy(&spot, slot + i * sizeof spot, sizeof spot);
-            if (rank == g->rank || bytes_of(s, i) == 0) {
-                *lies = s->segments[i].data;
-            } else {
-                *lies = array_at(g, rank, &spot, bytes_of(s, i));
-                good = *lies != NULL;
-            }
-        }
-    }
-    return good;
-}
-
-/* From now on everything is sent. */
-static void send_all(scatter *s)
-{
-    mls_free((void *)(uintptr_t)s->lie);
-    s->lie = NULL;
-    s->piece_bytes = s->g->piece_bytes;
-}
-
-/* How many ranks say yes in the note of a step. */
-static size_t consenting(const mls_local *g, uint64_t step)
-{
-    size_t count = 0;
-    for (size_t rank = 0; rank < g->shape.world; rank++) {
-        count += mls_local_area_of(g, rank)->notes[step % g->shape.depth].shared != 0;
-    }
-    return count;
-}
-
-/* In the first step all see who offers what.  Where all do nothing is sent; where only
- * some do, what the others sent in this step is sent again.  Whether there is something
- * to read in it. */
-static bool agree_on_way(scatter *s, uint64_t step)
-{
-    mls_local *g = s->g;
-    const size_t offers = consenting(g, step);
-    s->began = true;
-    if (offers == 0) {
-        return true;
-    }
-    memset(g->cursors, 0, sizeof g->cursors);
-    if (offers < g->shape.world) {
-        send_all(s);
-    } else {
-        s->piece_bytes = SHARED_PIECE;
-        s->mapped = find_spots(s, step);
-    }
-    return false;
-}
-
-/* In the second all see whether each could map what it is to read. */
-static mls_code drain_maps(void *context, uint64_t step, mls_status *st)
-{
-    (void)st;
-    scatter *s = context;
-    if (consenting(s->g, step) < s->g->shape.world) {
-        send_all(s);
-    }
-    return MLS_OK;
-}
-
-/* What was read where it lies counts only if nobody had given up by then, whose arrays
- * may be another's since: who fails says so before its caller hears of it. */
-static mls_code check_whole(const scatter *s, mls_status *st)
-{
-    atomic_thread_fence(memory_order_acquire);
-    return s->lie != NULL && atomic_load(&mls_local_header_of(s->g)->broken) != 0
-               ? mls_local_blamed(s->g, s->kind, "", st)
-               : MLS_OK;
-}
-
-/* A piece for each peer.  The cursor of this rank itself only walks along, to know when
- * all are through. */
+/* A piece for each peer.  The cursor of this rank itself only advances, to know when all
+ * are through. */
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
     const mls_local *g = s->g;
-    if (s->offers && !s->began) {
-        tell_spots(s, slot);
-        return;
-    }
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         size_t used = 0;
         stretch part;
         while (next_stretch(s, rank, &s->g->cursors[rank], &used, &part)) {
-            if (rank != g->rank && s->lie == NULL) {
+            if (rank != g->rank) {
                 const mls_dtype dtype = s->segments[part.segment].reduction.dtype;
                 copy_ahead(slot + mls_local_piece_of(g, g->rank, rank) + part.offset,
                            own(s, &part), part.length * mls_dtype_of(dtype)->item_bytes);
             }
         }
     }
-}
-
-/* The elements of a stretch on some rank. */
-static const unsigned char *elements(const scatter *s, size_t rank, uint64_t step,
-                                     const stretch *part, size_t item)
-{
-    const mls_local *g = s->g;
-    if (s->lie != NULL) {
-        return s->lie[rank * s->count + part->segment] + part->at * item;
-    }
-    return rank == g->rank ? own(s, part)
-                           : mls_local_slot(g, rank, step) +
-                                 mls_local_piece_of(g, rank, g->rank) + part->offset;
 }
 
 /* Bytes of the results of this rank. */
@@ -337,34 +166,30 @@ static size_t share_bytes(const scatter *s)
     return bytes;
 }
 
-/* Sum the pieces of all in the order of ranks, this rank's from where it lies. */
+/* Sum the pieces of all in the order of ranks, this rank's from its own array. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
+    (void)st;
     scatter *s = context;
     const mls_local *g = s->g;
-    if (!s->began && !agree_on_way(s, step)) {
-        return MLS_OK;
-    }
-    if (s->lie != NULL && !mls_local_begin_direct(s->g)) {
-        return mls_local_blamed(s->g, s->kind, "", st);
-    }
-    const void *sources[MLS_LOCAL_MAX_RANKS];
     const mls_destination destination = {.bytes = share_bytes(s)};
+    const void *sources[MLS_LOCAL_MAX_RANKS];
     size_t used = 0;
     stretch part;
     while (next_stretch(s, g->rank, &s->reader, &used, &part)) {
         mls_segment *segment = &s->segments[part.segment];
-        const size_t from = mls_dtype_of(segment->reduction.dtype)->item_bytes;
         const size_t item = mls_dtype_of(segment->reduction.out_dtype)->item_bytes;
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            sources[rank] = elements(s, rank, step, &part, from);
+            sources[rank] = rank == g->rank
+                                ? own(s, &part)
+                                : mls_local_slot(g, rank, step) +
+                                      mls_local_piece_of(g, rank, g->rank) + part.offset;
         }
         mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
                        (unsigned char *)segment->out + part.start * item, part.length,
                        destination, s->is_tallied ? &segment->tally : NULL);
     }
-    mls_local_end_direct(s->g);
-    return check_whole(s, st);
+    return MLS_OK;
 }
 
 /* Whether any rank's share goes on. */
@@ -379,7 +204,64 @@ static bool more_scatter(void *context)
     return false;
 }
 
-/* All that decides what lies where in the slots, and the bits of the sums. */
+/* ... of arrays of threads, without slots */
+
+/* Bytes of all arrays. */
+static size_t bytes_of(const scatter *s)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < s->count; i++) {
+        const mls_segment *segment = &s->segments[i];
+        for (size_t rank = 0; rank < s->g->shape.world; rank++) {
+            bytes += segment->counts[rank] *
+                     mls_dtype_of(segment->reduction.dtype)->item_bytes;
+        }
+    }
+    return bytes;
+}
+
+/* The addresses of this rank's arrays. */
+static void fill_addresses(void *context, unsigned char *slot)
+{
+    const scatter *s = context;
+    for (size_t i = 0; i < s->count; i++) {
+        const unsigned char *data = s->segments[i].data;
+        memcpy(slot + i * sizeof data, &data, sizeof data);
+    }
+}
+
+/* Sum this rank's share of each array, from the arrays of all ranks. */
+static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
+{
+    scatter *s = context;
+    mls_local *g = s->g;
+    const mls_destination destination = {.bytes = share_bytes(s)};
+    if (!mls_local_begin_direct(g)) {
+        return mls_local_blamed(g, MLS_LOCAL_REDUCE_SCATTER, "", st);
+    }
+    for (size_t i = 0; i < s->count; i++) {
+        mls_segment *segment = &s->segments[i];
+        const void *sources[MLS_LOCAL_MAX_RANKS];
+        size_t start = 0;
+        if (segment->counts[g->rank] == 0) {
+            continue; /* an array without elements may be NULL */
+        }
+        for (size_t rank = 0; rank < g->rank; rank++) {
+            start += segment->counts[rank];
+        }
+        start *= mls_dtype_of(segment->reduction.dtype)->item_bytes;
+        for (size_t rank = 0; rank < g->shape.world; rank++) {
+            sources[rank] = mls_local_address(g, rank, step, i) + start;
+        }
+        mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
+                       segment->out, segment->counts[g->rank], destination,
+                       s->is_tallied ? &segment->tally : NULL);
+    }
+    mls_local_end_direct(g);
+    return MLS_OK;
+}
+
+/* All that decides the contents of the slots, and the bits of the sums. */
 static uint64_t print_segments(const mls_local *g, const mls_local_call *call,
                                const mls_segment *segments, size_t count)
 {
@@ -393,58 +275,17 @@ static uint64_t print_segments(const mls_local *g, const mls_local_call *call,
     return print;
 }
 
-/* The steps of a scatter; `s` is set to its beginning. */
-static mls_local_flow scatter_flow(scatter *s, uint64_t print)
+/* The steps of a scatter through the slots; `s` is set to its beginning. */
+static mls_local_flow scatter_flow(scatter *s, mls_local_kind kind, uint64_t print)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);
-    s->piece_bytes = s->g->piece_bytes;
-    for (size_t i = 0; i < s->count; i++) {
-        s->segments[i].tally = (mls_tally){0};
-    }
-    return (mls_local_flow){.kind = s->kind,
+    return (mls_local_flow){.kind = kind,
                             .fingerprint = print,
                             .source = NOBODY,
-                            .shared = s->offers,
                             .fill = fill_scatter,
                             .drain = drain_scatter,
                             .more = more_scatter,
                             .context = s};
-}
-
-/* All steps of a scatter.  Others may read its arrays until they settle, which is left to
- * what follows in an all_reduce.  Threads have nothing to map. */
-static mls_code run_scatter(scatter *s, uint64_t print, const mls_local_call *call,
-                            mls_local_clock *clock, mls_status *st)
-{
-    mls_local *g = s->g;
-    if (can_offer(s)) {
-        s->lie = mls_alloc(g->shape.world * s->count, sizeof *s->lie);
-        s->offers = s->lie != NULL; /* or else they are sent */
-    }
-    const mls_local_flow flow = scatter_flow(s, print);
-    mls_code code = mls_local_begin(g, &flow, call, clock, st);
-    if (code == MLS_OK && s->lie != NULL && g->fd >= 0) {
-        const int64_t deadline = clock->deadline;
-        const mls_local_flow maps = {.kind = flow.kind,
-                                     .fingerprint = print,
-                                     .source = NOBODY,
-                                     .shared = s->mapped,
-                                     .drain = drain_maps,
-                                     .context = s};
-        code = mls_local_begin(g, &maps, call, clock, st);
-        clock->deadline = deadline;
-    }
-    if (code == MLS_OK) {
-        code = mls_local_continue(g, &flow, clock, st);
-    }
-    if (code == MLS_OK && s->lie != NULL && s->kind == MLS_LOCAL_REDUCE_SCATTER) {
-        code = mls_local_settle(g, &flow, clock, st);
-    }
-    if (code != MLS_OK && s->offers) {
-        mls_local_await_direct(g);
-    }
-    mls_free((void *)(uintptr_t)s->lie);
-    return code;
 }
 
 /* Nothing is sent before all reductions were checked. */
@@ -457,19 +298,23 @@ mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
         if (code != MLS_OK) {
             return code;
         }
+        segments[i].tally = (mls_tally){0};
     }
-    scatter s = {.g = g,
-                 .segments = segments,
-                 .count = count,
-                 .is_tallied = is_tallied,
-                 .kind = MLS_LOCAL_REDUCE_SCATTER};
-    mls_local_clock clock;
-    return run_scatter(&s, print_segments(g, call, segments, count), call, &clock, st);
+    scatter s = {.g = g, .segments = segments, .count = count, .is_tallied = is_tallied};
+    mls_local_flow flow = scatter_flow(&s, MLS_LOCAL_REDUCE_SCATTER,
+                                       print_segments(g, call, segments, count));
+    if (count > g->shape.slot_bytes / sizeof(void *) ||
+        !mls_local_is_direct(g, bytes_of(&s))) {
+        return mls_local_run(g, &flow, call, st);
+    }
+    flow.fill = fill_addresses;
+    flow.drain = sum_addressed;
+    return mls_local_run_direct(g, &flow, call, st);
 }
 
 /* ---- all_reduce ---- */
 
-/* A small array: everybody's goes to everybody, and all reduce all of it. */
+/* A small array is sent to all ranks, and each reduces all of it. */
 typedef struct total {
     mls_local *g;
     const void *data;
@@ -511,33 +356,81 @@ static void share_out(size_t n, size_t world, size_t *counts)
     }
 }
 
-/* A large array: each rank reduces a share into its place in `out`, and all gather them.
- * In place that is safe: a share is overwritten by its own rank alone, after it read it,
- * and those of others when
- * this rank's have been sent, or all have read them: the gather begins after that. */
-static mls_code reduce_large(mls_local *g, const mls_local_call *call, const void *data,
-                             void *out, size_t n, const mls_reduction *reduction,
-                             uint64_t print, mls_status *st)
+/* Where this rank's share of the array begins, in bytes; `counts` gets all shares. */
+static size_t find_share(const total *s, size_t *counts)
 {
-    const size_t item = mls_dtype_of(reduction->dtype)->item_bytes;
-    size_t counts[MLS_LOCAL_MAX_RANKS], sizes[MLS_LOCAL_MAX_RANKS];
     size_t start = 0;
-    share_out(n, g->shape.world, counts);
+    share_out(s->n, s->g->shape.world, counts);
+    for (size_t rank = 0; rank < s->g->rank; rank++) {
+        start += counts[rank];
+    }
+    return start * mls_dtype_of(s->reduction->dtype)->item_bytes;
+}
+
+/* The addresses of this rank's array and of its result. */
+static void fill_pair(void *context, unsigned char *slot)
+{
+    const total *s = context;
+    memcpy(slot, &s->data, sizeof s->data);
+    memcpy(slot + sizeof s->data, &s->out, sizeof s->out);
+}
+
+/* Sum this rank's share piece by piece, and copy each piece to the results of all.  Only
+ * this rank reads or writes the share, in any array, so results may be arrays. */
+static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
+{
+    enum { PIECE = 64 * 1024 }; /* elements, which stay in the cache */
+    const total *s = context;
+    mls_local *g = s->g;
+    const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
+    size_t counts[MLS_LOCAL_MAX_RANKS];
+    const size_t start = find_share(s, counts), share = counts[g->rank];
+    if (!mls_local_begin_direct(g)) {
+        return mls_local_blamed(g, MLS_LOCAL_ALL_REDUCE, "", st);
+    }
+    for (size_t done = 0; done < share; done += PIECE) {
+        const size_t n = mls_local_least(share - done, PIECE), at = start + done * item;
+        const void *sources[MLS_LOCAL_MAX_RANKS];
+        unsigned char *outs[MLS_LOCAL_MAX_RANKS];
+        for (size_t rank = 0; rank < g->shape.world; rank++) {
+            sources[rank] = mls_local_address(g, rank, step, 0) + at;
+            outs[rank] = mls_local_address(g, rank, step, 1);
+        }
+        unsigned char *mine = outs[g->rank] + at;
+        mls_reduce_run(g->kernels, s->reduction, sources, g->shape.world, mine, n,
+                       mls_cached(), NULL);
+        for (size_t rank = 0; rank < g->shape.world; rank++) {
+            mls_local_copy_direct(g, outs[rank] + at, mine, n * item, s->bytes);
+        }
+    }
+    mls_local_end_direct(g);
+    return MLS_OK;
+}
+
+/* A large array: each rank reduces a share into its place in `out`, and all gather them.
+ * That is safe if `out` is the array itself: a rank overwrites its own share after it
+ * read it, and the shares of others after it sent them. */
+static mls_code reduce_large(const total *s, const mls_local_call *call, uint64_t print,
+                             mls_status *st)
+{
+    mls_local *g = s->g;
+    const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
+    size_t counts[MLS_LOCAL_MAX_RANKS], sizes[MLS_LOCAL_MAX_RANKS];
+    unsigned char *mine = (unsigned char *)s->out + find_share(s, counts);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         sizes[rank] = counts[rank] * item;
-        start += rank < g->rank ? sizes[rank] : 0;
     }
-    unsigned char *mine = (unsigned char *)out + start;
     mls_segment segment = {
-        .data = data, .counts = counts, .out = mine, .reduction = *reduction};
-    scatter s = {.g = g, .segments = &segment, .count = 1, .kind = MLS_LOCAL_ALL_REDUCE};
+        .data = s->data, .counts = counts, .out = mine, .reduction = *s->reduction};
+    scatter parts = {.g = g, .segments = &segment, .count = 1};
+    const mls_local_flow flow = scatter_flow(&parts, MLS_LOCAL_ALL_REDUCE, print);
     mls_local_clock clock;
-    mls_code code = run_scatter(&s, print, call, &clock, st);
+    mls_code code = mls_local_begin(g, &flow, call, &clock, st);
     if (code == MLS_OK) {
-        code = mls_local_gather_on(g, s.kind, call, mine, sizes, out, &clock, st);
+        code = mls_local_continue(g, &flow, &clock, st);
     }
-    if (code != MLS_OK) {
-        mls_local_await_direct(g);
+    if (code == MLS_OK) {
+        code = mls_local_gather_on(g, flow.kind, mine, sizes, s->out, &clock, st);
     }
     return code;
 }
@@ -555,20 +448,22 @@ mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const vo
     const uint64_t print =
         mix_reduction(mls_local_mix(mls_local_mix_text(0, call->text), n), reduction);
     const size_t bytes = n * mls_dtype_of(reduction->dtype)->item_bytes;
-    if (bytes * g->shape.world > SMALL) {
-        return reduce_large(g, call, data, out, n, reduction, print, st);
-    }
     total s = {
         .g = g, .data = data, .out = out, .n = n, .bytes = bytes, .reduction = reduction};
+    const bool direct = mls_local_is_direct(g, bytes);
+    if (!direct && bytes * g->shape.world > SMALL) {
+        return reduce_large(&s, call, print, st);
+    }
     const mls_local_flow flow = {
         .kind = MLS_LOCAL_ALL_REDUCE,
         .fingerprint = print,
         .source = NOBODY,
-        .fill = fill_total,
-        .drain = drain_total,
+        .fill = direct ? fill_pair : fill_total,
+        .drain = direct ? sum_for_all : drain_total,
         .context = &s,
     };
-    return mls_local_run(g, &flow, call, st);
+    return direct ? mls_local_run_direct(g, &flow, call, st)
+                  : mls_local_run(g, &flow, call, st);
 }
 
 #else

@@ -18,11 +18,13 @@
 #if !defined(_WIN32)
 
 #    include "copy.h"
-#    include "local_shared.h"
+#    include "local.h"
 
+#    include <fcntl.h>
 #    include <stdatomic.h>
 #    include <string.h>
 #    include <sys/types.h>
+#    include <unistd.h>
 
 /* Words of different ranks lie this far apart: processors fetch lines in pairs. */
 enum { MLS_LOCAL_LINE = 128, MLS_LOCAL_PAGE = 4096 };
@@ -32,7 +34,6 @@ typedef struct mls_local_note {
     uint64_t number;      /* of the operation, from 1 */
     uint64_t fingerprint; /* of all that ranks must call alike */
     uint32_t kind;
-    uint32_t shared; /* the slot says where arrays lie, and has nothing of them */
     char text[MLS_LOCAL_CALL_BYTES];
 } mls_local_note;
 
@@ -46,7 +47,7 @@ typedef struct mls_local_area {
     _Atomic(uint32_t) sleeping;
     _Alignas(MLS_LOCAL_LINE) _Atomic(uint64_t) doing; /* operation number << 8 | kind */
     _Atomic(uint32_t) state;                          /* mls_local_state */
-    _Atomic(uint32_t) direct; /* it reads or writes arrays of others where they lie */
+    _Atomic(uint32_t) direct; /* it reads or writes arrays of other ranks */
     _Atomic(int64_t) process;
     _Alignas(MLS_LOCAL_LINE) mls_local_note notes[MLS_LOCAL_MAX_DEPTH];
 } mls_local_area;
@@ -108,8 +109,6 @@ struct mls_local {
     uint64_t number;            /* operations begun */
     long spins;                 /* nanoseconds to spin before sleeping */
     size_t piece_bytes;         /* of a slot, for one peer */
-    mls_local_blocks *blocks;   /* owned, with the arrays in them */
-    mls_local_views views[MLS_LOCAL_MAX_RANKS];
     mls_local_cursor cursors[MLS_LOCAL_MAX_RANKS];
 };
 
@@ -135,8 +134,7 @@ mls_code mls_local_blamed(mls_local *g, mls_local_kind kind, const char *more,
 typedef struct mls_local_flow {
     mls_local_kind kind;
     uint64_t fingerprint;
-    int source;  /* the one rank whose slots are read after the first step; -1 for all */
-    bool shared; /* goes into the note of the first step */
+    int source; /* the one rank whose slots are read after the first step; -1 for all */
     /* Write this rank's part of a step; NULL where it never has one. */
     void (*fill)(void *context, unsigned char *slot);
     /* Read everybody's; NULL for nothing. */
@@ -162,33 +160,25 @@ mls_code mls_local_begin(mls_local *g, const mls_local_flow *flow,
 mls_code mls_local_continue(mls_local *g, const mls_local_flow *flow,
                             mls_local_clock *clock, mls_status *st);
 
-/* Wait until every rank has read all that this one published. */
-mls_code mls_local_settle(mls_local *g, const mls_local_flow *flow,
-                          mls_local_clock *clock, mls_status *st);
-
 /* Begin and continue. */
 mls_code mls_local_run(mls_local *g, const mls_local_flow *flow,
                        const mls_local_call *call, mls_status *st);
 
-/* Begin to read or write arrays of others where they lie.  False: the group is broken,
- * and what they told of may be gone.  End with mls_local_end_direct. */
-bool mls_local_begin_direct(mls_local *g);
-
-/* Nothing of others is touched any more. */
-void mls_local_end_direct(mls_local *g);
-
-/* Return once no thread touches an array of this rank, whose operation failed: its caller
- * may free it.  The group is broken, so nobody begins to.  Between processes that is not
- * needed: others have mapped the pages. */
-void mls_local_await_direct(mls_local *g);
-
-/* Whether ranks copy `bytes` of each other where they lie: they are threads, and it is
- * worth telling the address.  All ranks find the same. */
+/* Whether ranks access arrays of `bytes` bytes of each other by their addresses: they are
+ * threads, and the array is large enough.  All ranks find the same. */
 bool mls_local_is_direct(const mls_local *g, size_t bytes);
 
-/* Begin, and settle: the operation is one step, in which slots tell addresses. */
+/* An operation of one step, in which slots contain addresses.  Returns when no rank uses
+ * this one's arrays any more, after a failure too: the caller may free them. */
 mls_code mls_local_run_direct(mls_local *g, const mls_local_flow *flow,
                               const mls_local_call *call, mls_status *st);
+
+/* Begin to access arrays of other ranks, in the drain of mls_local_run_direct.  False:
+ * the group is broken, and the arrays may be gone.  End with mls_local_end_direct. */
+bool mls_local_begin_direct(mls_local *g);
+
+/* No array of another rank is accessed any more. */
+void mls_local_end_direct(mls_local *g);
 
 /* Ring for every rank that sleeps. */
 void mls_local_ring(const mls_local *g);
@@ -237,6 +227,27 @@ static inline void mls_local_copy_direct(const mls_local *g, void *to, const voi
     }
 }
 
+/* Address number i in the slot of a rank, in a step of mls_local_run_direct. */
+static inline unsigned char *mls_local_address(const mls_local *g, size_t rank,
+                                               uint64_t step, size_t i)
+{
+    unsigned char *address;
+    memcpy(&address, mls_local_slot(g, rank, step) + i * sizeof address, sizeof address);
+    return address;
+}
+
+/* A write lock on a rank's byte of the group's file. */
+static inline struct flock mls_local_lock_on(size_t rank)
+{
+    struct flock lock;
+    memset(&lock, 0, sizeof lock);
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = (off_t)rank;
+    lock.l_len = 1;
+    return lock;
+}
+
 /* Which of a rank's pieces is that of `peer`. */
 static inline size_t mls_local_piece_of(const mls_local *g, size_t rank, size_t peer)
 {
@@ -245,9 +256,8 @@ static inline size_t mls_local_piece_of(const mls_local *g, size_t rank, size_t 
 
 /* ---- local_ops.c ---- */
 
-/* What is left of an operation of that kind, an all_gather. */
-mls_code mls_local_gather_on(mls_local *g, mls_local_kind kind,
-                             const mls_local_call *call, const void *data,
+/* Continue an operation of that kind by an all_gather through the slots. */
+mls_code mls_local_gather_on(mls_local *g, mls_local_kind kind, const void *data,
                              const size_t *sizes, void *out, mls_local_clock *clock,
                              mls_status *st);
 

@@ -11,7 +11,6 @@
 #    include "local_steps.h"
 
 #    include <errno.h>
-#    include <fcntl.h>
 #    include <sched.h>
 #    include <stdio.h>
 #    include <string.h>
@@ -143,15 +142,10 @@ void mls_local_ring(const mls_local *g)
 /* Whether the process of a rank has ended: nobody holds its lock. */
 static bool is_dead(const mls_local *g, size_t rank)
 {
-    struct flock lock;
+    struct flock lock = mls_local_lock_on(rank);
     if (g->fd < 0 || rank == g->rank) {
         return false;
     }
-    memset(&lock, 0, sizeof lock);
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = (off_t)rank;
-    lock.l_len = 1;
     return fcntl(g->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
@@ -338,7 +332,6 @@ static void take_note(mls_local *g, const mls_local_flow *flow, const char *text
     note->number = g->number;
     note->fingerprint = flow->fingerprint;
     note->kind = (uint32_t)flow->kind;
-    note->shared = flow->shared;
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
@@ -464,17 +457,16 @@ mls_code mls_local_run(mls_local *g, const mls_local_flow *flow,
     return code == MLS_OK ? mls_local_continue(g, flow, &clock, st) : code;
 }
 
-/* What others read is not in slots, and is about to change. */
-mls_code mls_local_settle(mls_local *g, const mls_local_flow *flow,
-                          mls_local_clock *clock, mls_status *st)
+/* ---- arrays of other threads, by their addresses ---- */
+
+bool mls_local_is_direct(const mls_local *g, size_t bytes)
 {
-    return wait_for(g, clock, flow->kind, (wish){.settles = true}, st);
+    enum { LEAST = 256 << 10 }; /* smaller ones are sent sooner than waited for */
+    return g->fd < 0 && g->shape.world > 1 && bytes >= LEAST;
 }
 
-/* ---- arrays of others, where they lie ---- */
-
-/* Who breaks the group looks at `direct` afterwards, who copies looks at `broken`
- * afterwards: one of them sees the other. */
+/* A rank that breaks the group reads `direct` afterwards, and one that copies reads
+ * `broken` afterwards: one of them sees the other. */
 bool mls_local_begin_direct(mls_local *g)
 {
     atomic_store(&mls_local_area_of(g, g->rank)->direct, 1);
@@ -490,32 +482,28 @@ void mls_local_end_direct(mls_local *g)
     atomic_store(&mls_local_area_of(g, g->rank)->direct, 0);
 }
 
-/* Who copies waits for nobody: it is through soon. */
-void mls_local_await_direct(mls_local *g)
+/* Wait until no thread accesses an array of this rank, whose operation failed.  The group
+ * is broken, so none begins to; one that does waits for no rank, and ends soon. */
+static void await_direct(const mls_local *g)
 {
-    for (size_t rank = 0; g->fd < 0 && rank < g->shape.world; rank++) {
+    for (size_t rank = 0; rank < g->shape.world; rank++) {
         while (rank != g->rank && atomic_load(&mls_local_area_of(g, rank)->direct) != 0) {
             sched_yield();
         }
     }
 }
 
-bool mls_local_is_direct(const mls_local *g, size_t bytes)
-{
-    enum { LEAST = 256 << 10 }; /* less is sent sooner than waited for */
-    return g->fd < 0 && g->shape.world > 1 && bytes >= LEAST;
-}
-
+/* The last wait is for the others to finish with this rank's arrays. */
 mls_code mls_local_run_direct(mls_local *g, const mls_local_flow *flow,
                               const mls_local_call *call, mls_status *st)
 {
     mls_local_clock clock;
     mls_code code = mls_local_begin(g, flow, call, &clock, st);
     if (code == MLS_OK) {
-        code = mls_local_settle(g, flow, &clock, st);
+        code = wait_for(g, &clock, flow->kind, (wish){.settles = true}, st);
     }
     if (code != MLS_OK) {
-        mls_local_await_direct(g);
+        await_direct(g);
     }
     return code;
 }

@@ -1,20 +1,14 @@
-/* pattern: the shards of an index, grouped by which part they are.
+/* pattern: group the shards of an index by layout and part.
  *
- * A rank has few groups: one for each way in which tensors are cut, and one for those
- * that are not.  So a new shard is compared with the groups one by one, from the one of
- * the shard before it on.
+ * A rank has few groups: one for each way in which tensors are cut, and one for whole
+ * tensors.  So each shard is compared with all groups, the previous shard's group first.
  */
 #include "pattern.h"
 
 #include "mem.h"
-#include "size.h"
 
-#include <stdlib.h>
-#include <string.h>
-
-/* Whether a shard is of the group that `other` is of: cut in the same way, and the same
- * part.  Shapes do not matter, so that tensors of any sizes that are cut alike are one
- * group, however many there are. */
+/* Whether two shards have the same layout and part.  Shapes may differ, so tensors of all
+ * sizes that are cut alike form one group. */
 static bool same_group(const mls_index_shard *shard, const mls_index_shard *other)
 {
     bool same = shard->part == other->part && shard->layout.count == other->layout.count;
@@ -25,7 +19,7 @@ static bool same_group(const mls_index_shard *shard, const mls_index_shard *othe
     return same;
 }
 
-/* The group of a shard among those there are, or their number. */
+/* The group of a shard, or the number of groups if it has none yet. */
 static size_t find_group(const mls_index_shard *shard,
                          const mls_index_shard *const *firsts, size_t count, size_t hint)
 {
@@ -39,8 +33,7 @@ static size_t find_group(const mls_index_shard *shard,
     return group;
 }
 
-/* Layouts are compared, not parts of tensors: two tensors of one layout need not have one
- * shape. */
+/* Give up at the first group that is one too many. */
 mls_code mls_pattern_init(const mls_index *index, mls_pattern *out, mls_status *st)
 {
     const mls_index_shard *firsts[MLS_PATTERN_GROUPS];
@@ -68,93 +61,72 @@ mls_code mls_pattern_init(const mls_index *index, mls_pattern *out, mls_status *
     return MLS_OK;
 }
 
-/* Nothing but the groups lies elsewhere. */
+/* Nothing else is allocated. */
 void mls_pattern_fini(mls_pattern *pattern)
 {
     mls_free(pattern->groups);
     *pattern = (mls_pattern){0};
 }
 
-/* A shard says the same as in the index, but for what is the rank's own: part, version
- * and tier are put aside, and the group takes their place. */
-void mls_pattern_text(const mls_index *index, const mls_pattern *pattern,
-                      mls_buffer *text)
+static void put_numbers(mls_buffer *b, const size_t *numbers, size_t count)
+{
+    mls_buffer_put(b, (const char *)numbers, count * sizeof *numbers);
+}
+
+/* Lengths come first, so that no two lists of shards have the same bytes. */
+void mls_pattern_bytes(const mls_index *index, const mls_pattern *pattern,
+                       mls_buffer *out)
 {
     for (size_t i = 0; i < index->shard_count; i++) {
-        mls_index_shard shard = index->shards[i];
-        shard.part = pattern->groups[i];
-        shard.version = 1;
-        shard.tier = MLS_TIER_NONE;
-        mls_index_put_shard(text, &shard);
-        mls_buffer_text(text, "}\n");
+        const mls_index_shard *s = &index->shards[i];
+        const size_t head[] = {
+            s->id.section,           s->id.name.length, s->id.has_state,
+            s->id.state.length,      s->dtype,          (size_t)s->rank,
+            (size_t)s->layout.count, s->axes != NULL,   pattern->groups[i]};
+        put_numbers(out, head, sizeof head / sizeof head[0]);
+        mls_buffer_put(out, s->id.name.data, s->id.name.length);
+        mls_buffer_put(out, s->id.state.data, s->id.state.length);
+        put_numbers(out, s->shape, (size_t)s->rank);
+        for (int j = 0; j < s->layout.count; j++) {
+            const size_t step[] = {(size_t)s->layout.steps[j].axis,
+                                   s->layout.steps[j].parts};
+            put_numbers(out, step, 2);
+        }
+        if (s->axes != NULL) {
+            mls_buffer_put(out, (const char *)s->axes, (size_t)s->rank);
+        }
     }
 }
 
-/* For qsort: rising, so that equal ones are neighbours, and whoever reads the list can
- * look things up in it by halves. */
-static int compare_numbers(const void *a, const void *b)
+/* The first shard of a tensor, or of the first tensor after it. */
+static size_t find_shard(const mls_index *index, const mls_tensor_id *id)
 {
-    const uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
-    return x < y ? -1 : x > y;
+    size_t low = 0, high = index->shard_count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (mls_tensor_id_compare(&index->shards[middle].id, id) < 0) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
 }
 
-/* Sorted, each once; returns how many that are. */
-static size_t sort_unique(uint32_t *numbers, size_t count)
+/* Shards of one tensor are neighbours in an index, and each is of another group. */
+void mls_pattern_places(const mls_index *indexes, const mls_pattern *patterns,
+                        size_t count, const mls_tensor_id *id, mls_buffer *out)
 {
-    size_t kept = 0;
-    qsort(numbers, count, sizeof *numbers, compare_numbers);
     for (size_t i = 0; i < count; i++) {
-        if (i == 0 || numbers[i] != numbers[kept - 1]) {
-            numbers[kept++] = numbers[i];
-        }
-    }
-    return kept;
-}
-
-/* Names that an index may have: one for each shard and for each dot.  Shards of one
- * parameter are counted each, which is more room than is used and costs a walk less. */
-static size_t most_names(const mls_index *index)
-{
-    size_t most = 0;
-    for (size_t i = 0; i < index->shard_count; i++) {
-        const mls_text name = index->shards[i].id.name;
-        most++; /* no more than there are bytes in the index */
-        for (size_t j = 0; j < name.length; j++) {
-            most += name.data[j] == '.' ? 1 : 0;
-        }
-    }
-    return most;
-}
-
-/* The checksum goes on from dot to dot, so that a name is read once.  The shards of one
- * parameter are neighbours within a section. */
-mls_code mls_pattern_names(const mls_index *index, const mls_crc_kernels *crc,
-                           uint32_t **out, size_t *count, mls_status *st)
-{
-    uint32_t *numbers = mls_alloc(most_names(index), sizeof *numbers);
-    size_t used = 0;
-    if (numbers == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for the names of %zu shards",
-                        index->shard_count);
-    }
-    for (size_t i = 0; i < index->shard_count; i++) {
-        const mls_text name = index->shards[i].id.name;
-        if (i > 0 && mls_text_equal(name, index->shards[i - 1].id.name)) {
-            continue;
-        }
-        uint32_t sum = 0;
-        size_t from = 0;
-        for (size_t j = 0; j < name.length; j++) {
-            if (name.data[j] == '.') {
-                sum = crc->update(sum, name.data + from, j - from);
-                numbers[used++] = sum;
-                from = j;
+        const mls_index *index = &indexes[i];
+        size_t j = patterns[i].known ? find_shard(index, id) : index->shard_count;
+        for (; j < index->shard_count; j++) {
+            if (mls_tensor_id_compare(&index->shards[j].id, id) != 0) {
+                break;
             }
+            /* no more indexes are in memory than a number of 32 bits can count */
+            const mls_pattern_place place = {(uint32_t)i, patterns[i].groups[j]};
+            mls_buffer_put(out, (const char *)&place, sizeof place);
         }
-        numbers[used++] =
-            name.length == 0 ? 0 : crc->update(sum, name.data + from, name.length - from);
     }
-    *count = sort_unique(numbers, used);
-    *out = numbers;
-    return MLS_OK;
 }

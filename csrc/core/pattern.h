@@ -1,14 +1,11 @@
-/* pattern: what an index lists, whichever parts its rank has.
+/* pattern: what the indexes of several ranks have in common.
  *
- * The ranks of a job mostly store the same tensors, cut alike: their indexes differ in
- * which parts they list, and where those lie.  A pattern is what they have in common;
- * with it and a few numbers for each rank, whoever has read one index of many knows what
- * the others hold.
- *
- * The shards of an index fall into groups: those with one layout and one part.  Groups
- * are numbered as they first come in the order of the index.  Two indexes have the same
- * pattern if they list the same tensors (with dtype, shape, layout and axes), in the same
- * groups.
+ * The ranks of a job mostly store the same tensors, cut alike.  Their indexes differ in
+ * the parts that they list.  The shards of an index form groups: shards of one layout and
+ * one part.  Groups are numbered in the order of their first shards.  Two indexes have
+ * the same pattern if they list the same tensors (with dtype, shape, layout and axes) in
+ * the same groups.  So the index of one rank, and the part of every group for each other
+ * rank, say which rank stores which part of which tensor.
  */
 #ifndef MLS_PATTERN_H
 #define MLS_PATTERN_H
@@ -19,31 +16,34 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* An index of more groups has no pattern: it would say as much as the index does. */
+/* An index of more groups has no pattern: its parts would be as long as the index. */
 enum { MLS_PATTERN_GROUPS = 32 };
 
 typedef struct mls_pattern {
-    unsigned char *groups;            /* of each shard: its group */
-    size_t parts[MLS_PATTERN_GROUPS]; /* of each group: the part that the rank has */
+    unsigned char *groups;            /* of each shard */
+    size_t parts[MLS_PATTERN_GROUPS]; /* of each group */
     size_t group_count;
-    bool known; /* false: too many groups; then there is nothing else */
+    bool known; /* false: too many groups, and all else is zero */
 } mls_pattern;
 
-/* Give the shards their groups.  Gives: release with mls_pattern_fini.  MLS_E_MEMORY. */
+/* Number the groups.  Gives: release with mls_pattern_fini.  MLS_E_MEMORY. */
 mls_code mls_pattern_init(const mls_index *index, mls_pattern *out, mls_status *st);
 
 void mls_pattern_fini(mls_pattern *pattern); /* accepts a zeroed one; zeroes it */
 
-/* Append a text that two indexes share if, and only if, they have the same pattern.  The
- * caller looks for a failure of the buffer. */
-void mls_pattern_text(const mls_index *index, const mls_pattern *pattern,
-                      mls_buffer *text);
+/* Append bytes that are equal for two indexes if, and only if, their patterns are.  They
+ * depend on the machine's byte order.  The caller checks the buffer for a failure. */
+void mls_pattern_bytes(const mls_index *index, const mls_pattern *pattern,
+                       mls_buffer *out);
 
-/* CRC32C of the names of all tensors of an index (of parameters, without states), and of
- * what stands in front of each dot in them: rising, none twice.  An index that lacks one
- * has neither a tensor of that name nor any below it.  Gives: release with mls_free.
- * MLS_E_MEMORY. */
-mls_code mls_pattern_names(const mls_index *index, const mls_crc_kernels *crc,
-                           uint32_t **out, size_t *count, mls_status *st);
+/* Where an index lists one part of a tensor. */
+typedef struct mls_pattern_place {
+    uint32_t index, group;
+} mls_pattern_place;
+
+/* Append every place of a tensor in `count` indexes, by index.  An index without a
+ * pattern has none.  The caller checks the buffer for a failure. */
+void mls_pattern_places(const mls_index *indexes, const mls_pattern *patterns,
+                        size_t count, const mls_tensor_id *id, mls_buffer *out);
 
 #endif

@@ -92,12 +92,11 @@ PyObject *mlsp_catalog_load_into(PyObject *object, PyObject *const *args,
                                  Py_ssize_t count);
 PyObject *mlsp_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count);
 
-/* The same, of py_holders.c. */
+/* The same, of py_owners.c. */
 PyObject *mlsp_catalog_patterns(PyObject *object, PyObject *unused);
-PyObject *mlsp_catalog_names(PyObject *object, PyObject *unused);
-PyObject *mlsp_catalog_holders(PyObject *object, PyObject *const *args, Py_ssize_t count);
-PyObject *mlsp_catalog_check_parts(PyObject *object, PyObject *const *args,
-                                   Py_ssize_t count);
+PyObject *mlsp_catalog_places(PyObject *object, PyObject *unused);
+PyObject *mlsp_catalog_wanted_parts(PyObject *object, PyObject *const *args,
+                                    Py_ssize_t count);
 PyObject *mlsp_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count);
 
 /* The index of a rank in a Catalog, NULL where it has none; borrowed.  -1 with TypeError

@@ -291,7 +291,6 @@ extern PyMethodDef mlsp_local_methods[];
 extern PyMethodDef mlsp_activation_methods[];
 extern PyMethodDef mlsp_chain_methods[];
 extern PyMethodDef mlsp_plan_methods[];
-extern PyMethodDef mlsp_manifest_methods[];
 extern PyMethodDef mlsp_search_methods[];
 extern PyMethodDef mlsp_info_methods[];
 

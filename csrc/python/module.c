@@ -199,7 +199,7 @@ static int core_exec(PyObject *module)
         mlsp_staging_methods,   mlsp_bucket_methods, mlsp_wire_methods,
         mlsp_reduce_methods,    mlsp_local_methods,  mlsp_chain_methods,
         mlsp_plan_methods,      mlsp_search_methods, mlsp_activation_methods,
-        mlsp_manifest_methods,  mlsp_info_methods};
+        mlsp_info_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         start_core(mlsp_state_of(module)) < 0 ||
         intern_names(mlsp_state_of(module)) < 0 || mlsp_errors_add(module) < 0 ||

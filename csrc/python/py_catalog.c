@@ -585,14 +585,11 @@ static PyMethodDef catalog_methods[] = {
      "load_into would."},
     {"patterns", mlsp_catalog_patterns, METH_NOARGS,
      "patterns($self, /)\n--\n\nWhat each index lists, apart from its own parts."},
-    {"names", mlsp_catalog_names, METH_NOARGS,
-     "names($self, /)\n--\n\nChecksums of the names that each index has."},
-    {"holders", MLSP_FASTCALL(mlsp_catalog_holders),
-     "holders($self, folder, section, keys, cutting, patterns, own, world_size, "
-     "/)\n--\n\nRanks that have what is wanted."},
-    {"check_parts", MLSP_FASTCALL(mlsp_catalog_check_parts),
-     "check_parts($self, patterns, world_size, /)\n--\n\nRefuse tensors that the ranks "
-     "did not store all of."},
+    {"places", mlsp_catalog_places, METH_NOARGS,
+     "places($self, /)\n--\n\nOf each tensor, the indexes and groups that list it."},
+    {"wanted_parts", MLSP_FASTCALL(mlsp_catalog_wanted_parts),
+     "wanted_parts($self, folder, section, keys, cutting, most, /)\n--\n\nParts that a "
+     "load needs, by their tensors' places."},
     {"reads", MLSP_FASTCALL(mlsp_catalog_reads),
      "reads($self, folder, section, keys, cutting, verify, /)\n--\n\nBytes of files "
      "that loading reads."},

@@ -492,15 +492,21 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
     size_t failed = 0;
     making m = {job, &progress, NULL};
     const mls_maker maker = {make_meanwhile, &m};
-    const mls_crc_kernels *crc = verify ? mlsp_crc_of(job->state) : NULL;
-    mls_pool *pool = job->state->pool;
     if (mlsp_progress_init(&progress, callback) < 0) {
         return -1;
     }
+    const mls_read_request request = {
+        .folder = job->folder,
+        .pieces = job->pieces,
+        .count = job->piece_count,
+        .crc = verify ? mlsp_crc_of(job->state) : NULL,
+        .codecs = mlsp_codecs(),
+        .pool = job->state->pool,
+        .progress = &progress.core,
+        .maker = result == NULL ? NULL : &maker,
+    };
     mlsp_progress_begin(&progress);
-    const mls_code code = mls_shards_read_made(
-        job->folder, job->pieces, job->piece_count, crc, mlsp_codecs(), pool,
-        &progress.core, result == NULL ? NULL : &maker, &failed, &st);
+    const mls_code code = mls_shards_read(&request, &failed, &st);
     mlsp_progress_end(&progress);
     if (result != NULL) {
         *result = m.result;

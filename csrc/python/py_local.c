@@ -17,7 +17,6 @@ typedef struct link_object {
     PyObject_HEAD pthread_mutex_t lock; /* guards what follows; held for moments only */
     mls_local *place;                   /* NULL when closed */
     bool busy, closing;
-    size_t pins; /* threads that use the place beside an operation */
     size_t rank, world;
 } link_object;
 
@@ -45,32 +44,11 @@ static const mlsp_state *state_of_link(link_object *self)
 static mls_local *take_unused(link_object *self)
 {
     mls_local *unused = NULL;
-    if (self->closing && !self->busy && self->pins == 0) {
+    if (self->closing && !self->busy) {
         unused = self->place;
         self->place = NULL;
     }
     return unused;
-}
-
-/* Use the place without the lock, which an operation that begins or ends shall not wait
- * for: it stays there meanwhile.  NULL where it is closed, and nothing is pinned. */
-static mls_local *pin(link_object *self)
-{
-    pthread_mutex_lock(&self->lock);
-    mls_local *place = self->place;
-    self->pins += place != NULL;
-    pthread_mutex_unlock(&self->lock);
-    return place;
-}
-
-/* The other way; what was closed meanwhile is freed. */
-static void unpin(link_object *self)
-{
-    pthread_mutex_lock(&self->lock);
-    self->pins--;
-    mls_local *unused = take_unused(self);
-    pthread_mutex_unlock(&self->lock);
-    mls_local_free(unused);
 }
 
 /* ---- one operation ---- */
@@ -374,7 +352,8 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 
 /* ---- reduce_scatter ---- */
 
-/* reduce_scatter(bucket, timeout, text, tallied) -> [(squares, nonfinite), ...]; empty unless tallied
+/* reduce_scatter(bucket, tallied, timeout, text) -> [(squares, nonfinite), ...]; empty
+ * unless tallied
  *
  * If there is no memory for the list, the sums are there all the same, and the exception
  * passes through finish(), which has no failure of its own to report. */
@@ -389,7 +368,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         (held = mlsp_bucket_of(args[0])) == NULL) {
         return NULL;
     }
-    const int is_tallied = PyObject_IsTrue(args[3]);
+    const int is_tallied = PyObject_IsTrue(args[1]);
     if (is_tallied < 0) {
         return NULL;
     }
@@ -398,7 +377,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         PyErr_SetString(PyExc_ValueError, "the bucket is that of another rank or group");
         return NULL;
     }
-    if (begin(&s, self, args[1], args[2]) < 0) {
+    if (begin(&s, self, args[2], args[3]) < 0) {
         return NULL;
     }
     s.saved = PyEval_SaveThread();
@@ -476,102 +455,19 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
     return finish(&s, code, p.list == NULL ? Py_NewRef(Py_None) : p.list);
 }
 
-/* ---- memory ---- */
-
-/* What ends with an array: its address, and to whom it is given back. */
-typedef struct loan {
-    void *data;
-    size_t bytes;
-    mls_local_blocks *owner;
-} loan;
-
-static const char loan_name[] = "mlstate.local_memory";
-
-/* Called by NumPy when the last view is gone, whether the link is there or not.  The
- * system takes a while to have many pages back. */
-static void end_loan(PyObject *capsule)
-{
-    loan *l = PyCapsule_GetPointer(capsule, loan_name);
-    if (l->bytes >= MLSP_RELEASE_BYTES) {
-        PyThreadState *saved = PyEval_SaveThread();
-        mls_local_give(l->owner, l->data);
-        PyEval_RestoreThread(saved);
-    } else {
-        mls_local_give(l->owner, l->data);
-    }
-    PyMem_Free(l);
-}
-
-/* A flat array of bytes at the address of a loan, which it takes over.  NULL with an
- * exception set, and nothing lent any more. */
-static PyObject *array_of(loan lent)
-{
-    npy_intp length = (npy_intp)lent.bytes;
-    loan *kept = PyMem_Malloc(sizeof *kept);
-    if (kept == NULL) {
-        mls_local_give(lent.owner, lent.data);
-        return PyErr_NoMemory();
-    }
-    *kept = lent;
-    PyObject *capsule = PyCapsule_New(kept, loan_name, end_loan);
-    if (capsule == NULL) {
-        mls_local_give(lent.owner, lent.data);
-        PyMem_Free(kept);
-        return NULL;
-    }
-    PyObject *array = PyArray_SimpleNewFromData(1, &length, NPY_UINT8, lent.data);
-    if (array == NULL) {
-        Py_DECREF(capsule);
-        return NULL;
-    }
-    /* takes the capsule, in case of failure too */
-    if (PyArray_SetBaseObject((PyArrayObject *)array, capsule) < 0) {
-        Py_CLEAR(array);
-    }
-    return array;
-}
-
-/* memory(bytes) -> ndarray of uint8: of the group, for this rank to write and all to
- * read.  The system clears the pages, so the GIL is let go. */
-static PyObject *link_memory(PyObject *self, PyObject *const *args, Py_ssize_t count)
-{
-    link_object *link = (link_object *)self;
-    const mlsp_state *state = state_of_link(link);
-    int64_t bytes;
-    mls_status st;
-    loan lent = {.data = NULL};
-    if (state == NULL || mlsp_take_count("memory", 1, count) < 0 ||
-        mlsp_take_int64(state, args[0], "bytes", &bytes) < 0) {
-        return NULL;
-    }
-    if (bytes < 0 || bytes > NPY_MAX_INTP) {
-        PyErr_SetString(PyExc_ValueError, "bytes out of range");
-        return NULL;
-    }
-    mls_local *place = pin(link);
-    if (place == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the link is closed");
-        return NULL;
-    }
-    lent.bytes = (size_t)bytes;
-    PyThreadState *saved = PyEval_SaveThread();
-    const mls_code code = mls_local_take(place, lent.bytes, &lent.data, &lent.owner, &st);
-    unpin(link);
-    PyEval_RestoreThread(saved);
-    return code == MLS_OK ? array_of(lent) : mlsp_raise(state, &st, NULL);
-}
-
 /* ---- the end ---- */
 
-/* abort(): from any thread, without the lock. */
+/* abort(): from any thread, during an operation too.  The lock is held: it sets a word
+ * and rings, and waits for no thread. */
 static PyObject *link_abort(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    mls_local *place = pin((link_object *)self);
-    if (place != NULL) {
-        mls_local_abort(place);
-        unpin((link_object *)self);
+    link_object *link = (link_object *)self;
+    pthread_mutex_lock(&link->lock);
+    if (link->place != NULL) {
+        mls_local_abort(link->place);
     }
+    pthread_mutex_unlock(&link->lock);
     Py_RETURN_NONE;
 }
 
@@ -629,16 +525,12 @@ static PyMethodDef link_methods[] = {
      "each rank."},
     {"all_reduce", MLSP_FASTCALL(link_all_reduce),
      "all_reduce($self, array, out, op, divisor, timeout, text, /)\n--\n\nThe same sum "
-     "on "
-     "all ranks."},
+     "on all ranks."},
     {"reduce_scatter", MLSP_FASTCALL(link_reduce_scatter),
-     "reduce_scatter($self, bucket, timeout, text, /)\n--\n\nSums of "
-     "which "
-     "each rank gets a part."},
+     "reduce_scatter($self, bucket, tallied, timeout, text, /)\n--\n\nSums of "
+     "which each rank gets a part."},
     {"gather_bytes", MLSP_FASTCALL(link_gather_bytes),
      "gather_bytes($self, data, root, timeout, text, /)\n--\n\nBytes of any lengths."},
-    {"memory", MLSP_FASTCALL(link_memory),
-     "memory($self, bytes, /)\n--\n\nBytes that this rank writes and all read."},
     {"abort", link_abort, METH_NOARGS,
      "abort($self, /)\n--\n\nEnd the group for all ranks."},
     {"close", link_close, METH_NOARGS,

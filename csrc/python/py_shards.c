@@ -8,12 +8,15 @@
 #include "gathering.h"
 
 #include "fsio.h"
+#include "json.h"
 #include "seal.h"
 #include "shard_plan.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <unistd.h>
+
+enum { MANIFEST_NODES = 64 << 20 };
 
 const mls_crc_kernels *mlsp_crc_of(const mlsp_state *state)
 {
@@ -348,6 +351,32 @@ static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t 
                : mlsp_raise(state, &st, args[1]);
 }
 
+/* json_check(data, depth, path): raise unless `data` is JSON as docs/format.md wants it
+ */
+static PyObject *json_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    char *bytes;
+    Py_ssize_t length;
+    mls_status st;
+    mls_json *json = NULL;
+    mls_code code;
+    if (mlsp_take_count("json_check", 3, count) < 0 ||
+        PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
+        return NULL;
+    }
+    const size_t depth = PyLong_AsSize_t(args[1]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_json_parse(bytes, (size_t)length,
+                              (mls_json_limits){depth, MANIFEST_NODES}, &json, &st);
+    Py_END_ALLOW_THREADS
+    mls_json_free(json);
+    return code == MLS_OK ? Py_NewRef(Py_None)
+                          : mlsp_raise(mlsp_state_of(module), &st, args[2]);
+}
+
 /* crc32c(data) -> int: of any buffer, without the GIL, however small: indexes are what it
  * is called with, and they are not */
 static PyObject *crc32c(PyObject *module, PyObject *data)
@@ -439,6 +468,10 @@ PyMethodDef mlsp_shards_methods[] = {
     {"seal", seal, METH_O, "seal(text, /)\n--\n\nFill in a text's own checksum."},
     {"seal_check", MLSP_FASTCALL(seal_check),
      "seal_check(data, path, /)\n--\n\nRaise unless a text is what was sealed."},
+    {"json_check", MLSP_FASTCALL(json_check),
+     "json_check(data, depth, path, /)\n--\n\nRaise unless a text is JSON, nested at "
+     "most "
+     "`depth` deep."},
     {"crc32c", crc32c, METH_O, "crc32c(data, /)\n--\n\nCRC32C of a buffer."},
     {"file_replace", MLSP_FASTCALL(file_replace),
      "file_replace(path, data, mode, /)\n--\n\nReplace a file, atomically and durably."},

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -52,6 +52,29 @@ class AppliedStrategy(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+class ModuleHooks(Protocol):
+    """Hooks on the parameters of a module, until they are removed."""
+
+    parameters: dict[str, Any]
+    is_full: bool
+    unsent: set[str]
+
+    def take(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
+        """Remove a parameter's gradient and return it, with a function that puts it back."""
+
+    def take_missing(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
+        """Return what `take` does, for a parameter without a gradient in this pass."""
+
+    def gather_full(self, buckets: Iterable[Any], group: Any, timeout: float | None) -> None:
+        """Add the reduced full gradients to ``parameter.grad``."""
+
+    def drop_full(self) -> None:
+        """Leave no gradient, since not all are reduced."""
+
+    def remove(self) -> None:
+        """Remove the hooks."""
 
 
 class Backend(Protocol):
@@ -215,38 +238,27 @@ class Backend(Protocol):
     def why_not_reduced(self, tensor: Any) -> str:
         """Return why a parameter or gradient cannot be reduced, or an empty string."""
 
-    def reduce_on_device(
-        self,
-        group: Any,
-        gradient: Any,
-        counts: Sequence[int],
-        out: Any,
-        op: str,
-        divisor: float,
-        timeout: float | None,
-    ) -> tuple[float, int]:
-        """Reduce a gradient that is not in main memory; return what `norm_partial` does."""
-
-    def gather_full(self, fsdp: Any, units: Sequence[Any], parameters: Mapping[str, Any]) -> None:
-        """Gather the parts of reduced gradients from all ranks into ``parameter.grad``."""
-
     def parameters_of(self, module: Any) -> Mapping[str, Any]:
         """Return the parameters of a module by name; shared ones have one name."""
 
-    def tied_to(self, module: Any, name: str) -> str | None:
-        """Return the name that `parameters_of` has for a shared parameter."""
+    def reduce_on_device(
+        self, group: Any, entry: Any, terms: Any, timeout: float | None
+    ) -> tuple[float, int]:
+        """Reduce a gradient that is not in main memory; return what `norm_partial` does."""
 
-    def watch(self, parameter: Any, ready: Callable[[Any], None]) -> Any:
-        """Call `ready` with each gradient of a parameter; return a handle with ``remove``."""
+    def hook_module(
+        self,
+        module: Any,
+        units: Mapping[str, Any],
+        receive: Callable[[str, Any], None],
+        *,
+        is_full: bool,
+        keep: bool,
+    ) -> ModuleHooks:
+        """Call `receive` with the name and parameter of each gradient that is complete."""
 
-    def watch_before(self, parameter: Any, before: Callable[[], None]) -> Any:
-        """Call `before` ahead of each gradient; return a handle with ``remove``."""
-
-    def watch_steps(self) -> None:
-        """Warn when an optimizer steps over parameters whose gradients were taken off."""
-
-    def begin_pass(self, ended: Callable[[], None], rank: int) -> Any:
-        """Call `ended` at the end of the running backward pass; return a reference to it."""
+    def begin_pass(self, on_end: Callable[[], None], rank: int) -> Any:
+        """Call `on_end` at the end of the running backward pass; return a reference to it."""
 
     # ---- activations ----
 

@@ -1,5 +1,4 @@
 #include "local_ranks.h"
-#include "local_steps.h"
 
 /* Element i of a rank's array: sums of these are not exact in float32. */
 static float element(size_t rank, size_t i)
@@ -60,55 +59,19 @@ static void all_ranks_get_the_sum_in_the_order_of_ranks(void)
     everywhere(reduce_all);
 }
 
-/* Where arrays lie: which of them are in memory that all ranks read. */
-typedef enum placing { NONE, ALL, ON_THE_FIRST_RANK, ALL_BUT_ONE } placing;
+static bool large; /* arrays that threads read by their addresses */
 
-static placing placed; /* for forked ranks, too */
-
-/* Three arrays with shares of all lengths, the ranks' uneven and some empty.  Those that
- * may be read where they lie have more than 1 MiB: less is sent. */
+/* Three arrays with shares of all lengths, the ranks' uneven and some empty. */
 static size_t count_of(size_t segment, size_t rank, size_t world)
 {
     switch (segment) {
     case 0:
         return 3 + rank;
     case 1:
-        return rank + 1 == world ? 0 : (placed == NONE ? 20000 : 300000) + 37 * rank;
+        return rank + 1 == world ? 0 : (large ? 300000 : 20000) + 37 * rank;
     default:
         return rank == 0 ? 9000 : 0;
     }
-}
-
-static bool is_shared(const rank_case *c, size_t segment)
-{
-    switch (placed) {
-    case NONE:
-        return false;
-    case ALL:
-        return true;
-    case ON_THE_FIRST_RANK:
-        return c->rank == 0;
-    default:
-        return c->rank > 0 || segment != 1;
-    }
-}
-
-/* An array of ordinary memory moves into a block, in the middle of it. */
-static float *place(rank_case *c, size_t segment, float *array, size_t n,
-                    mls_local_blocks **owner, void **block)
-{
-    enum { BEFORE = 16 };
-    mls_status st;
-    *owner = NULL;
-    if (!is_shared(c, segment)) {
-        return array;
-    }
-    EXPECT(c, mls_local_take(c->g, (BEFORE + n) * sizeof *array, block, owner, &st) ==
-                  MLS_OK);
-    float *moved = (float *)*block + BEFORE;
-    memcpy(moved, array, n * sizeof *array);
-    free(array);
-    return moved;
 }
 
 static void scatter(rank_case *c)
@@ -117,8 +80,6 @@ static void scatter(rank_case *c)
     mls_segment segments[SEGMENTS];
     size_t counts[SEGMENTS][RANKS_MOST], starts[SEGMENTS] = {0};
     float *arrays[SEGMENTS], *outs[SEGMENTS];
-    mls_local_blocks *owners[SEGMENTS];
-    void *blocks[SEGMENTS];
     mls_status st;
     for (size_t s = 0; s < SEGMENTS; s++) {
         size_t n = 0;
@@ -127,7 +88,7 @@ static void scatter(rank_case *c)
             starts[s] += r < c->rank ? counts[s][r] : 0;
             n += counts[s][r];
         }
-        arrays[s] = place(c, s, array_of(c->rank, n), n, &owners[s], &blocks[s]);
+        arrays[s] = array_of(c->rank, n);
         outs[s] = s == 1 ? arrays[s] + starts[s] /* in place */
                          : calloc(counts[s][c->rank] + 1, sizeof(float));
         segments[s] = (mls_segment){.data = (const unsigned char *)arrays[s],
@@ -138,10 +99,6 @@ static void scatter(rank_case *c)
     }
     EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) ==
                   MLS_OK);
-#if defined(__linux__)
-    const bool lie = placed == ALL && c->world > 1 && c->g->fd >= 0;
-    EXPECT(c, (c->g->views[c->rank == 0].count > 0) == lie); /* none sent, or all */
-#endif
     for (size_t s = 0; s < SEGMENTS; s++) {
         mls_tally expected = {0};
         const size_t mine = counts[s][c->rank];
@@ -160,36 +117,17 @@ static void scatter(rank_case *c)
         if (s != 1) {
             free(outs[s]);
         }
-        if (owners[s] == NULL) {
-            free(arrays[s]);
-        } else {
-            mls_local_give(owners[s], blocks[s]);
-        }
+        free(arrays[s]);
     }
     EXPECT(c, mls_local_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
 }
 
-/* Blocks that were given back serve the next arrays. */
-static void scatter_again(rank_case *c)
-{
-    for (int i = 0; i < 3; i++) {
-        scatter(c);
-    }
-}
-
 static void shares_are_summed_and_tallied_however_they_are_cut(void)
 {
-    everywhere(scatter);
-}
-
-static void arrays_that_all_ranks_read_are_summed_where_they_lie(void)
-{
-    static const placing all[] = {ALL, ON_THE_FIRST_RANK, ALL_BUT_ONE};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
-        placed = all[i];
-        everywhere(scatter_again);
+    for (int i = 0; i < 2; i++) {
+        large = i == 1;
+        everywhere(scatter);
     }
-    placed = NONE;
 }
 
 /* Many steps of whole slots, an `out` that lies across cache lines, and a segment that
@@ -239,91 +177,80 @@ static void scatter_large(rank_case *c)
     free(wide);
 }
 
-#if defined(__linux__) && !defined(WITHOUT_FORK)
-/* The others find out by themselves where it lies, and nobody goes on before all read. */
+/* Both operations on arrays that change as soon as each has returned. */
 static void overwrite(rank_case *c)
 {
-    enum { COUNT = 3000001 };
+    enum { COUNT = 100001 };
     mls_status st;
-    mls_local_blocks *owner;
-    void *block = NULL;
     const size_t counts[2] = {COUNT, COUNT};
-    float *out = calloc(COUNT, sizeof *out);
-    EXPECT(c,
-           mls_local_take(c->g, 2 * COUNT * sizeof *out, &block, &owner, &st) == MLS_OK);
-    float *data = block;
-    mls_segment segment = {
-        .data = block, .counts = counts, .out = out, .reduction = sum_f32};
+    float *data = calloc(2 * COUNT, sizeof *data), *out = calloc(2 * COUNT, sizeof *out);
+    mls_segment segment = {.data = (const unsigned char *)data,
+                           .counts = counts,
+                           .out = out,
+                           .reduction = sum_f32};
     size_t wrong = 0;
-    for (int round = 0; round < 5; round++) {
+    for (int round = 0; round < 6; round++) {
+        const bool all = round % 2 == 1;
         for (size_t i = 0; i < 2 * COUNT; i++) {
             data[i] = (float)(round + (int)c->rank);
         }
         if (c->rank == 1) {
-            usleep(20 * 1000); /* the last to come is the last to read */
+            usleep(5 * 1000); /* the last to come is the last to read */
         }
-        EXPECT(c,
-               mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_OK);
-        for (size_t i = 0; i < COUNT; i++) {
+        EXPECT(c, (all ? mls_local_all_reduce(c->g, &quick, data, out, 2 * COUNT,
+                                              &sum_f32, &st)
+                       : mls_local_reduce_scatter(c->g, &quick, &segment, 1, true,
+                                                  &st)) == MLS_OK);
+        for (size_t i = 0; i < (all ? 2 * COUNT : COUNT); i++) {
             wrong += out[i] != (float)(2 * round + 1);
         }
     }
     EXPECT(c, wrong == 0);
-    mls_local_give(owner, block);
+    free(data);
     free(out);
 }
 
-static void nobody_goes_on_before_all_have_read(void)
+static void no_rank_returns_before_all_have_read(void)
 {
-    in_processes((mls_local_shape){.world = 2}, overwrite, -1);
+    in_threads((mls_local_shape){.world = 2}, overwrite);
 }
 
-/* Rank 0 has no share, waits for rank 1 to read its array, gives up and writes to it. */
+/* Rank 0 has no share, waits for rank 1 to read its array, gives up and frees it. */
 static void give_up(rank_case *c)
 {
     enum { COUNT = 2000000 };
     mls_status st;
-    mls_local_blocks *owner;
-    void *block = NULL;
     const size_t counts[2] = {0, COUNT};
-    uint16_t *out = calloc(COUNT, sizeof *out);
-    EXPECT(c, mls_local_take(c->g, COUNT * sizeof *out, &block, &owner, &st) == MLS_OK);
-    uint16_t *data = block;
+    uint16_t *data = malloc(COUNT * sizeof *data), *out = calloc(COUNT, sizeof *out);
     for (size_t i = 0; i < COUNT; i++) {
         data[i] = 0x3C00; /* 1 */
     }
-    mls_segment segment = {
-        .data = block, .counts = counts, .out = out, .reduction = sum_f32};
+    mls_segment segment = {.data = (const unsigned char *)data,
+                           .counts = counts,
+                           .out = out,
+                           .reduction = sum_f32};
     segment.reduction.dtype = segment.reduction.out_dtype = MLS_F16;
     EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
     const mls_local_call hasty = {.timeout = c->rank == 0 ? 0.002 : 20};
     const mls_code code = mls_local_reduce_scatter(c->g, &hasty, &segment, 1, true, &st);
-    if (c->rank == 0 && code != MLS_OK) {
+    size_t wrong = 0;
+    if (c->rank == 0) {
         memset(data, 0, COUNT * sizeof *data);
     }
-    size_t wrong = 0;
     for (size_t i = 0; c->rank == 1 && code == MLS_OK && i < COUNT; i++) {
         wrong += out[i] != 0x4000; /* 2 */
     }
     EXPECT(c, wrong == 0);
-    mls_local_give(owner, block);
+    free(data);
     free(out);
 }
 
-static void a_sum_counts_only_if_nobody_gave_up_meanwhile(void)
+static void a_sum_counts_only_if_all_arrays_were_whole(void)
 {
     for (int round = 0; round < 5; round++) {
-        in_processes((mls_local_shape){.world = 2}, give_up, -1);
+        in_threads((mls_local_shape){.world = 2}, give_up);
     }
 }
-#else
-static void a_sum_counts_only_if_nobody_gave_up_meanwhile(void)
-{
-}
-static void nobody_goes_on_before_all_have_read(void)
-{
-}
-#endif
 
 static void large_sums_have_the_same_bits_with_every_instruction_set(void)
 {
@@ -359,9 +286,8 @@ static void reductions_that_make_no_sense_send_nothing(void)
 static const test_case tests[] = {
     TEST(all_ranks_get_the_sum_in_the_order_of_ranks),
     TEST(shares_are_summed_and_tallied_however_they_are_cut),
-    TEST(arrays_that_all_ranks_read_are_summed_where_they_lie),
-    TEST(nobody_goes_on_before_all_have_read),
-    TEST(a_sum_counts_only_if_nobody_gave_up_meanwhile),
+    TEST(no_rank_returns_before_all_have_read),
+    TEST(a_sum_counts_only_if_all_arrays_were_whole),
     TEST(large_sums_have_the_same_bits_with_every_instruction_set),
     TEST(reductions_that_make_no_sense_send_nothing),
 };

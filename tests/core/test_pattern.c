@@ -1,5 +1,4 @@
-/* What indexes have in common, and the names that they have. */
-#include "mem.h"
+/* What indexes have in common, and where they list a tensor. */
 #include "pattern.h"
 #include "runner.h"
 
@@ -7,7 +6,6 @@
 
 enum { MOST = 40 };
 
-static const mls_crc_kernels *const crc = &mls_crc_scalar;
 static const size_t matrix[] = {8, 6}, hundred[] = {100};
 
 static mls_text text(const char *chars)
@@ -41,15 +39,15 @@ static mls_index index_of(mls_index_shard *shards, size_t part)
     return (mls_index){.shards = shards, .shard_count = 4};
 }
 
-static bool same_text(const mls_index *a, const mls_index *b)
+static bool same_bytes(const mls_index *a, const mls_index *b)
 {
     mls_pattern x = {0}, y = {0};
     mls_buffer first = {.most = 1 << 20}, second = {.most = 1 << 20};
     mls_status st;
     CHECK(mls_pattern_init(a, &x, &st) == MLS_OK);
     CHECK(mls_pattern_init(b, &y, &st) == MLS_OK);
-    mls_pattern_text(a, &x, &first);
-    mls_pattern_text(b, &y, &second);
+    mls_pattern_bytes(a, &x, &first);
+    mls_pattern_bytes(b, &y, &second);
     const bool same = first.length == second.length && first.length > 0 &&
                       memcmp(first.data, second.data, first.length) == 0;
     mls_buffer_fini(&first);
@@ -80,7 +78,7 @@ static void ranks_differ_in_parts_versions_and_tiers_only(void)
     const mls_index a = index_of(one, 0), b = index_of(other, 3);
     other[1].version = 7;
     other[2].tier = MLS_TIER_COLD;
-    CHECK(same_text(&a, &b));
+    CHECK(same_bytes(&a, &b));
 }
 
 static void all_else_tells_patterns_apart(void)
@@ -114,10 +112,10 @@ static void all_else_tells_patterns_apart(void)
             b.shard_count = 3;
             break;
         }
-        CHECK(!same_text(&a, &b));
+        CHECK(!same_bytes(&a, &b));
     }
     b = index_of(other, 1);
-    CHECK(same_text(&a, &b));
+    CHECK(same_bytes(&a, &b));
 }
 
 /* One part of each of many layouts: as many groups as shards. */
@@ -143,44 +141,37 @@ static void too_many_groups_are_no_pattern(void)
     mls_pattern_fini(&pattern);
 }
 
-static bool has(const uint32_t *numbers, size_t count, const char *name)
+/* The groups of a tensor in three indexes, the second of which has too many. */
+static void places_are_the_groups_that_list_a_tensor(void)
 {
-    const uint32_t sum = crc->update(0, name, strlen(name));
-    size_t i = 0;
-    while (i < count && numbers[i] != sum) {
-        i++;
-    }
-    return i < count;
-}
-
-static void names_and_what_is_above_them_are_listed(void)
-{
-    static const char *const there[] = {"model",     "model.3", "model.3.w", "model.4",
-                                        "model.4.w", ".x",      ""};
-    static const char *const absent[] = {"m", "model.", "model.3.", "model.5", "w", "x"};
-    mls_index_shard shards[5];
-    const mls_index index = {.shards = shards, .shard_count = 5};
-    shards[0] = shard_of(".x", (mls_layout){0}, 0);
-    shards[1] = shard_of("model.3.w", (mls_layout){0}, 0);
-    shards[2] = shard_of("model.4.w", (mls_layout){0}, 0);
-    shards[3] = shard_of("model.4.w", (mls_layout){0}, 0); /* a state */
-    shards[3].id.section = MLS_OPTIM_STATE;
-    shards[4] = shard_of("model.4.w", (mls_layout){0}, 0);
-    uint32_t *numbers;
-    size_t count;
+    mls_index_shard one[4], two[MOST], three[4];
+    mls_index indexes[3] = {
+        index_of(one, 0), {.shards = two, .shard_count = MOST}, index_of(three, 2)};
+    mls_pattern patterns[3];
     mls_status st;
-    REQUIRE(mls_pattern_names(&index, crc, &numbers, &count, &st) == MLS_OK);
-    CHECK(count == sizeof there / sizeof there[0]);
-    for (size_t i = 1; i < count; i++) {
-        CHECK(numbers[i - 1] < numbers[i]);
+    for (size_t i = 0; i < MOST; i++) {
+        two[i] = shard_of("a.c", cut(0, MOST), i);
     }
-    for (size_t i = 0; i < sizeof there / sizeof there[0]; i++) {
-        CHECK(has(numbers, count, there[i]));
+    three[0] = shard_of("a.c", cut(1, 6), 1); /* two parts of "a.c" */
+    for (size_t i = 0; i < 3; i++) {
+        REQUIRE(mls_pattern_init(&indexes[i], &patterns[i], &st) == MLS_OK);
     }
-    for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++) {
-        CHECK(!has(numbers, count, absent[i]));
+    static const char *const names[] = {"a", "a.b", "a.c", "e", "f"};
+    static const mls_pattern_place wanted[5][3] = {
+        {{0}}, {{0, 0}}, {{0, 1}, {2, 0}, {2, 1}}, {{0, 2}, {2, 3}}, {{0}}};
+    static const size_t counts[] = {0, 1, 3, 2, 0};
+    for (size_t i = 0; i < 5; i++) {
+        const mls_tensor_id id = {.name = text(names[i])};
+        mls_buffer places = {.most = 1 << 20};
+        mls_pattern_places(indexes, patterns, 3, &id, &places);
+        REQUIRE(places.code == MLS_OK &&
+                places.length == counts[i] * sizeof wanted[0][0]);
+        CHECK(counts[i] == 0 || memcmp(places.data, wanted[i], places.length) == 0);
+        mls_buffer_fini(&places);
     }
-    mls_free(numbers);
+    for (size_t i = 0; i < 3; i++) {
+        mls_pattern_fini(&patterns[i]);
+    }
 }
 
 static const test_case tests[] = {
@@ -188,7 +179,7 @@ static const test_case tests[] = {
     TEST(ranks_differ_in_parts_versions_and_tiers_only),
     TEST(all_else_tells_patterns_apart),
     TEST(too_many_groups_are_no_pattern),
-    TEST(names_and_what_is_above_them_are_listed),
+    TEST(places_are_the_groups_that_list_a_tensor),
 };
 
 int main(void)

@@ -457,11 +457,10 @@ def gradients_of_inputs_alone_scatter_nothing(group):
 def buckets_move_while_the_backward_pass_goes_on(group):
     model = layers()
     units, hook = hooked(group, model, bucket_bytes=0, record=True)
-    fsdp = hook._fsdp
     wait_until = time.monotonic() + 30
 
     def wait_for_a_bucket(gradient):  # the first layer's gradients come after this
-        while not fsdp._runs.events:
+        while not hook._pass.session.events:
             assert time.monotonic() < wait_until, "no bucket was reduced meanwhile"
             time.sleep(0.001)
 

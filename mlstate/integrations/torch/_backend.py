@@ -16,12 +16,9 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
     from ._apply import apply_plan
     from ._backward import (
         begin_pass,
-        gather_full,
+        hook_module,
         parameters_of,
         reduce_on_device,
-        tied_to,
-        watch,
-        watch_before,
         why_not_reduced,
     )
     from ._chain import profile_chain
@@ -35,7 +32,6 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
     from ._reduce import add_gradient, copy_of, item_bytes, norm_partial, readable, tensor_in
     from ._sharded import module_state, needs_all_ranks, optimizer_parts, part_of
     from ._state import arrays_of, tensors_of, why_not_plain
-    from ._step_warning import watch_steps
     from ._tiers import (
         accelerator,
         give_memory,
@@ -52,8 +48,7 @@ _NAMES = {
     "_activation_manager": ("apply_strategy", "cuda_memory"),
     "_apply": ("apply_plan",),
     "_backward": (
-        "begin_pass", "gather_full", "parameters_of", "reduce_on_device", "tied_to", "watch",
-        "watch_before", "why_not_reduced",
+        "begin_pass", "hook_module", "parameters_of", "reduce_on_device", "why_not_reduced",
     ),
     "_chain": ("profile_chain",),
     "_files": ("read_dcp", "read_pt", "write_dcp", "write_pt"),
@@ -68,7 +63,6 @@ _NAMES = {
     ),
     "_sharded": ("module_state", "needs_all_ranks", "optimizer_parts", "part_of"),
     "_state": ("arrays_of", "tensors_of", "why_not_plain"),
-    "_step_warning": ("watch_steps",),
     "_tiers": (
         "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
         "on_device", "tensors_of_optimizer",

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..._collective_args import check_group, check_timeout, dtype_name, failed
 from ..._gradients import tallies
-from ..._guard import REFUSED, Head, all_agree, digest_of, judge, tell
+from ..._guard import ConsistencyCheck
 from ..._set_module import set_module
 from ..._turns import Turns
-from ._backward import call_at_end
+from ._backward import PassErrors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
 
@@ -89,23 +87,10 @@ def all_reduce_with(
     model.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
 
 
-class _Pass:
-    """What went wrong in one backward pass."""
+class _Pass(PassErrors):
+    """One backward pass."""
 
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-        self.lost = False  # ranks are not at one place any more, or the group is broken
-
-    def end(self) -> None:
-        call_at_end(self._raise)  # after DDP has waited for its buckets
-
-    def _raise(self) -> None:
-        if not self.errors:
-            return
-        first, *others = self.errors
-        for error in others:
-            first.add_note(str(error))
-        raise first
+    is_lost = False  # ranks are out of step, or the group is broken
 
 
 class _Buckets:
@@ -117,7 +102,7 @@ class _Buckets:
         self._finite = finite
         self._timeout = timeout
         self._turns = Turns("mlstate-ddp", group.rank)
-        self._pass = _Pass()
+        self._pass: _Pass | None = None
 
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Start to reduce a bucket, and return what DDP waits for: its buffer.
@@ -126,10 +111,9 @@ class _Buckets:
         """
         import torch
 
-        if bucket.index() == 0:
+        if bucket.index() == 0 or self._pass is None:
             self._pass = _Pass()
-            call_at_end(self._pass.end)
-        now = self._pass
+        current = self._pass
         buffer, index = bucket.buffer(), bucket.index()
         parts = dict(
             zip((self._names[p] for p in bucket.parameters()), bucket.gradients(), strict=True)
@@ -138,11 +122,11 @@ class _Buckets:
 
         def task() -> None:
             try:
-                if not now.lost:
-                    self._reduce(now, index, parts, buffer)
+                if not current.is_lost:
+                    self._reduce(current, index, parts, buffer)
             except BaseException as error:
-                now.lost = True
-                now.errors.append(error)
+                current.is_lost = True
+                current.errors.append(error)
             finally:
                 done.set_result(buffer)
 
@@ -153,35 +137,28 @@ class _Buckets:
         return done
 
     def _reduce(
-        self, now: _Pass, index: int, parts: dict[str, torch.Tensor], buffer: torch.Tensor
+        self, current: _Pass, index: int, parts: dict[str, torch.Tensor], buffer: torch.Tensor
     ) -> None:
-        group = self._group
         bad = [name for name, (_, n) in tallies(parts).items() if n] if self._finite else []
         facts = [f"{name!r} {dtype_name(g)} {tuple(g.shape)}" for name, g in parts.items()]
-        head = Head(REFUSED if bad else 0, index, digest_of(facts, "mean"), len(bad), 0.0)
-        texts = group.gather_bytes(head.pack(), timeout=self._timeout)
-        heads = [Head.unpack(text) for text in texts]
-        if all_agree(heads):
-            group.all_reduce(buffer, op="mean", out=buffer, timeout=self._timeout)
+        check = ConsistencyCheck(self._group, self._timeout, {"op": "mean"})
+        check.sequence = index
+        headers, count = check.exchange_buckets(facts, {}, len(bad), is_refused=bool(bad))
+        if count:
+            self._group.all_reduce(buffer, op="mean", out=buffer, timeout=self._timeout)
             return
-        now.lost = len({head and head[1:3] for head in heads}) > 1
-        why = dict.fromkeys(bad, "NaN or infinite elements")
-        listed = [(n, fact, why.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
-        now.errors.append(self._explained(index, listed))
-
-    def _explained(self, index: int, listed: Sequence[Sequence[str]]) -> BaseException:
-        """Find out with all ranks what is wrong with a bucket."""
-        group = self._group
-        text = tell(index, {"op": "mean"}, False, listed)
-        verdict = judge(group.gather_bytes(text, timeout=self._timeout))
-        lines = [f"{name!r}: {what}" for name, (_, what) in verdict.failures.items()]
+        current.is_lost = len({header[1:3] for header in headers}) > 1
+        problems = dict.fromkeys(bad, "NaN or infinite elements")
+        listed = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
+        failures = check.find_failures(listed, {}, has_ended=False).failures
+        lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
         more = f"; {len(lines) - 5} more" if len(lines) > 5 else ""
         error = failed(
             "backward pass",
-            group.rank,
+            self._group.rank,
             f"bucket {index} was not reduced: {'; '.join(lines[:5])}{more}",
         )
-        for name, (rank, _) in verdict.failures.items():
+        for name, (rank, _) in failures.items():
             error.name, error.rank = name, rank
             break
-        return error
+        current.errors.append(error)

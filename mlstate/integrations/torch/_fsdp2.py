@@ -7,11 +7,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..._collective_args import check_group, check_timeout
-from ..._fsdp_reduce import Entry, Full, Reducer, Terms
+from ..._fsdp_reduce import Entry, FullBucket, Reducer, Terms
+from ..._fsdp_runs import ReductionSession
 from ..._fsdp_unit import FSDPShardingUnit
 from ..._set_module import set_module
 from ...errors import CollectiveError
-from ._backward import call_at_end
+from ._backward import PassErrors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,9 +119,9 @@ class _Reduction:
     def __init__(self, group: Any, nonfinite: str, timeout: float | None) -> None:
         self._group = group
         self._terms = Terms(nonfinite=nonfinite)
-        self._reducer = Reducer(group, timeout, {"nonfinite": nonfinite})
+        self._reducer = Reducer(group, timeout)
         self._free: dict[Any, torch.Tensor] = {}
-        self._failed: Any = None  # a weak reference: it ends with the backward pass
+        self._errors: weakref.ref[PassErrors] | None = None  # dead after the backward pass
 
     def take(self, count: int, dtype: Any) -> torch.Tensor:
         """Return memory for an input: that of another module, whose pages are there already."""
@@ -128,11 +129,7 @@ class _Reduction:
 
         buffer = self._free.pop(dtype, None)
         if buffer is None or len(buffer) < count:
-            make = getattr(self._group, "empty", None)  # memory that all ranks can read
-            try:
-                buffer = torch.empty(count, dtype=dtype) if make is None else make(count, dtype)
-            except MemoryError:  # there may be less of it; its ranks need not be alike
-                buffer = torch.empty(count, dtype=dtype)
+            buffer = torch.empty(count, dtype=dtype)
         return buffer[:count]
 
     def _give(self, buffer: torch.Tensor) -> None:
@@ -147,43 +144,27 @@ class _Reduction:
         unit.local_gradient = out
         rest: list[Entry] | None = [Entry(unit, source)]
         terms = self._terms._replace(divisor=divisor)
-        self._reducer.begin()
-        while rest:
-            _, rest = self._reducer.reduce([Full(rest, terms)], rest)
+        session = ReductionSession(self._reducer, {"nonfinite": terms.nonfinite})
         try:
-            self._reducer.finish("backward pass")
+            while rest:
+                _, rest = session.reduce([FullBucket(rest, terms)], rest)
+            session.finish("backward pass")
         except CollectiveError as error:
             if error.name != name:  # the group is broken
                 raise
             out.fill_(float("nan"))
             self._raise_at_end(error)
         finally:
+            session.close()
             self._give(source)
 
     def _raise_at_end(self, error: CollectiveError) -> None:
         """Raise when the backward pass has ended: other modules are reduced meanwhile."""
-        failures = None if self._failed is None else self._failed()
-        if failures is None:
-            failures = _Failures()
-            self._failed = weakref.ref(failures)
-            call_at_end(failures.end)
-        failures.errors.append(error)
-
-
-class _Failures:
-    """What went wrong in one backward pass; torch lets it go with that."""
-
-    def __init__(self) -> None:
-        self.errors: list[CollectiveError] = []
-
-    def end(self) -> None:
-        call_at_end(self._raise)  # after what FSDP2 does when the pass ends
-
-    def _raise(self) -> None:
-        first, *others = self.errors
-        for error in others:
-            first.add_note(str(error))
-        raise first
+        current = None if self._errors is None else self._errors()
+        if current is None:
+            current = PassErrors()
+            self._errors = weakref.ref(current)
+        current.errors.append(error)
 
 
 class _ReduceScatter:

@@ -6,7 +6,8 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..._fsdp_register import hooked
+from ..._fsdp_register import live_hooks
+from ._backward import ModuleHooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -22,10 +23,10 @@ def watch_steps() -> None:
 
 def _warn_of_taken_gradients(optimizer: Optimizer, *_: Any) -> None:
     """Warn once for each hook object whose parameters an optimizer passes over."""
-    for hook in hooked():
-        if not hook._taken or hook._has_warned:
+    for hooks in live_hooks():
+        if not isinstance(hooks, ModuleHooks) or not hooks.taken or hooks.has_warned:
             continue
-        names = {id(hook._parameters[name]): name for name in hook._taken}
+        names = {id(hooks.parameters[name]): name for name in hooks.taken}
         empty = [
             names[id(parameter)]
             for group in optimizer.param_groups
@@ -33,7 +34,7 @@ def _warn_of_taken_gradients(optimizer: Optimizer, *_: Any) -> None:
             if parameter.grad is None and id(parameter) in names
         ]
         if empty:
-            hook._has_warned = True
+            hooks.has_warned = True
             warnings.warn(
                 f"{type(optimizer).__name__}.step changes nothing in {len(empty)} parameters "
                 f"({', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}): their gradients "
