@@ -129,7 +129,9 @@ def _meet_torch() -> None:
     import sys
 
     if sys.modules.get("torch") is not None:
-        from .integrations import torch  # noqa: F401
+        from ._common.backend import backend_named
+
+        backend_named("torch")
 
 
 _meet_torch()

@@ -14,6 +14,7 @@ import numpy as np
 from . import _core
 from ._arrays import is_torch
 from ._collective_args import dtype_name
+from ._common.backend import backend_of
 from ._dtypes import as_numbers, name_of
 from ._gradients import place
 from ._set_module import set_module
@@ -171,9 +172,7 @@ def _readable(gradient: Any) -> Any:
     """Return what the core can add, or None."""
     if not is_torch(gradient):
         return gradient
-    from .integrations.torch._reduce import readable
-
-    return readable(gradient)
+    return backend_of(gradient).readable(gradient)
 
 
 def _wanted_dtype(dtype: DType | None) -> str | None:
@@ -334,9 +333,7 @@ class GradientAccumulator:
         dtype = (self._dtype if given in _NARROW else None) or given
         in_core = dtype in _ADDED and _readable(gradient) is not None
         if not in_core and is_torch(gradient):
-            from .integrations.torch._reduce import copy_of
-
-            return _Sum(copy_of(gradient, dtype), given)
+            return _Sum(backend_of(gradient).copy_of(gradient, dtype), given)
         if not in_core:
             error = CompatibilityError(
                 f"'{name}': gradients of dtype {given} cannot be added up"
@@ -346,10 +343,9 @@ class GradientAccumulator:
             raise error
         count, before = prod(gradient.shape), self._sums.get(name)
         if is_torch(gradient):
-            from .integrations.torch._reduce import item_bytes, tensor_in
-
-            memory = _memory(count * item_bytes(dtype, gradient), before)
-            return _Sum(tensor_in(memory, dtype, gradient), given, memory)
+            backend = backend_of(gradient)
+            memory = _memory(count * backend.item_bytes(dtype, gradient), before)
+            return _Sum(backend.tensor_in(memory, dtype, gradient), given, memory)
         native = gradient.dtype.newbyteorder("=") if dtype == given else np.dtype(dtype)
         memory = _memory(count * native.itemsize, before)
         return _Sum(memory.view(native).reshape(gradient.shape), given, memory)
@@ -372,9 +368,7 @@ class GradientAccumulator:
                 total.count += 1
                 total.figures = figures
         for total, gradient in rest:
-            from .integrations.torch._reduce import add
-
-            add(total.array, gradient)
+            backend_of(gradient).add_gradient(total.array, gradient)
             total.count += 1
             total.figures = None
 
@@ -473,9 +467,7 @@ class GradientAccumulator:
                 live[name].figures = figures
             for total in live.values():
                 if total.figures is None:
-                    from .integrations.torch._reduce import figures as by_torch
-
-                    total.figures = by_torch(total.array)
+                    total.figures = backend_of(total.array).norm_partial(total.array)
             return {name: t.figures for name, t in live.items() if t.figures is not None}
 
     def __repr__(self) -> str:

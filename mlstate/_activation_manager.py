@@ -7,6 +7,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
+from ._common.backend import backend_named
 from ._set_module import set_module
 from ._strategy_operators import check_strategy, name_of
 from ._text import bytes_text, table_html, table_text
@@ -14,8 +15,8 @@ from ._text import bytes_text, table_html, table_text
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ._common.backend import AppliedStrategy
     from ._strategy_operators import CheckpointStrategy
-    from .integrations.torch._activation_manager import AppliedStrategy
 
 _ROWS = 40
 _HEADERS = ["layer", "index", "decisions", "checkpointed", "activation", "dropped in all"]
@@ -224,9 +225,7 @@ class ActivationManager:
         >>> [layer.layer_id for layer in manager.layers() if layer.is_checkpointed]
         ['0', '2']
         """
-        from .integrations.torch import apply_strategy
-
-        return apply_strategy(self, module, blocks)
+        return backend_named("torch").apply_strategy(self, module, blocks)
 
     def layers(self) -> list[LayerDecisions]:
         """Return what was decided, by layer in the order in which they came.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._common.backend import backend_of, registered
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -21,11 +23,10 @@ def is_torch(candidate: object) -> bool:
 
 def refuse_given_away(state: Mapping[str, Any]) -> None:
     """Refuse torch tensors whose elements a `TieredState` has in a file: they look empty."""
-    tiers = sys.modules.get("mlstate.integrations.torch._tiers")
-    if tiers is None or not tiers.is_used():
+    if not any(backend.has_given_away() for backend in registered()):
         return
     for name, value in state.items():
-        if is_torch(value) and tiers.is_given_away(value):
+        if is_torch(value) and backend_of(value).is_given_away(value):
             raise ValueError(
                 f"{name!r} is cold: its elements are in a file of a TieredState; promote it, or "
                 "take what state_dicts() of that TieredState returns"
@@ -39,8 +40,6 @@ def write_into(out: Any, write: Callable[[Any], Any]) -> Any:
     that, and gives `write` what it may write to.
     """
     if is_torch(out):
-        from .integrations.torch._memory import write_into_tensor
-
-        return write_into_tensor(out, write)
+        return backend_of(out).write_into_tensor(out, write)
     write(out)
     return out

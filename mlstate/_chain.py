@@ -10,6 +10,7 @@ import numpy as np
 
 from . import _core
 from ._budget import Budget, parse_budget
+from ._common.backend import backend_named
 from ._set_module import set_module
 from ._text import bytes_text, table_html, table_text
 
@@ -369,9 +370,7 @@ class Chain:
         >>> Chain.from_torch(model, torch.ones(2, 8)).activation_bytes.tolist()
         [64, 32, 32]
         """
-        from .integrations.torch import profile_chain
-
-        return profile_chain(module, sample, **options)
+        return backend_named("torch").profile_chain(module, sample, **options)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Chain):

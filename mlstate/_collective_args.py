@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._arrays import is_torch
+from ._common.backend import backend_of
 from ._dtypes import label_of, name_of
 from ._set_module import set_module
 from .errors import CollectiveError, CompatibilityError
@@ -157,9 +158,7 @@ def check_array(operation: str, array: Any) -> Any:
 def check_plain(operation: str, array: Any) -> None:
     """Refuse a tensor that is more than its memory."""
     if is_torch(array):
-        from .integrations.torch._state import why_not_plain
-
-        reason = why_not_plain(array)
+        reason = backend_of(array).why_not_plain(array)
         if reason:
             raise TypeError(f"{operation}: the tensor is {reason}")
 

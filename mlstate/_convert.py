@@ -39,6 +39,7 @@ from .errors import CompatibilityError, FormatError, MLStateError, StoreError, S
 if TYPE_CHECKING:
     from typing import TypeAlias
 
+    from ._common.backend import Backend
     from ._load import LoadedState
     from ._types import NDArray
 
@@ -375,13 +376,12 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
     import numpy as np
 
     from ._arrays import is_torch
+    from ._common.backend import backend_of
 
     arrays: dict[str, NDArray] = {}
     for name, value in dict(state).items():
         if is_torch(value):
-            from .integrations.torch import arrays_of
-
-            arrays[name] = arrays_of({name: value.detach().cpu()})[name]
+            arrays[name] = backend_of(value).arrays_of({name: value.detach().cpu()})[name]
         elif isinstance(value, np.ndarray | np.generic):
             arrays[name] = np.asarray(value)
         elif hasattr(value, "__dlpack__"):
@@ -463,20 +463,20 @@ def _write_mlstate(
     )
 
 
-def _need_torch() -> None:
+def _torch_backend() -> Backend:
     try:
         import torch  # noqa: F401
     except ImportError:
         raise ImportError(
             "files of torch need torch: pip install 'mlstate[torch]'", name="torch"
         ) from None
+    from ._common.backend import backend_named
+
+    return backend_named("torch")
 
 
 def _read_torch(path: Path) -> Parts:
-    _need_torch()
-    from .integrations.torch._files import read_pt
-
-    return read_pt(path)
+    return _torch_backend().read_pt(path)
 
 
 def _write_torch(
@@ -486,24 +486,15 @@ def _write_torch(
     metadata: dict[str, Any],
     _overwrite: bool,
 ) -> None:
-    _need_torch()
-    from .integrations.torch._files import write_pt
-
-    write_pt(path, model, optimizer, metadata)
+    _torch_backend().write_pt(path, model, optimizer, metadata)
 
 
 def _read_dcp(path: Path) -> Parts:
-    _need_torch()
-    from .integrations.torch._files import read_dcp
-
-    return read_dcp(path)
+    return _torch_backend().read_dcp(path)
 
 
 def _write_dcp(path: Path, *parts: Any) -> None:
-    _need_torch()
-    from .integrations.torch._files import write_dcp
-
-    write_dcp(path, *parts)
+    _torch_backend().write_dcp(path, *parts)
 
 
 FORMATS = {

@@ -11,6 +11,7 @@ import numpy as np
 
 from ._arrays import is_torch
 from ._collective_args import dtype_name
+from ._common.backend import backend_named
 from ._fsdp import FSDP
 from ._fsdp_register import ModelHooks, check_gradients
 from ._fsdp_report import BackwardReport
@@ -25,7 +26,7 @@ from .errors import CompatibilityError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from .integrations.torch._backward import ModuleHooks
+    from ._common.backend import ModuleHooks
 
 
 @set_module("mlstate.fsdp")
@@ -173,10 +174,8 @@ class FSDPBackwardHook:
         self._bind(sharding_units)
         units = dict(sharding_units)
         if named is not None:
-            from .integrations.torch._backward import ModuleHooks
-
             is_full = gradients == "full"
-            self._module_hooks = ModuleHooks(
+            self._module_hooks = backend_named("torch").hook_module(
                 model, units, self._receive, is_full=is_full, keep=keep_full_gradient
             )
             units = {name: units[name] for name in self._module_hooks.parameters}
@@ -206,9 +205,7 @@ class FSDPBackwardHook:
             self._abandon_aborted()
             token = None if self._pass is None else self._pass.token
             if token is None:
-                from .integrations.torch._backward import begin_pass
-
-                token = begin_pass(self.finish, self._reductions.rank)
+                token = backend_named("torch").begin_pass(self.finish, self._reductions.rank)
             gradient, on_failure = hooks.take(name, token)
             if self._pass is None:
                 self._pass = BackwardPass(self._plan, self._reductions)

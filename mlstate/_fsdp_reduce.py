@@ -11,6 +11,7 @@ import numpy as np
 from . import _core
 from ._arrays import is_torch
 from ._collective_args import dtype_name
+from ._common.backend import backend_named, backend_of
 from ._gradients import add, memory_of, on_host, packed, place, plain
 
 if TYPE_CHECKING:
@@ -188,9 +189,7 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
         return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
     if isinstance(gradient, np.ndarray) or _is_dense_on_cpu(gradient):
         return ""
-    from .integrations.torch._backward import why_not_reduced
-
-    reason = why_not_reduced(gradient)
+    reason = backend_of(gradient).why_not_reduced(gradient)
     return reason and f"the gradient is {reason}"
 
 
@@ -335,8 +334,7 @@ class Reducer:
         """Reduce a prepared bucket into the outputs, on all ranks at once."""
         entries, terms, _ = bucket
         if handle is None:
-            from .integrations.torch._backward import reduce_on_device
-
+            reduce_on_device = backend_named("torch").reduce_on_device
             tallies = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
         elif terms.compression:
             tallies = self._sum_compressed(handle, entries, terms.compression)

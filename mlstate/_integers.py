@@ -8,7 +8,6 @@ import numpy as np
 
 from . import _core
 from ._arrays import is_torch
-from ._collective_args import dtype_name
 from ._dtypes import as_numbers, ml_dtype, name_of
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def _out_of_range(source: str, target: str) -> ValueError:
 def result_dtype(dtype: Any, out: Any) -> str:
     """Return the name of the dtype that the result will have, or nothing."""
     if out is not None:
-        return str(dtype_name(out)) if hasattr(out, "dtype") else ""
+        return str(name_of(out.dtype)) if hasattr(out, "dtype") else ""
     name = str(dtype).removeprefix("torch.")
     if name in _INTEGERS | _FLOATS:
         return name
@@ -59,7 +58,7 @@ def in_range(
     Otherwise the cache itself.  The second result is the position as it was, or its default.
     """
     target = result_dtype(dtype, out)
-    if source.ndim != 4 or not converts(dtype_name(source), target):
+    if source.ndim != 4 or not converts(name_of(source.dtype), target):
         return source, position
     position = source.shape[2] if position is None else position
     _core.kv_check(source.shape, length, position, compact)
@@ -70,7 +69,7 @@ def in_range(
 
 def convert_tokens(tokens: NDArray, target: str) -> NDArray:
     """Convert tokens, or raise ValueError if one does not fit."""
-    name, tokens = dtype_name(tokens), as_numbers(tokens)
+    name, tokens = name_of(tokens.dtype), as_numbers(tokens)
     if target in _FLOATS:
         with np.errstate(over="ignore"):  # found below
             found = tokens.astype(_named(target))

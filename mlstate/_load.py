@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import _core, _folder
 from ._agreement import agree
+from ._arrays import is_torch
 from ._collective_args import check_group
+from ._common.backend import OptimizerRecord, backend_of, is_module, is_optimizer
 from ._compatibility import SHOWN, join, rename_hint
 from ._indexes import Indexes
 from ._layout import Layout, Steps, steps_of
@@ -145,15 +146,10 @@ class _Filling:
     optional: frozenset[str] = frozenset()  # names that a checkpoint need not have
 
     def __init__(self, target: Any) -> None:
-        torch = sys.modules.get("torch")
-        self.tensors: list[Any] = []
         arrays = dict(target)
-        if torch is not None:
-            self.tensors = [v for v in arrays.values() if isinstance(v, torch.Tensor)]
-            if self.tensors:
-                from .integrations.torch import arrays_of
-
-                arrays = arrays_of(arrays)
+        self.tensors = [value for value in arrays.values() if is_torch(value)]
+        if self.tensors:
+            arrays = backend_of(self.tensors[0]).arrays_of(arrays)
         self.arrays = arrays
         self.known = arrays.keys()
         self.zeros: list[str] = []
@@ -165,9 +161,7 @@ class _Filling:
         for name in self.zeros:
             self.arrays[name][...] = 0
         if self.tensors:
-            from .integrations.torch._memory import note_written
-
-            note_written(self.tensors)
+            backend_of(self.tensors[0]).note_written(self.tensors)
 
 
 def _refuse(
@@ -365,16 +359,6 @@ def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> 
     return None if kind is None else restore_kind(arrays, kind, path)
 
 
-def _is_module(target: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(target, torch.nn.Module)
-
-
-def _is_optimizer(target: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(target, torch.optim.Optimizer)
-
-
 def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
     """Whether an optimizer's states go by the order of its parameters, and not by names."""
     every = loader.catalog.keys(1)
@@ -394,12 +378,10 @@ def _optimizer_filling(
     loader: Loader, keys: list[str], optimizer: Any, module: Any, chosen_names: Names
 ) -> Any:
     """Where a torch optimizer has its states; those that it has not yet are made."""
-    from .integrations.torch._training import OptimizerFilling, Record
-
     chosen = set(keys)
     found = loader.catalog.tensors()
     records = {
-        key: Record(parameter, state, loader.shape_of(shape, layout, axes), dtype, axes)
+        key: OptimizerRecord(parameter, state, loader.shape_of(shape, layout, axes), dtype, axes)
         for section, key, parameter, state, dtype, shape, layout, axes, *_ in found
         if section == "optim_state" and key in chosen
     }
@@ -419,23 +401,22 @@ def _optimizer_filling(
     def meant(others: list[str]) -> list[str]:
         return chosen_names.select(others, 1)[0]
 
-    return OptimizerFilling(optimizer, module, records, saved, read, names, meant)
+    fill = backend_of(optimizer).fill_optimizer
+    return fill(optimizer, module, records, saved, read, names, meant)
 
 
 def _fillings(loader: Loader, targets: list[Any]) -> list[_Ready]:
     """Return section, filling, keys and cuts of each target; raise if one does not fit."""
     ready: list[_Ready] = []
     names, keys = chosen_keys(loader.catalog, loader.request.names, loader.folder)
-    module = targets[0] if _is_module(targets[0]) else None
+    module = targets[0] if is_module(targets[0]) else None
     for section, target in enumerate(targets):
         if target is None:
             continue
         filling: Any
         if module is not None and target is module:
-            from .integrations.torch._training import fill_module
-
-            filling = fill_module(module)
-        elif _is_optimizer(target):
+            filling = backend_of(module).fill_module(module)
+        elif is_optimizer(target):
             filling = _optimizer_filling(loader, keys[section], target, module, names)
         else:
             filling = _Filling(target)
@@ -507,7 +488,7 @@ def _load_new_state(loader: Loader) -> LoadedState:
 
 def _has_torch(into: Any) -> bool:
     return into is not None and any(
-        _is_module(target) or _is_optimizer(target)
+        is_module(target) or is_optimizer(target)
         for target in (_target(into, "model"), _target(into, "optimizer"))
     )
 

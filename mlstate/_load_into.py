@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
 from . import _core
 from ._arrays import is_torch
+from ._common.backend import backend_of
 from ._compatibility import LONGEST, SHOWN, as_dict, differences_of, join, rename_hint
 from ._set_module import set_module
 from ._state_dict import StateDict
@@ -69,14 +69,6 @@ def _refusal(
     listed = (missing, unexpected) if strict else ([], [])
     error.differences = tuple(differences_of(*listed, shapes, dtypes))
     return error
-
-
-@cache
-def _note_written() -> Callable[[Iterable[Any]], None]:
-    """Import once what counts versions of torch tensors: an import in a call takes 5 µs."""
-    from .integrations.torch._memory import note_written
-
-    return note_written
 
 
 @set_module("mlstate.state")
@@ -143,7 +135,7 @@ def load_into(
         raise _refusal(target, source, strict, cast, *report)
     written = [array for array in report if is_torch(array)]
     if written:
-        _note_written()(written)
+        backend_of(written[0]).note_written(written)
 
 
 def _unused_rules(state: Mapping[str, Any], rules: list[str]) -> ValueError:

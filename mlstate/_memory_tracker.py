@@ -9,6 +9,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
+from ._common.backend import backend_named
 from ._set_module import set_module
 
 if TYPE_CHECKING:
@@ -218,6 +219,4 @@ def _torch_with_cuda() -> Any:
 
 def _read_cuda(source: str) -> tuple[int, int, int, str]:
     """Ask torch's allocator, and the device for its size."""
-    from .integrations.torch import cuda_memory
-
-    return cuda_memory(source)
+    return backend_named("torch").cuda_memory(source)

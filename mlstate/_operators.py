@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _core
 from ._budget import parse_budget
+from ._common.backend import backend_named
 from ._set_module import set_module
 from ._text import bytes_text, table_html, table_text
 
@@ -141,9 +142,7 @@ class OperatorSelection:
         """
         if self._names is None:
             raise ValueError("operators without names cannot be told apart: give names")
-        from .integrations.torch import operator_contexts
-
-        return operator_contexts(self.saved)
+        return backend_named("torch").operator_contexts(self.saved)
 
     def _title(self) -> str:
         found = (

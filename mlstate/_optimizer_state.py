@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core
+from ._common.backend import backend_named
 from ._set_module import set_module
 from ._state_dict import StateDict, as_count
 
@@ -321,9 +322,7 @@ class OptimizerStateDict(StateDict):
         >>> state.state_names("weight")
         ['step', 'exp_avg', 'exp_avg_sq']
         """
-        from .integrations.torch import optimizer_state
-
-        arrays, attributes = optimizer_state(optimizer, names)
+        arrays, attributes = backend_named("torch").optimizer_state(optimizer, names)
         return cls(arrays, **attributes)
 
     def to_torch(
@@ -385,6 +384,4 @@ class OptimizerStateDict(StateDict):
         """
         if optimizer is None:
             return super().to_torch(copy=copy)
-        from .integrations.torch import optimizer_dict
-
-        return optimizer_dict(self, optimizer, names, copy=copy)
+        return backend_named("torch").optimizer_dict(self, optimizer, names, copy=copy)

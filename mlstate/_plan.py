@@ -11,6 +11,7 @@ import numpy as np
 
 from . import _core
 from ._chain import Chain
+from ._common.backend import backend_named
 from ._set_module import set_module
 from ._strategy_operators import name_of
 from ._text import bytes_text, table_html, table_text
@@ -279,9 +280,7 @@ class Plan:
         >>> planned(torch.ones(4, 4)).shape
         torch.Size([4, 4])
         """
-        from .integrations.torch import apply_plan
-
-        return apply_plan(self, module, **options)
+        return backend_named("torch").apply_plan(self, module, **options)
 
     def to_json(self) -> str:
         """Write plan and chain as JSON.

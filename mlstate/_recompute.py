@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._common.backend import backend_named
 from ._set_module import set_module
 from ._text import table_html
 
@@ -151,6 +152,4 @@ def check(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> Recompu
     >>> print(check(model, None, torch.ones(4, 4)))
     2 blocks were run again: all gave the same bits
     """
-    from .integrations.torch import check_recompute
-
-    return check_recompute(module, plan, sample, blocks=blocks)
+    return backend_named("torch").check_recompute(module, plan, sample, blocks=blocks)

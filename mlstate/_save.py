@@ -21,6 +21,7 @@ from . import _codecs, _core, _folder
 from ._arrays import refuse_given_away
 from ._collective_args import check_group
 from ._commit import refuse_manager_folder, write_and_commit
+from ._common.backend import backend_of, is_module, is_optimizer
 from ._json_values import check_json_values
 from ._layout import Layout, Shard, Steps, steps_of
 from ._lock import check_timeout
@@ -181,20 +182,13 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
 
 def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:
     """Replace a torch module and a torch optimizer by their states."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return model, optimizer
-    module = model if isinstance(model, torch.nn.Module) else None
-    if isinstance(optimizer, torch.optim.Optimizer):
-        from .integrations.torch._training import saved_optimizer
-
-        states, keywords = saved_optimizer(optimizer, module, ranks)
+    module = model if is_module(model) else None
+    if is_optimizer(optimizer):
+        states, keywords = backend_of(optimizer).saved_optimizer(optimizer, module, ranks)
         optimizer = OptimizerStateDict(**keywords)
         optimizer.update(states)
     if module is not None:
-        from .integrations.torch._training import saved_module
-
-        model = StateDict(saved_module(module, ranks))
+        model = StateDict(backend_of(module).saved_module(module, ranks))
     return model, optimizer
 
 

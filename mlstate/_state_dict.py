@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from . import _core
+from ._common.backend import backend_named
 from ._set_module import set_module
 from ._text import shorten
 
@@ -369,9 +370,7 @@ class StateDict(_core.StateDict):
         >>> layer.bias.tolist()
         [7.0, 7.0]
         """
-        from .integrations.torch import arrays_of
-
-        return cls(arrays_of(state))
+        return cls(backend_named("torch").arrays_of(state))
 
     def to_torch(self, *, copy: bool = False) -> dict[str, torch.Tensor]:
         """Return torch tensors over the arrays' memory, for ``module.load_state_dict``.
@@ -411,17 +410,13 @@ class StateDict(_core.StateDict):
         >>> layer.load_state_dict(state.to_torch())
         <All keys matched successfully>
         """
-        from .integrations.torch import tensors_of
-
-        return tensors_of(self, copy=copy)
+        return backend_named("torch").tensors_of(self, copy=copy)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Protocols 0 and 1 would restore the entries unchecked.  Protocol 2 is torch.save's:
         # it stores tensors well, and torch.load reads them back with weights_only.
         if protocol == 2 and sys.modules.get("torch") is not None:
-            from .integrations.torch._pickle import reduce_state
-
-            return reduce_state(self)
+            return backend_named("torch").reduce_state(self)
         return super().__reduce_ex__(max(index(protocol), 2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import _core, _folder
 from ._arrays import refuse_given_away
 from ._budget import parse_budget
+from ._common.backend import backend_named, backend_of, is_module, is_optimizer
 from ._layout import Shard, Tier
 from ._lock import WriterLock
 from ._merge import like
@@ -46,16 +47,13 @@ _TRIES = 16  # to make room that other threads take
 
 def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
     """Return both states as mappings, of torch objects their own tensors, and a torch optimizer."""
-    torch = sys.modules.get("torch")
     module = None
-    if torch is not None and isinstance(model, torch.nn.Module):
+    if is_module(model):
         module, model = model, model.state_dict(keep_vars=True)
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        from .integrations.torch._tiers import tensors_of_optimizer
-
+    if is_optimizer(optimizer):
         if module is None:
             raise TypeError("a torch optimizer needs its module as model: names come from there")
-        return model, tensors_of_optimizer(optimizer, module), optimizer
+        return model, backend_of(optimizer).tensors_of_optimizer(optimizer, module), optimizer
     for what, state in (("model", model), ("optimizer", optimizer)):
         if state is not None and not hasattr(state, "keys"):
             raise TypeError(
@@ -108,10 +106,8 @@ class TierMoves:
 
     def _choose_device(self, values: list[Any], device: Any = None) -> None:
         if self._device is None and (device is not None or "torch" in sys.modules):
-            from .integrations.torch._tiers import accelerator
-
             arrays = [v.array if isinstance(v, Shard) else v for v in values]
-            self._device = accelerator(arrays, device)
+            self._device = backend_named("torch").accelerator(arrays, device)
 
     def _checked(self, model: Any, optimizer: Any) -> list[Unit]:
         """Make units, and refuse what could not be kept, before anything is changed."""

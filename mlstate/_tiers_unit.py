@@ -16,6 +16,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import is_torch
+from ._common.backend import backend_named, backend_of
 from ._dtypes import label_of, text_of
 from ._folder import SECTIONS
 from ._layout import Layout, Shard, Tier
@@ -107,9 +108,7 @@ class Part:
     def put(self, array: Any) -> None:
         """Take an array's memory in place of what was there; None: nothing but the file."""
         if self.is_tensor:
-            from .integrations.torch._tiers import give_memory
-
-            give_memory(self.array, array)
+            backend_of(self.array).give_memory(self.array, array)
         else:
             self.array = array
 
@@ -278,9 +277,7 @@ def _value_of(about: Mapping[str, Any], array: Any) -> Any:
     """Return what was stored: an array, a tensor where there is torch, or a part of either."""
     if about.get("torch") is True:
         with suppress(ImportError):
-            from .integrations.torch import tensors_of
-
-            array = tensors_of({"": array})[""]
+            array = backend_named("torch").tensors_of({"": array})[""]
     if "layout" not in about:
         return array
     layout = Layout([(axis, parts) for axis, parts in about["layout"]])
@@ -336,8 +333,7 @@ def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
     else:
         arrays = [part.elements for part in unit.parts]
     if device is not None and to == Tier.HOT:
-        from .integrations.torch._tiers import on_device
-
+        on_device = backend_named("torch").on_device
         pairs = zip(unit.parts, arrays, strict=True)
         return [array if part.stays else on_device(array, device) for part, array in pairs]
     if device is not None and unit.tier == Tier.HOT:
@@ -355,17 +351,13 @@ def _of_kind(part: Part, array: Any) -> Any:
         if label_of(part.dtype):  # of a process without ml_dtypes, which this one may have
             array = array.view(part.dtype.newbyteorder("="))
         return array.astype(part.dtype, copy=False)
-    from .integrations.torch import tensors_of
-
-    return tensors_of({"": array})[""]
+    return backend_named("torch").tensors_of({"": array})[""]
 
 
 def _from_device(part: Part, tensor: Any) -> Any:
     """Copy a tensor to main memory, as what the part is there."""
-    from .integrations.torch import arrays_of
-    from .integrations.torch._tiers import in_memory
-
-    copied = in_memory(tensor)
+    backend = backend_of(tensor)
+    copied = backend.in_memory(tensor)
     if part.is_tensor:
         return copied
-    return arrays_of({"": copied})[""].astype(part.dtype, copy=False)
+    return backend.arrays_of({"": copied})[""].astype(part.dtype, copy=False)

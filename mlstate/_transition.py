@@ -10,6 +10,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import is_torch, write_into
+from ._common.backend import backend_of
 from ._integers import in_range
 from ._set_module import set_module
 from ._text import names_hint
@@ -36,9 +37,9 @@ def _move(
     if isinstance(source, np.ndarray) and (dtype is not None or out is not None):
         source, position = in_range(source, target_seq_length, position, dtype, out, compact)
     if is_torch(source):
-        from .integrations.torch._kv import move
-
-        return move(source, target_seq_length, position, pad_value, dtype, out, low_memory, compact)
+        return backend_of(source).move_kv(
+            source, target_seq_length, position, pad_value, dtype, out, low_memory, compact
+        )
     if not isinstance(source, np.ndarray):
         raise TypeError(
             f"source_state must be a NumPy array or a torch tensor, got {type(source).__name__}"

@@ -19,7 +19,6 @@ Examples
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from ._collect import (
     opening,
 )
 from ._collective_args import check_group, check_root, check_timeout
+from ._common.backend import backend_of, is_module, is_optimizer
 from ._layout import Shard
 from ._merge import RankDifference, compare, describe, merge, refusal
 from ._optimizer_state import OptimizerStateDict
@@ -58,37 +58,27 @@ def _of_torch(
     source: Any, model: Any, fill: bool
 ) -> tuple[StateDict, Callable[[], None] | None] | None:
     """Return the state of a torch module or optimizer; None for anything else."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    if isinstance(source, torch.optim.Optimizer):
-        from .integrations.torch._sharded import optimizer_parts
-
-        if model is not None and not isinstance(model, torch.nn.Module):
+    if is_optimizer(source):
+        if model is not None and not is_module(model):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        states, keywords, store = optimizer_parts(source, model, fill=fill)
+        states, keywords, store = backend_of(source).optimizer_parts(source, model, fill=fill)
         made = OptimizerStateDict(**keywords)
         made.update(states)
         return made, store
-    if isinstance(source, torch.nn.Module):
-        from .integrations.torch._sharded import module_state
-
-        state, store = module_state(source)
+    if is_module(source):
+        state, store = backend_of(source).module_state(source)
         return StateDict(state), store
     return None
 
 
 def _manner(source: Any, model: Any) -> str:
     """Say how a state is collected, where torch needs all ranks for that."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(source, torch.nn.Module | torch.optim.Optimizer):
+    if not is_module(source) and not is_optimizer(source):
         return "of any kind"
     module = source if model is None else model
-    if not isinstance(module, torch.nn.Module):
+    if not is_module(module):
         return "of any kind"
-    from .integrations.torch._sharded import needs_all_ranks
-
-    return needs_all_ranks(source, module) or "of any kind"
+    return backend_of(module).needs_all_ranks(source, module) or "of any kind"
 
 
 def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
@@ -104,8 +94,7 @@ def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
     if not found:
         made.update(state)
         return made
-    from .integrations.torch._sharded import part_of
-
+    part_of = backend_of(next(iter(found.values()))).part_of
     for name, value in state.items():
         made[name] = part_of(name, value) if name in found else value
     return made
@@ -516,9 +505,7 @@ def _note(state: Mapping[str, Any]) -> None:
     arrays = [value.array if isinstance(value, Shard) else value for value in state.values()]
     tensors = [array for array in arrays if is_torch(array)]
     if tensors:
-        from .integrations.torch._memory import note_written
-
-        note_written(tensors)
+        backend_of(tensors[0]).note_written(tensors)
 
 
 def _listed(states: Any) -> list[StateDict]:

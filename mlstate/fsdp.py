@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._accumulator import GradientAccumulator
 from ._collective_args import check_group
+from ._common.backend import backend_named
 from ._fsdp import FSDP
 from ._fsdp_hook import FSDPBackwardHook
 from ._fsdp_operation import ReduceScatterOperation
@@ -77,8 +78,6 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
     >>> sharding_units(torch.nn.Linear(3, 2, bias=False), SingleGroup(), layout="rows")
     {'weight': FSDPShardingUnit('weight' float32 (2, 3) rows, shard 0 of 1)}
     """
-    from .integrations.torch._backward import parameters_of
-
     return {
         name: FSDPShardingUnit(
             name,
@@ -88,7 +87,7 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
             world_size=group.world_size,
             layout=layout if parameter.dim() else "flat",
         )
-        for name, parameter in parameters_of(model).items()
+        for name, parameter in backend_named("torch").parameters_of(model).items()
         if parameter.requires_grad
     }
 

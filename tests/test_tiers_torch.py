@@ -176,3 +176,14 @@ def test_what_is_cold_is_not_saved_as_empty(tmp_path, folder):
     tiers.promote("weight")
     mlstate.save(checkpoint, module)
     tiers.close()
+
+
+@pytest.mark.torch
+def test_a_lazy_parameter_is_not_taken_for_a_cold_one():
+    torch = pytest.importorskip("torch")
+    from mlstate.integrations.torch._tiers import give_memory, has_given_away, is_given_away
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    give_memory(weight, None)
+    assert has_given_away() and is_given_away(weight)
+    assert not is_given_away(torch.nn.LazyLinear(3).weight)

@@ -68,13 +68,19 @@ def test_each_module_has_a_docstring_and_lists_what_is_public(path):
 
 
 def imported_by(path):
-    """Stems of the package's modules that a module imports from."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {
-        node.module.rsplit(".", 1)[-1]
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.level and node.module
-    }
+    """Stems of the package's modules that a module imports from, at once or on first use."""
+    stems = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            stems.update(name.rsplit(".", 1)[-1] for name in names)
+        elif (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "_NAMES"
+            and isinstance(node.value, ast.Dict)
+        ):
+            stems.update(ast.unparse(key).strip("'") for key in node.value.keys)
+    return stems
 
 
 def test_each_module_has_a_test():

@@ -6,6 +6,8 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
+from ..._common.backend import register as _register_backend
+from . import _backend
 from ._activation_manager import apply_strategy, cuda_memory
 from ._apply import PlannedModel, apply_plan
 from ._chain import profile_chain
@@ -46,3 +48,4 @@ __all__ = [
 ]
 
 _register()
+_register_backend("torch", _backend)

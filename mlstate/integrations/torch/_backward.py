@@ -327,3 +327,6 @@ def _gather_pairs(
             parameter.grad = full
         else:
             parameter.grad.detach().copy_(full)
+
+
+hook_module = ModuleHooks

@@ -102,7 +102,7 @@ def _converted(tokens: torch.Tensor, target: str) -> torch.Tensor:
     return torch.from_numpy(convert_tokens(array, target))
 
 
-def move(
+def move_kv(
     source: torch.Tensor,
     target_seq_length: int,
     position: int | None,

@@ -47,7 +47,7 @@ def tensor_in(memory: np.ndarray, dtype: str, like: torch.Tensor) -> torch.Tenso
     return torch.from_numpy(memory).view(torch_dtype(dtype, like)).view(like.shape)
 
 
-def add(total: torch.Tensor, tensor: torch.Tensor) -> None:
+def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
     """Add by torch's own operation: other devices, layouts and subclasses."""
     import torch
 
@@ -55,7 +55,7 @@ def add(total: torch.Tensor, tensor: torch.Tensor) -> None:
         total.add_(tensor)
 
 
-def figures(tensor: torch.Tensor) -> tuple[float, int]:
+def norm_partial(tensor: torch.Tensor) -> tuple[float, int]:
     """Return the sum of squares and how many elements are infinite or NaN, by torch.
 
     Waits for the device. A tensor on the meta device has no elements, and a NaN for a sum.

@@ -180,13 +180,17 @@ def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
 _nowhere: list[torch.UntypedStorage] = []
 
 
-def is_used() -> bool:
+def has_given_away() -> bool:
     """Whether any tensor's elements were given away in this process."""
     return bool(_nowhere)
 
 
 def is_given_away(tensor: torch.Tensor) -> bool:
-    """Whether `give_memory` left a tensor without elements; asked after `is_used`."""
+    """Whether `give_memory` left a tensor without elements; call it after `has_given_away`."""
+    import torch
+
+    if torch.nn.parameter.is_lazy(tensor):  # it has no shape yet, and no memory to give away
+        return False
     if tensor.numel() or tensor.is_sparse or tensor.device.type != "cpu":
         return False
     return bool(tensor.untyped_storage()._cdata == _nowhere[0]._cdata)

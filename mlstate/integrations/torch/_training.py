@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..._common.backend import OptimizerRecord
     from ..._layout import Steps
     from ..._types import NDArray
 
@@ -41,16 +42,6 @@ class Place(NamedTuple):
     shape: tuple[int, ...]  # of the whole
     cut: Steps | int  # a layout, or where a run of elements begins
     last: int  # which part of the layout, or where the run ends
-
-
-class Record(NamedTuple):
-    """What a checkpoint knows of an optimizer state."""
-
-    parameter: str
-    state: str | None
-    shape: tuple[int, ...]
-    dtype: str
-    axes: tuple[int | None, ...] | None
 
 
 def _place(name: str, value: Any) -> Place:
@@ -319,7 +310,7 @@ def _slots(
     return {name: slot for name, slot in slots.items() if name in listed}, members
 
 
-def _new_state(key: str, slot: _Slot, record: Record) -> torch.Tensor:
+def _new_state(key: str, slot: _Slot, record: OptimizerRecord) -> torch.Tensor:
     """Make a state as the optimizer would: like its parameter, or along the axes it has of it."""
     import torch
 
@@ -368,7 +359,7 @@ class OptimizerFilling(Filling):
         Of a plain module, or one sharded by FSDP2 or FSDP1.
     module : torch.nn.Module, optional
         Whose parameters it has.
-    records : dict of str to Record
+    records : dict of str to OptimizerRecord
         The states that are loaded, by key.
     saved : OptimizerStateDict
         What the checkpoint says of groups; without arrays.
@@ -391,7 +382,7 @@ class OptimizerFilling(Filling):
         self,
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
-        records: dict[str, Record],
+        records: dict[str, OptimizerRecord],
         saved: Any,
         read: Callable[[list[str]], dict[str, NDArray]],
         names: Any,
@@ -458,7 +449,7 @@ class OptimizerFilling(Filling):
                 places[key] = self._place_of(key, slot, record, held)
         return places, alone
 
-    def _place_of(self, key: str, slot: _Slot, record: Record, held: Any) -> Place:
+    def _place_of(self, key: str, slot: _Slot, record: OptimizerRecord, held: Any) -> Place:
         state = record.state or ""
         run = slot.run
         if run is not None and record.shape != slot.shape:
@@ -555,3 +546,6 @@ class OptimizerFilling(Filling):
             other.owner is slot.owner and f"{name}.{state}" not in self.rest
             for name, other in self.slots.items()
         )
+
+
+fill_optimizer = OptimizerFilling

@@ -1,0 +1,104 @@
+"""torch's backend: the operations of `mlstate._common.backend.Backend`, as this module's names.
+
+Each comes from a file here that is imported on its first use: most of them load subsystems of
+the package that a program may not need.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# ruff: noqa: F401
+# mypy: implicit-reexport
+if TYPE_CHECKING:  # so that mypy compares these names with the protocol
+    from ._activation_manager import apply_strategy, cuda_memory
+    from ._apply import apply_plan
+    from ._backward import (
+        begin_pass,
+        hook_module,
+        parameters_of,
+        reduce_on_device,
+        why_not_reduced,
+    )
+    from ._chain import profile_chain
+    from ._files import read_dcp, read_pt, write_dcp, write_pt
+    from ._kv import move_kv
+    from ._memory import note_written, write_into_tensor
+    from ._operators import operator_contexts
+    from ._optimizer import optimizer_dict, optimizer_state
+    from ._pickle import reduce_state
+    from ._recompute_check import check_recompute
+    from ._reduce import add_gradient, copy_of, item_bytes, norm_partial, readable, tensor_in
+    from ._sharded import module_state, needs_all_ranks, optimizer_parts, part_of
+    from ._state import arrays_of, tensors_of, why_not_plain
+    from ._tiers import (
+        accelerator,
+        give_memory,
+        has_given_away,
+        in_memory,
+        is_given_away,
+        on_device,
+        tensors_of_optimizer,
+    )
+    from ._training import fill_module, fill_optimizer, saved_module, saved_optimizer
+
+# fmt: off
+_NAMES = {
+    "_activation_manager": ("apply_strategy", "cuda_memory"),
+    "_apply": ("apply_plan",),
+    "_backward": (
+        "begin_pass", "hook_module", "parameters_of", "reduce_on_device", "why_not_reduced",
+    ),
+    "_chain": ("profile_chain",),
+    "_files": ("read_dcp", "read_pt", "write_dcp", "write_pt"),
+    "_kv": ("move_kv",),
+    "_memory": ("note_written", "write_into_tensor"),
+    "_operators": ("operator_contexts",),
+    "_optimizer": ("optimizer_dict", "optimizer_state"),
+    "_pickle": ("reduce_state",),
+    "_recompute_check": ("check_recompute",),
+    "_reduce": (
+        "add_gradient", "copy_of", "item_bytes", "norm_partial", "readable", "tensor_in",
+    ),
+    "_sharded": ("module_state", "needs_all_ranks", "optimizer_parts", "part_of"),
+    "_state": ("arrays_of", "tensors_of", "why_not_plain"),
+    "_tiers": (
+        "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
+        "on_device", "tensors_of_optimizer",
+    ),
+    "_training": (
+        "fill_module", "fill_optimizer", "saved_module", "saved_optimizer",
+    ),
+}
+# fmt: on
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f".{_HOMES[name]}", __package__), name)
+    globals()[name] = found
+    return found
+
+
+def is_module(value: object) -> bool:
+    """Return whether a value is a torch module."""
+    import torch
+
+    return isinstance(value, torch.nn.Module)
+
+
+def is_optimizer(value: object) -> bool:
+    """Return whether a value is a torch optimizer."""
+    import torch
+
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def is_mine(value: object) -> bool:
+    """Return whether a value is a torch tensor, module or optimizer."""
+    import torch
+
+    return isinstance(value, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
