@@ -31,11 +31,11 @@ MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-long test-hosts core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-long test-hosts test-arm64 notebooks core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
 	@$(RUN) -m mlstate demo --force
@@ -48,6 +48,9 @@ test-long: $(STAMP)-test $(MPI) install ## Run what `test` leaves out: more rank
 
 test-hosts: $(STAMP)-test $(MPI) install ## Run groups across two network namespaces (root).
 	@tools/test_hosts.sh $(RUN)
+
+test-arm64: install ## Build the extension for arm64; run its tests under qemu (Debian).
+	@tools/arm64.sh $(RUN) $(PYTEST_ARGS)
 
 core: ## Build csrc/core alone: build/libmlstate.a.
 	+@$(CORE_MK) LIB=build/libmlstate.a lib
@@ -93,6 +96,9 @@ bench: dev $(MPI) ## Run the benchmarks; store their figures in benchmarks/resul
 
 bench-guard: dev ## Fail if an operation is slower than the simple way it replaces.
 	@$(RUN) benchmarks/bench_guard.py --store
+
+notebooks: $(STAMP)-test install ## Run the notebooks of examples/ and store their outputs.
+	@$(RUN) tools/notebooks.py
 
 docs: dev ## Build the documentation: build/docs/index.html.
 	@tools/docs.sh $(RUN)

@@ -27,11 +27,19 @@ extensions = [
     "sphinx.ext.viewcode",
     "numpydoc",
     "myst_parser",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["README.md"]
-html_theme = "alabaster"
-html_theme_options = {"page_width": "60em", "sidebar_width": "14em", "fixed_sidebar": True}
+html_theme = "furo"
+pygments_dark_style = "github-dark"
+toc_object_entries_show_parents = "hide"
+html_title = f"mlstate {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
+html_copy_source = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 default_role = "py:obj"
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]

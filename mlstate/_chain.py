@@ -418,7 +418,7 @@ class Chain:
         return f"{self._title()}\n{table_text(self._headers(), self._rows(), _ROWS)}"
 
     def _repr_html_(self) -> str:
-        return table_html(self._title(), self._headers(), self._rows())
+        return table_html(self._title(), self._headers(), self._rows(), collapse=True)
 
 
 def _spread(given: Any, count: int) -> NDArray | None:

@@ -6,13 +6,16 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ._checkpoint_groups import columns_of, groups_of
-from ._text import bytes_text, shorten
+from ._text import bytes_text, shorten, table_html
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
     from ._checkpoint import TensorRecord
     from ._checkpoint_groups import Group, Parameter
+    from ._load import LoadedState
+    from ._manifest import Manifest
     from ._save_times import SaveTimes
     from ._verify import VerifyReport
 
@@ -20,6 +23,7 @@ MOST_BYTES = 30_000
 ROWS = 160  # of parameters, in all
 GROUPS = (48, 4)  # shown from the start and from the end
 _LIST = 20  # files that are named
+_STEPS = 50  # of a run
 
 # Text has the colours around it; bars and marks are seen on light and on dark.
 _COLOURS = ("#3b82c4", "#e08a2e", "#3fa66b", "#a06cc9", "#d0576b", "#8a8f98", "#5aa9a9")
@@ -230,3 +234,49 @@ def save_html(
         f"{bytes_text(done)} of {bytes_text(total)}"
         f"<em>{', '.join(_durations(times, now, error is not None))}</em></p>{why}"
     )
+
+
+# ---- several, and one that was loaded ----
+
+
+def _metadata(metadata: Mapping[str, Any], limit: int) -> str:
+    """The first entries of metadata as one line."""
+    entries = [f"{key}: {value!r}" for key, value in list(metadata.items())[:20]]
+    more = len(metadata) - len(entries)
+    return shorten(", ".join(entries), limit) + (f", … {more:,} more" if more > 0 else "")
+
+
+def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
+    """Write the steps of a run, the newest first."""
+    headers = ("step", "saved", "ranks", "bytes", "metadata")
+    rows = [
+        (
+            "?" if manifest.step is None else f"{manifest.step:,}",
+            manifest.created,
+            f"{manifest.world_size:,}",
+            bytes_text(sum(record.data_bytes for record in manifest.indexes)),
+            _metadata(manifest.metadata, 200),
+        )
+        for manifest in manifests[: -_STEPS - 1 : -1]
+    ]
+    older = len(manifests) - len(rows)
+    count = _count(len(manifests), "step") + (f", the newest {_STEPS}" if older else "")
+    return table_html(f"{title}: {count}", headers, rows)
+
+
+def loaded_html(loaded: LoadedState) -> str:
+    """Write step and metadata, and the trees of the states that were loaded."""
+    step = "no step" if loaded.step is None else f"step {loaded.step:,}"
+    parts = [f"<p>LoadedState: {step}</p>"]
+    if loaded.metadata:
+        parts.append(f"<p>metadata<em>{escape(_metadata(loaded.metadata, 600))}</em></p>")
+    for name in ("model", "optimizer"):
+        state = getattr(loaded, name)
+        if state is None:
+            parts.append(f"<p>{name}<em>not saved</em></p>")
+            continue
+        write = getattr(state, "_repr_html_", None)
+        kind = escape(shorten(type(state).__name__, 80))
+        inner = write() if write else f"<p>{kind}, filled</p>"
+        parts.append(f"<details open><summary>{name}<em>{kind}</em></summary>{inner}</details>")
+    return _page("".join(parts))

@@ -149,6 +149,12 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
 
+    def _repr_html_(self) -> str:
+        from ._checkpoint_html import manager_html
+
+        manifests = [manifest for _, manifest in self._roots()]
+        return manager_html(f"CheckpointManager({self.directory!r}, keep={self.keep})", manifests)
+
     # -- what there is
 
     def _roots(

@@ -17,7 +17,7 @@ from ._coreml_specs import (
     warn_of_shapes,
 )
 from ._set_module import set_module
-from ._text import bytes_text
+from ._text import bytes_text, table_html
 
 if TYPE_CHECKING:
     from ._coreml_specs import Source
@@ -143,22 +143,9 @@ class TransitionPlan(NamedTuple):
     def _repr_html_(self) -> str:
         from html import escape
 
-        rows = self._rows()
-        shown = rows[:_HTML_ROWS]
-        head = "".join(f"<th>{cell}</th>" for cell in _HEADINGS)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell[:200])}</td>" for cell in row) + "</tr>"
-            for row in shown
-        )
-        hidden = len(rows) - len(shown)
-        more = f"<p>and {hidden} more states</p>" if hidden else ""
+        table = table_html(self._summary(), _HEADINGS, self._rows())
         problems = "".join(f"<li>{escape(text[:500])}</li>" for text in self.problems[:_HTML_ROWS])
-        return (
-            f"<div><p>{escape(self._summary())}</p><table><thead><tr>{head}</tr></thead>"
-            f"<tbody>{body}</tbody></table>{more}"
-            + (f"<ul>{problems}</ul>" if problems else "")
-            + "</div>"
-        )
+        return table + (f"<ul>{problems}</ul>" if problems else "")
 
 
 _HEADINGS = ("state", "move", "source", "target", "copied", "zeroed")

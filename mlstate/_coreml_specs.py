@@ -101,6 +101,20 @@ class StateSpecs(dict[str, StateSpec]):
         self.function = function
         self.default_function = default_function
 
+    def _repr_html_(self) -> str:
+        from ._text import bytes_text, table_html
+
+        count = f"{len(self):,} state{'' if len(self) == 1 else 's'}"
+        title = f"StateSpecs: {count} of function {shorten(self.function, 100)!r}"
+        others = [name for name in self.functions if name != self.function]
+        if others:
+            title += f"; other functions: {quoted(others)}"
+        rows = [
+            (name, shape_text(spec.shape), str(spec.dtype), bytes_text(spec.nbytes))
+            for name, spec in self.items()
+        ]
+        return table_html(title, ("state", "shape", "dtype", "bytes"), rows)
+
 
 def as_spec(name: str, given: Any) -> StateSpec:
     """Return a state's spec; a shape stands for one of float16."""

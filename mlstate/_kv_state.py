@@ -229,3 +229,20 @@ class KVState:
     def __repr__(self) -> str:
         dtype = label_of(self.dtype) or self.dtype
         return f"KVState(shape={self.shape}, capacity={self.capacity}, dtype={dtype})"
+
+    def _repr_html_(self) -> str:
+        from ._text import bytes_text, table_html
+
+        layers, heads, positions, dimension = (f"{size:,}" for size in self.shape)
+        row = {
+            "layers": layers,
+            "heads": heads,
+            "positions": positions,
+            "capacity": f"{self.capacity:,}",
+            "head dimension": dimension,
+            "dtype": str(label_of(self.dtype) or self.dtype),
+            "used": bytes_text(self.nbytes),
+            "reserved": bytes_text(self.reserved_nbytes),
+        }
+        title = f"KVState: {positions} of {self.capacity:,} positions"
+        return table_html(title, list(row), [list(row.values())])

@@ -91,6 +91,11 @@ class LoadedState:
             f"metadata={self.metadata!r}, step={self.step})"
         )
 
+    def _repr_html_(self) -> str:
+        from ._checkpoint_html import loaded_html
+
+        return loaded_html(self)
+
 
 # ---- which tensors ----
 

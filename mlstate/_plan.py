@@ -14,7 +14,7 @@ from ._chain import Chain
 from ._common.backend import backend_named
 from ._set_module import set_module
 from ._strategy_operators import name_of
-from ._text import bytes_text, table_html, table_text
+from ._text import bytes_text, table_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -551,4 +551,9 @@ class Plan:
         return f"<Plan of {self._title()}>"
 
     def _repr_html_(self) -> str:
-        return table_html(f"{self._title()}; {self._found()}", _HEADERS, self._rows())
+        from ._plan_html import plan_html
+
+        run = self.simulate()
+        bytes_ = (run.before_bytes, run.peak_bytes, run.after_bytes)
+        title = f"{self._title()}; {self._found()}"
+        return plan_html(title, self.steps(), self.chain.names, bytes_, run.seconds)

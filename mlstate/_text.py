@@ -10,6 +10,15 @@ if TYPE_CHECKING:
 _HTML_ROWS = 50
 _COMPARED = 10_000  # about 100 ms
 _LISTED = 8
+_UNITS = "%|B|[KMG]iB|GB/s|s|ms|us|x"
+# Colours are those around, so dark and light themes need no rules; Jupyter's own are overruled.
+_TABLE_STYLE = (
+    ".mlstate-table table{margin:.2em 0 .6em;border-collapse:collapse}"
+    ".mlstate-table caption{caption-side:top;text-align:left;min-width:36em;padding:0 0 .4em;"
+    "color:inherit}"
+    ".mlstate-table :is(td,th){text-align:left;vertical-align:top;padding:2px 1.2em 2px 0}"
+    ".mlstate-table .r{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
+)
 
 
 def bytes_text(count: int) -> str:
@@ -79,18 +88,57 @@ def table_text(
     return "\n".join(lines + ([f"… {hidden:,} more"] if hidden > 0 else []))
 
 
-def table_html(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table; rows beyond the 50th are counted below it."""
+def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Write three or more neighbours that differ in their first cell only as one row."""
+    from itertools import groupby
+
+    made: list[Sequence[str]] = []
+    for cells, group in groupby(rows, lambda row: tuple(row[1:])):
+        names = [row[0] for row in group]
+        if len(names) > 2:
+            names = [f"{shorten(names[0], 290)} … {shorten(names[-1], 290)} ({len(names):,} alike)"]
+        made += [(name, *cells) for name in names]
+    return made
+
+
+def table_html(
+    title: str,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    collapse: bool = False,
+    style: bool = True,
+) -> str:
+    """Write a table under its title; rows beyond the 50th are counted below it.
+
+    Columns of numbers, with or without units, are aligned to the right. `collapse` joins rows that
+    differ in their first cell only. Without `style`, the page has the rules already.
+    """
+    import re
     from html import escape  # its tables of entities are slow to load
 
+    shown = _collapse(rows) if collapse else rows
+    hidden = len(shown) - _HTML_ROWS
+    shown = shown[:_HTML_ROWS]
+    number = re.compile(rf"[+-]?\d[\d,.]*(e[+-]?\d+)?( ?({_UNITS}))?|-|")
+    numeric = [
+        place > 0 and all(number.fullmatch(cell) for cell in column) and any(column)
+        for place, column in enumerate(zip(*shown, strict=True))
+    ]
+
     def line(tag: str, cells: Sequence[str]) -> str:
-        made = (f"<{tag}>{escape(shorten(cell, 600))}</{tag}>" for cell in cells)
+        made = (
+            f"<{tag}{' class=r' * right}>{escape(shorten(cell, 600))}</{tag}>"
+            for cell, right in zip(cells, numeric, strict=True)
+        )
         return f"<tr>{''.join(made)}</tr>"
 
-    body = "".join(line("td", row) for row in rows[:_HTML_ROWS])
-    hidden = len(rows) - _HTML_ROWS
+    rules = f"<style>{_TABLE_STYLE}</style>" if style else ""
+    if not shown:
+        return f"<div class=mlstate-table>{rules}<p>{escape(title)}</p></div>"
+    head = f"<thead>{line('th', headers)}</thead>" if any(headers) else ""
+    body = "".join(line("td", row) for row in shown)
     more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
-    table = f"<table><thead>{line('th', headers)}</thead><tbody>{body}</tbody></table>"
-    style = "<style>.mlstate-table :is(td,th){text-align:left;vertical-align:top}</style>"
-    content = f"{style}{table}" if rows else ""
-    return f"<div class=mlstate-table><p>{escape(title)}</p>{content}{more}</div>"
+    caption = f"<caption>{escape(title)}</caption>" if title else ""
+    table = f"<table>{caption}{head}<tbody>{body}</tbody></table>"
+    return f"<div class=mlstate-table>{rules}{table}{more}</div>"

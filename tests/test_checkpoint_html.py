@@ -11,8 +11,8 @@ import pytest
 import mlstate
 from mlstate import StoreError
 from mlstate._checkpoint_groups import OTHER, WEIGHTS, columns_of, groups_of, layer_of
-from mlstate._checkpoint_html import report_html
-from mlstate.checkpoint import Problem, VerifyReport, save_async
+from mlstate._checkpoint_html import manager_html, report_html
+from mlstate.checkpoint import LoadedState, Problem, VerifyReport, save_async
 
 MOST_BYTES = 30_000
 CLOSED_BY_OTHERS = {"p", "td", "th", "tr"}  # HTML closes these by itself
@@ -221,3 +221,38 @@ def test_a_save_of_nothing_is_shown(tmp_path):
     handle = save_async(tmp_path / "ckpt", {})
     handle.wait()
     assert "0 B of 0 B" in page(handle).texts and "width:100.0%" in handle._repr_html_()
+
+
+# ---- several, and one that was loaded ----
+
+
+def test_a_manager_shows_its_steps_the_newest_first(tmp_path):
+    with mlstate.checkpoint.CheckpointManager(str(tmp_path / "<b>run")) as manager:
+        assert "0 steps" in page(manager).text
+        for step in (10, 20):
+            manager.save(step, model={"w": np.ones(256)}, metadata={"loss": 1 / step, "<i>": "&"})
+        found = page(manager)
+        assert found.texts[0].endswith("<b>run', keep=None): 2 steps") and "b" not in found.tags
+        assert found.texts.index("20") < found.texts.index("10")
+        assert "2.00 KiB" in found.texts and "loss: 0.05, <i>: '&'" in found.texts
+
+
+def test_a_long_run_shows_its_newest_steps():
+    manifest = mlstate._manifest.Manifest(
+        "g", 1, "now", "me", 0, 1, None, None, {"k": "v" * 999}, ()
+    )
+    text = manager_html("run", [manifest._replace(step=step) for step in range(2_000)])
+    assert "2,000 steps, the newest 50" in text and ">1,950</td>" in text
+    assert ">1,949</td>" not in text and len(text) < MOST_BYTES
+
+
+def test_a_loaded_state_shows_metadata_and_both_states(tmp_path):
+    model = mlstate.ModelStateDict({"layers.0.<b>": np.ones(3), "out": np.ones(2)})
+    mlstate.save(tmp_path / "c", model, metadata={"<u>": 1, "run": "a"}, step=1200)
+    found = page(mlstate.load(tmp_path / "c"))
+    assert found.texts[0] == "LoadedState: step 1,200" and "<u>: 1, run: 'a'" in found.texts
+    assert "ModelStateDict: 2 tensors, 40 B" in found.texts and "not saved" in found.texts
+    assert found.tags.count("b") == 2 and "u" not in found.tags
+    many = LoadedState(None, [1], {str(i): i for i in range(1_000)})
+    text = page(many).text
+    assert "no step" in text and "list, filled" in text and "… 980 more" in text

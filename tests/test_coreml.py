@@ -451,7 +451,18 @@ def test_html_of_a_huge_plan_stays_small():
     states = specs_of(*(model(256, name=f"{'x' * 300}{i}") for i in range(2000)))
     html = plan_transition(states, specs_of(model(512)), 5)._repr_html_()
     assert len(html) < 60_000
-    assert "more states" in html
+    assert html.count("<tr>") == 51 and "… 1,951 more" in html
+
+
+def test_specs_are_a_table_that_names_other_functions():
+    specs = specs_of(model(256, name="<b>"))
+    page = specs._repr_html_()
+    assert "StateSpecs: 1 state of function &#x27;main&#x27;</caption>" in page
+    assert "&lt;b&gt;</td><td>36x1x256x256</td><td>float16</td><td class=r>4.50 MiB</td>" in page
+    two = StateSpecs({"main": {}, "<i>": dict(specs)}, "<i>")
+    assert (
+        "other functions: &#x27;main&#x27;" in two._repr_html_() and "<i>" not in two._repr_html_()
+    )
 
 
 def test_plan_prints_a_table():

@@ -1,6 +1,7 @@
 """What README and the pages of docs/ show is run, page by page, top to bottom.
 
-A page's blocks share one namespace and one temporary working directory:
+A page's blocks share one namespace and one temporary working directory. In README and the start
+page each block has its own, because readers copy single blocks:
 
 - ``python`` blocks run; with ``no-run`` behind it they are only compiled, with
   ``needs=NAME`` they are skipped where that module is missing, with ``file=NAME`` they are
@@ -34,6 +35,7 @@ from mlstate.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SEPARATE = {"README", "index"}  # pages whose blocks run one by one, each in a fresh namespace
 FENCE = re.compile(r"^```(python|pycon|console)\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -146,20 +148,45 @@ def test_there_are_pages():
     assert {"README", "kv", "coreml", "files"} <= {page.stem for page in PAGES}
 
 
+def enter(folder, monkeypatch):
+    """Make `folder` the working directory, with the demo's packages as a checkout has them."""
+    (folder / "mlstate").mkdir(parents=True)
+    (folder / "mlstate" / "demo").symlink_to(Path(mlstate.__file__).parent / "demo")
+    monkeypatch.chdir(folder)
+    return {"__name__": "__page__"}
+
+
+def run_block(block, where, namespace, capsys):
+    if block.language == "python":
+        run_python(block, where, namespace)
+    elif block.language == "pycon":
+        run_doctest(block, where, namespace)
+    else:
+        run_commands(block, where, capsys)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p.exists()], ids=lambda page: page.stem)
 def test_page_runs(page, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mlstate").mkdir()
-    (tmp_path / "mlstate" / "demo").symlink_to(Path(mlstate.__file__).parent / "demo")
     where = page.relative_to(ROOT).as_posix()
-    namespace = {"__name__": "__page__"}
+    namespace = enter(tmp_path / "page", monkeypatch)
     for block in blocks_of(page):
-        if block.language == "python":
-            run_python(block, where, namespace)
-        elif block.language == "pycon":
-            run_doctest(block, where, namespace)
-        else:
-            run_commands(block, where, capsys)
+        if page.stem in SEPARATE:
+            namespace = enter(tmp_path / str(block.line), monkeypatch)
+        run_block(block, where, namespace, capsys)
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="no README beside these tests")
+def test_a_block_that_needs_another_fails_in_readme(tmp_path, monkeypatch, capsys):
+    """README's blocks see neither names nor files of the blocks above them."""
+    first = "x = 1\nopen('f', 'w').close()\n"
+    for i, second in enumerate(("x\n", "open('f')\n")):
+        text = f"```python\n{first}```\n\n```python\n{second}```\n"
+        page = tmp_path / str(i) / "README.md"
+        page.parent.mkdir()
+        page.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(sys.modules[__name__], "ROOT", page.parent)
+        with pytest.raises((NameError, FileNotFoundError)):
+            test_page_runs(page, page.parent, monkeypatch, capsys)
 
 
 def test_a_wrong_page_fails(tmp_path, capsys):
@@ -181,9 +208,4 @@ def test_a_wrong_page_fails(tmp_path, capsys):
         page.write_text(f"Text.\n\n```{language}\n{text}```\n", encoding="utf-8")
         (block,) = blocks_of(page)
         with pytest.raises(AssertionError):
-            if language == "python":
-                run_python(block, "page", {})
-            elif language == "pycon":
-                run_doctest(block, "page", {})
-            else:
-                run_commands(block, "page", capsys)
+            run_block(block, "page", {}, capsys)

@@ -1,5 +1,6 @@
-"""The notebooks of examples/ run from top to bottom, and are kept without their outputs."""
+"""The notebooks of examples/ run from top to bottom, and are stored with their outputs."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -28,17 +29,10 @@ def read(path):
 EXECUTE = """
 import sys
 import nbformat
-from jupyter_client import AsyncKernelManager
-from nbclient import NotebookClient
-
-source, target, folder = sys.argv[1:]
-notebook = nbformat.read(source, as_version=4)
-manager = AsyncKernelManager(kernel_name="python3")
-manager.kernel_spec.argv[0] = sys.executable  # not what a registered kernel names
-NotebookClient(
-    notebook, km=manager, timeout=120, resources={"metadata": {"path": folder}}
-).execute()
-nbformat.write(notebook, target)
+tools, source, target, folder = sys.argv[1:]
+sys.path.insert(0, tools)
+from notebooks import run_notebook
+nbformat.write(run_notebook(source, folder), target)
 """
 
 
@@ -55,7 +49,7 @@ def execute(path, folder):
         "IPYTHONDIR": str(folder / "ipython"),
     }
     process = subprocess.run(
-        [sys.executable, "-c", EXECUTE, path, done, folder],
+        [sys.executable, "-c", EXECUTE, EXAMPLES.parent / "tools", path, done, folder],
         env=environment,
         capture_output=True,
         text=True,
@@ -75,12 +69,57 @@ def outputs(cells, kind):
     return found
 
 
+ABSOLUTE = re.compile(r"(?<![\w.:/<])(?:/[a-z]\w*){2,}|\b[A-Z]:\\\\")
+
+
+def faults_of_stored(notebook):
+    """What is wrong with the outputs that a notebook is stored with."""
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    produced = [output for cell in code for output in cell["outputs"]]
+    sources = "\0".join("".join(cell["source"]) for cell in code)
+    texts = [output["text"] for output in produced if "text" in output]
+    for output in produced:
+        data = output.get("data", {})
+        texts += [text for kind, text in data.items() if kind.startswith("text/")]
+    faults = []
+    if notebook["metadata"].get("executed") != {
+        "sha256": hashlib.sha256(sources.encode()).hexdigest()
+    }:
+        faults.append("edited since it ran")
+    if [cell["execution_count"] for cell in code] != list(range(1, len(code) + 1)):
+        faults.append("cells did not run once each, from top to bottom")
+    if not texts:
+        faults.append("no outputs")
+    if any(o["output_type"] == "error" or o.get("name") == "stderr" for o in produced):
+        faults.append("errors or warnings")
+    paths = [found[0] for text in texts for found in ABSOLUTE.finditer("".join(text))]
+    return faults + [f"the path {path}" for path in paths]
+
+
 @needs_notebooks
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_kept_without_outputs(path):
-    code = [cell for cell in read(path)["cells"] if cell["cell_type"] == "code"]
-    assert code
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+def test_notebook_is_stored_with_its_outputs(path):
+    assert not faults_of_stored(read(path)), "run: make notebooks"
+
+
+def test_wrong_outputs_are_noticed():
+    def notebook(output, count=1, source="1", of="1"):
+        cell = {"cell_type": "code", "source": [source], "execution_count": count}
+        digest = hashlib.sha256(of.encode()).hexdigest()
+        return {
+            "cells": [cell | {"outputs": output}],
+            "metadata": {"executed": {"sha256": digest}},
+        }
+
+    good = {"output_type": "stream", "name": "stdout", "text": ["run/step_1: 2 of 3\n"]}
+    assert not faults_of_stored(notebook([good]))
+    assert faults_of_stored(notebook([])) == ["no outputs"]
+    assert faults_of_stored(notebook([good], source="2")) == ["edited since it ran"]
+    assert len(faults_of_stored(notebook([good], count=2))) == 1
+    assert len(faults_of_stored(notebook([good | {"name": "stderr"}]))) == 1
+    assert len(faults_of_stored(notebook([good, {"output_type": "error"}]))) == 1
+    shown = {"output_type": "execute_result", "data": {"text/html": ["<b>/tmp/x1/a</b>"]}}
+    assert faults_of_stored(notebook([shown])) == ["the path /tmp/x1/a"]
 
 
 @needs_notebooks

@@ -536,3 +536,12 @@ def test_capacity_that_is_not_used_occupies_no_memory():
     occupied, reserved = map(int, child.run(UNUSED).split())
     assert reserved == 256 << 20
     assert occupied < 32 << 20
+
+
+def test_a_page_shows_positions_dtype_and_both_sizes():
+    state = KVState.from_array(np.zeros((36, 1, 256, 256), np.float16), 512)
+    page = state._repr_html_()
+    assert "<caption>KVState: 256 of 512 positions</caption>" in page
+    for cell in ("36", "256", "512", "float16", "4.50 MiB", "9.00 MiB"):
+        assert f">{cell}</td>" in page
+    assert "<th class=r>head dimension</th>" in page

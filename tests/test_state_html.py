@@ -21,6 +21,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.open, self.deepest, self.texts = [], [], 0, []
+        self.more = []  # of each open <details>: whether it opens rows that the outline hides
         self.tensors = 0  # shown, or counted in a row that does not unfold
         self.feed(text)
         self.close()
@@ -30,17 +31,23 @@ class Page(HTMLParser):
         assert {name for name, _ in attrs} <= {"class", "open"}
         self.tags.append(tag)
         self.open.append(tag)
+        if tag == "details":
+            self.more.append(("class", "more") in attrs)
         self.deepest = max(self.deepest, self.open.count("details"))
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+        if tag == "details":
+            self.more.pop()
 
     def handle_data(self, data):
         if self.open[-1:] != ["style"]:
             self.texts.append(data)
-        if self.open[-1:] == ["i"]:
+        in_summary = self.open[-2:] == ["summary", "i"]
+        hidden = any(self.more[:-1] if in_summary else self.more)  # counted in the row above
+        if self.open[-1:] == ["i"] and not hidden:
             count = re.match(r"([\d,]+) tensors?, ", data)
-            if self.open[-2] == "div":
+            if self.open[-2] == "div" or self.more[-1]:
                 self.tensors += int(count[1].replace(",", "")) if count else 1
             else:
                 self.tensors += "; itself" in data
@@ -87,6 +94,35 @@ def test_any_state_is_a_small_page_that_counts_what_it_hides(names):
     assert f"{len(state):,} tensors" in found.texts[0]
     assert found.tags.count("details") == found.tags.count("summary")
     assert found.tensors == len(state)
+
+
+def test_hidden_layers_can_be_opened_and_equal_ones_are_one_row():
+    parts = {"attn.q": (2, 3), "attn.k": (2, 3), "norm": (3,)}
+    arrays = {
+        f"layers.{i}.{part}": np.zeros(shape, np.float32)
+        for i in range(200)
+        for part, shape in parts.items()
+    }
+    arrays["layers.150.norm"] = np.zeros(4, np.float32)
+    state = StateDict(arrays)
+    text = state._repr_html_()
+    found = Page(text)
+    assert found.tensors == len(state) and len(text.encode()) < MOST_BYTES
+    shown = sum(f">{i}</b>" in text for i in range(200))
+    more = text[text.index("<details class=more>") :]
+    assert re.search(r"<b>\d+ … 149</b><i>\d+ alike, 3 tensors each</i>", more)
+    assert "<b>150</b><i>3 tensors</i>" in more and "<b>norm</b><i>float32 (4,)</i>" in more
+    assert re.search(r"<b>151 … \d+</b><i>\d+ alike, 3 tensors each</i>", more)
+    counts = [int(count) for count in re.findall(r"(\d+) alike, 3", more)]
+    assert shown + sum(counts) == 200
+
+
+def test_hidden_tensors_are_counted_beyond_the_size_of_a_page():
+    state = StateDict({f"w{i}": np.zeros(i) for i in range(5_000)})
+    text = state._repr_html_()
+    more = text[text.index("<details class=more>") :]
+    assert len(text.encode()) < MOST_BYTES and more.count("<div><b>w") > 50
+    assert re.search(r"<div>… \d,\d{3} more</div></details>", more)
 
 
 @settings(max_examples=tries(60), deadline=None)

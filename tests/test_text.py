@@ -28,8 +28,8 @@ class Table(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        assert tag in {"div", "style", "p", "table", "thead", "tbody", "tr", "th", "td"}
-        assert attrs in ([], [("class", "mlstate-table")])
+        assert tag in {"div", "style", "p", "table", "thead", "tbody", "tr", "th", "td", "caption"}
+        assert attrs in ([], [("class", "mlstate-table")], [("class", "r")])
         self.open.append(tag)
         if tag in ("th", "td"):
             self.cells.append("")
@@ -98,6 +98,23 @@ def test_tables_are_cut_and_say_so():
     assert len(found.cells) == 2 + 2 * 50 and found.texts[-1] == "… 9,950 more"
     assert all(len(cell) <= 600 for cell in found.cells) and len(made) < 300_000
     assert Table(table_html("none", ("a",), [])).texts == ["none"]
+
+
+def test_numbers_with_their_units_are_aligned_to_the_right():
+    rows = [("1", "1.50 MiB", "-", "a"), ("2", "3 B", "0.25 s", "2"), ("3", "", "1e-05 s", "3%")]
+    made = table_html("units", ("name", "bytes", "time", "mixed"), rows)
+    assert "<caption>units</caption>" in made
+    assert "<th>name</th><th class=r>bytes</th><th class=r>time</th><th>mixed</th>" in made
+    assert "<td>2</td><td class=r>3 B</td><td class=r>0.25 s</td><td>2</td>" in made
+    assert "<thead>" not in table_html("no headers", ("", ""), [("a", "b")])
+
+
+def test_equal_neighbours_can_be_one_row():
+    rows = [("first", "1")] + [(f"b{i}", "2") for i in range(100)] + [("x", "3"), ("y", "3")]
+    found = Table(table_html("t", ("name", "n"), rows, collapse=True))
+    assert found.cells[2:] == ["first", "1", "b0 … b99 (100 alike)", "2", "x", "3", "y", "3"]
+    assert "more" not in found.texts[-1]
+    assert len(Table(table_html("t", ("name", "n"), rows)).cells) == 2 + 2 * 50
 
 
 def test_steps_are_sorted_by_number_and_unknown_ones_come_last():

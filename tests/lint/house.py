@@ -93,10 +93,13 @@ def tracked_files():
 
 @cache
 def text_files():
-    """(path, text) of each tracked file that is UTF-8 text."""
+    """(path, text) of each tracked file that is UTF-8 text; pictures of notebooks are cut out."""
     texts = []
     for path in tracked_files():
         raw = path.read_bytes()
         if b"\0" not in raw[:8192]:
-            texts.append((path, raw.decode("utf-8", errors="replace")))
+            text = raw.decode("utf-8", errors="replace")
+            if path.suffix == ".ipynb":
+                text = re.sub(r'"image/png": "[^"]*"', "", text)
+            texts.append((path, text))
     return texts

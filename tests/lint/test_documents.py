@@ -22,7 +22,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 def targets():
     makefile = (house.ROOT / "Makefile").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z][a-z-]*):.*##", makefile, re.MULTILINE))
+    return set(re.findall(r"^([a-z][a-z0-9-]*):.*##", makefile, re.MULTILINE))
 
 
 def anchors(text):
@@ -40,8 +40,19 @@ def test_readme_is_there_and_names_both_commands():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=house.relative)
 def test_make_commands_exist(path):
     text = path.read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:`|^\s*(?:\$ )?)make ([a-z][a-z-]*)", text, re.MULTILINE))
+    named = set(re.findall(r"(?:`|^\s*(?:\$ )?)make ([a-z][a-z0-9-]*)", text, re.MULTILINE))
     assert named <= targets(), f"not in the Makefile: {sorted(named - targets())}"
+
+
+@pytest.mark.parametrize("name", ["ci.yml", "wheels.yml"])
+def test_workflows_run_what_exists(name):
+    text = (house.ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8")
+    commands = "\n".join(re.findall(r"^\s*(?:- )?run: (.+)$", text, re.MULTILINE))
+    files = re.findall(r"(?<![\w/])((?:tools|requirements|\.ci)/[\w.]+)", commands)
+    goals = set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", commands))
+    assert goals <= targets(), f"not in the Makefile: {sorted(goals - targets())}"
+    assert not [file for file in files if not (house.ROOT / file).is_file()]
+    assert name != "ci.yml" or ".ci/run" in files
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=house.relative)
