@@ -215,7 +215,8 @@ class Checkpoint:
         _root: str = _folder.MANIFEST,
         _manifest: Manifest | None = None,
     ) -> None:
-        self.path = local_folder(path)
+        # a caller that has the manifest has the absolute path
+        self.path = local_folder(path) if _manifest is None else os.fspath(path)
         self._root = _root
         self._manifest = _manifest or _folder.read_manifest(self.path, _root)
         self._read_catalog: Any = None
@@ -420,3 +421,35 @@ class Checkpoint:
         from ._checkpoint_html import checkpoint_html
 
         return checkpoint_html(self._title(), self.tensors())
+
+
+@set_module("mlstate.checkpoint")
+def inspect(path: str | os.PathLike[str]) -> Checkpoint:
+    """
+    Say what is in a checkpoint.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Its folder.
+
+    Returns
+    -------
+    Checkpoint
+        Prints as a table, also in notebooks.
+
+    Raises
+    ------
+    As `Checkpoint`.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.zeros((4, 2), np.float32)}, step=3)
+    >>> mlstate.checkpoint.inspect(path)
+    Checkpoint: 1 tensor, 32 B, 1 file, 1 rank, step 3, ...
+    tensor  state  dtype    shape   shards  bytes  version
+    w              float32  (4, 2)  1       32 B   1
+    """
+    return Checkpoint._opened(path)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _folder
 from ._checkpoint import Checkpoint
-from ._load import LoadedState
+from ._load import LoadedState, load_checkpoint
 from ._lock import WriterLock, check_timeout
 from ._log import log
 from ._path import local_folder
@@ -151,15 +151,21 @@ class CheckpointManager:
 
     # -- what there is
 
-    def _roots(self, unread: type[MLStateError] = MLStateError) -> _Roots:
-        """Roots that can be read, the oldest first; of one step, the newest.
+    def _roots(
+        self, unread: type[MLStateError] = MLStateError, newest: Manifest | None = None
+    ) -> _Roots:
+        """Return the roots that can be read, the oldest first; of one step, the newest.
 
-        Reading may fail with `unread`; other errors are raised.
+        Reading may fail with `unread`; other errors are raised. The root of `newest` is not
+        read again.
         """
         found: dict[int | None, tuple[_folder.Root, Manifest]] = {}
         for root in _folder.list_roots(self.directory):
             try:
-                manifest = _folder.read_manifest(self.directory, root.path)
+                if newest is not None and root.generation == newest.generation:
+                    manifest = newest
+                else:
+                    manifest = _folder.read_manifest(self.directory, root.path)
             except unread as error:
                 if isinstance(error, FormatError):
                     log("WARNING", "%s: a step is damaged: %s", self.directory, error)
@@ -217,7 +223,7 @@ class CheckpointManager:
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
-                return Checkpoint(self.directory, _root=root.path)
+                return Checkpoint(self.directory, _root=root.path, _manifest=manifest)
         have = steps_text(self.steps())
         have += f"; {_OTHER}" if _holds_no_steps(self.directory) else ""
         raise _folder.store_error(
@@ -253,8 +259,8 @@ class CheckpointManager:
         model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
             As for `mlstate.save`.
         sparse, incremental, compress
-            As for `mlstate.save`. Steps share layers as they share files: giving up the oldest
-            ones never takes away what newer ones are made of.
+            As for `mlstate.save`. Steps share layers as they share files: files that a newer
+            step needs stay when the oldest steps are deleted.
 
         Returns
         -------
@@ -323,11 +329,9 @@ class CheckpointManager:
 
         Parameters
         ----------
-        step, model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
+        step, model, optimizer, metadata, layout, pack_below_bytes, sparse, incremental, compress
             As for `save`.
-        sparse, incremental, compress
-            As for `save`.
-        max_staging_bytes : int, float or str, optional
+        max_staging_bytes, group, progress, lock_timeout
             As for `mlstate.checkpoint.save_async`.
 
         Returns
@@ -425,22 +429,28 @@ class CheckpointManager:
         )
         self._has_warned = True  # not if the warning was raised: then nothing is deleted
 
-    def _retain(self, folder: str, newest: Manifest) -> None:
-        """Give up roots: of a step that was saved again, and those beyond `keep`."""
-        _folder.delete_roots(folder, self._superseded(newest.generation))
+    def _retain(self, newest: Manifest) -> dict[str, Manifest]:
+        """Give up roots: of a step that was saved again, and those beyond `keep`.
 
-    def _superseded(self, newest: str) -> list[_folder.Root]:
-        """Roots to give up; never that of the newest generation."""
+        Returns the manifests of the other roots by path.
+        """
         # a root that the system does not let us read now may be good: nothing is given up
-        roots = self._roots(FormatError)
+        old, kept = self._superseded(newest.generation, self._roots(FormatError, newest))
+        _folder.delete_roots(self.directory, old)
+        return kept
+
+    def _superseded(
+        self, newest: str, roots: _Roots
+    ) -> tuple[list[_folder.Root], dict[str, Manifest]]:
+        """Return the roots to give up, never that of the newest generation, and the others."""
         keep = len(roots) if self.keep is None else self.keep
         count = self._count_old(roots, keep, newest)
-        kept = {root.path for root, _ in roots[count:]}
+        kept = {root.path: manifest for root, manifest in roots[count:]}
         old = [root for root in _folder.list_roots(self.directory) if root.path not in kept]
         old = [root for root in old if root.generation != newest]
         for root in old:
             self._files.pop(root.generation, None)
-        return old
+        return old, kept
 
     def _count_old(self, roots: _Roots, keep: int, newest: str = "", look: bool = True) -> int:
         """How many of the oldest roots are older than the newest `keep` that can be loaded.
@@ -550,7 +560,9 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint(step)
         try:
-            return checkpoint.load(**keywords)
+            return load_checkpoint(
+                self.directory, root=checkpoint._root, _manifest=checkpoint._manifest, **keywords
+            )
         except FormatError:
             self._damaged.add(checkpoint.generation)
             raise
@@ -667,7 +679,7 @@ def _try_root(
     state: LoadedState | None = None
     error: MLStateError | None = None
     try:
-        state = Checkpoint(folder, _root=root).load(**keywords)
+        state = load_checkpoint(folder, root=root, **keywords)
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:

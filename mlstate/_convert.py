@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._folder import refuse_existing
+from ._json_values import check_json_values
 from ._optimizer_state import OptimizerStateDict
 from ._path import local_path
-from ._sayable import check_sayable
 from ._state_dict import StateDict
 from ._state_kind import describe, restore
 from ._text import names_hint
@@ -265,7 +265,7 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(key, str):
             raise TypeError(f"metadata keys must be str, got {key!r}")
         try:
-            check_sayable(value, f"metadata[{key!r}]", finite=False)
+            check_json_values(value, f"metadata[{key!r}]", finite=False)
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"metadata {key!r} is no plain value: {error}; keep numbers, texts, lists and "

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: its roots, its files by name, and what nobody needs any more."""
+"""The folder of a checkpoint: its roots, its files by name, and files that no root needs."""
 
 from __future__ import annotations
 
@@ -108,11 +108,16 @@ def is_replaced(folder: str, root: str, generation: str) -> bool:
     return read_manifest(folder, root).generation != generation
 
 
-def read_root(folder: str, root: str, read: Callable[[Manifest], _Result]) -> _Result:
+def read_root(
+    folder: str,
+    root: str,
+    read: Callable[[Manifest], _Result],
+    manifest: Manifest | None = None,
+) -> _Result:
     """Call `read` with a root, and return its result.
 
-    If `read` misses a file and a writer has replaced the root meanwhile, begin again: what a
-    root names is deleted only after the root.
+    If `read` misses a file and a writer has replaced the root meanwhile, begin again: files are
+    deleted only after every root that names them. `manifest` is the root, if it was read.
 
     Raises
     ------
@@ -120,11 +125,12 @@ def read_root(folder: str, root: str, read: Callable[[Manifest], _Result]) -> _R
         A file that the root names is missing.
     """
     for _ in range(TRIES - 1):
-        manifest = read_manifest(folder, root)
+        found = read_manifest(folder, root) if manifest is None else manifest
+        manifest = None
         try:
-            return read(manifest)
+            return read(found)
         except FileNotFoundError:
-            if not is_replaced(folder, root, manifest.generation):
+            if not is_replaced(folder, root, found.generation):
                 raise
     return read(read_manifest(folder, root))
 
@@ -362,7 +368,7 @@ def remove_files(folder: str, names: list[str]) -> list[str]:
 
 def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
     """Delete files of one of the folder's folders; a folder that is gone has none."""
-    removed = []
+    removed: list[str] = []
     path = os.path.join(folder, part)
     try:
         with _opened(folder, part) as descriptor:
@@ -371,13 +377,16 @@ def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=descriptor.fileno())
                     removed.append(os.path.join(part, name))
-                    log("DEBUG", "%s: deleted the file %s", folder, os.path.join(part, name))
     except FileNotFoundError:
         return []
     except StoreError:
         raise
     except OSError as error:
         raise store_error(error, "cannot delete the file", path) from None
+    finally:
+        if is_logged("DEBUG"):
+            for name in removed:
+                log("DEBUG", "%s: deleted the file %s", folder, name)
     return removed
 
 
@@ -438,39 +447,39 @@ def known_files(folder: str) -> set[str]:
     return found | {f"index/{name}" for name in filter(_INDEX.match, list_names(folder, "index"))}
 
 
-def strange_files(folder: str) -> list[str]:
-    """Paths of files in the folder that no writer of ours made; linked folders count as such."""
+def foreign_files(folder: str) -> list[str]:
+    """Return the paths of files that mlstate did not write, and of linked folders."""
     linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
-    strange = [
+    foreign = [
         f"{part}/{name}"
         for part in FOLDERS
         if part not in linked
         for name in list_names(folder, part)
         if not _belongs(part, name) or (part == "roots" and _TEMPORARY.match(name))
     ]
-    strange += [
+    foreign += [
         name
         for name in list_names(folder, "")
         if name not in {MANIFEST, "lock", *FOLDERS} and not _TEMPORARY.match(name)
     ]
-    return sorted(strange + linked)
+    return sorted(foreign + linked)
 
 
-class Told(NamedTuple):
+class ManifestSummary(NamedTuple):
     """A digest of an index's pattern, and the part of each of its groups."""
 
     pattern: str
     parts: tuple[int, ...]
 
 
-def patterns_of(catalog: Any) -> list[Told | None]:
+def patterns_of(catalog: Any) -> list[ManifestSummary | None]:
     """Return the pattern of each index of a catalog; None if it has too many groups."""
     import hashlib
 
     return [
         None
         if found is None
-        else Told(hashlib.sha256(found[0], usedforsecurity=False).hexdigest(), found[1])
+        else ManifestSummary(hashlib.sha256(found[0], usedforsecurity=False).hexdigest(), found[1])
         for found in catalog.patterns()
     ]
 
@@ -491,17 +500,19 @@ def load_index(folder: str, record: IndexRecord) -> bytes:
     return data
 
 
-def _check_patterns(folder: str, manifest: Manifest, told: dict[int, Told | None]) -> None:
+def _check_patterns(
+    folder: str, manifest: Manifest, summaries: dict[int, ManifestSummary | None]
+) -> None:
     """Refuse indexes whose pattern or parts are not those that the manifest has."""
     for pattern in manifest.patterns or ():
         first = None
         for place, rank in enumerate(pattern.ranks):
-            if rank not in told:
+            if rank not in summaries:
                 continue
-            found = told[rank]
+            found = summaries[rank]
             first = first or found
             parts = tuple(each[place] for each in pattern.parts)
-            if first is None or found != Told(first.pattern, parts):
+            if first is None or found != ManifestSummary(first.pattern, parts):
                 path = manifest.indexes[rank].path
                 other = FormatError(f"{path}: the manifest has another pattern or other parts")
                 other.path = os.path.join(folder, path)
@@ -561,16 +572,20 @@ def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
 
 
 def needed_files(
-    folder: str, without: Collection[Root] = (), known: Mapping[str, Any] = _NONE
+    folder: str,
+    without: Collection[Root] = (),
+    catalogs: Mapping[str, Any] = _NONE,
+    roots: Mapping[str, Manifest] = _NONE,
 ) -> set[str]:
-    """Paths of all shard files and indexes that any root needs, but for those `without`.
+    """Return the paths of all shard files and indexes that any root needs.
 
-    `known` are catalogs that were read already, by generation.
+    Roots in `without` do not count. `catalogs` by generation and `roots` by path were read
+    already; of roots, only a process that holds the lock can know that.
 
     Raises
     ------
     FormatError, StoreError
-        A root or an index cannot be read: then nobody knows what is needed.
+        A root or an index cannot be read: the needed files are unknown.
     """
     needed: set[str] = set()
     names = [root.path for root in list_roots(folder) if root not in without]
@@ -578,7 +593,7 @@ def needed_files(
 
     def add_files(manifest: Manifest) -> None:
         if manifest.generation not in seen:
-            catalog = known.get(manifest.generation)
+            catalog = catalogs.get(manifest.generation)
             catalog = load_catalog(folder, manifest) if catalog is None else catalog
             seen.add(manifest.generation)
             needed.update(catalog.files())
@@ -586,16 +601,28 @@ def needed_files(
 
     for name in (*names, MANIFEST):
         try:
-            read_root(folder, name, add_files)
+            if name in roots:
+                add_files(roots[name])
+            else:
+                read_root(folder, name, add_files)
         except FileNotFoundError:
             if os.path.lexists(os.path.join(folder, name)):
                 raise
     return needed
 
 
-def prune(folder: str, *, dry_run: bool = False, known: Mapping[str, Any] = _NONE) -> list[str]:
-    """Delete the shard files and indexes that no root needs; the caller holds the lock."""
-    dead = sorted(known_files(folder) - needed_files(folder, known=known))
+def prune(
+    folder: str,
+    *,
+    dry_run: bool = False,
+    catalogs: Mapping[str, Any] = _NONE,
+    roots: Mapping[str, Manifest] = _NONE,
+) -> list[str]:
+    """Delete the shard files and indexes that no root needs; the caller holds the lock.
+
+    `catalogs` and `roots` as for `needed_files`. Returns the paths.
+    """
+    dead = sorted(known_files(folder) - needed_files(folder, (), catalogs, roots))
     return dead if dry_run else remove_files(folder, dead)
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import _core, _folder
 from ._agreement import agree
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer that was saved by itself
 MISSING = ("skip", "zeros", "error")
+_ALL_NAMES = Names(None)
 
 
 @set_module("mlstate.checkpoint")
@@ -96,8 +97,10 @@ class LoadedState:
 def chosen_keys(
     catalog: Any, listed: list[str] | None, folder: str
 ) -> tuple[Names, list[list[str]]]:
-    """Return how names are meant, and the keys of both sections that they mean."""
+    """Return how names are matched, and the keys of both sections that they match."""
     sections = [catalog.keys(section) for section in (0, 1)]
+    if listed is None:
+        return _ALL_NAMES, sections
     names = Names(listed, *sections)
     chosen = []
     used: set[str] = set()
@@ -105,7 +108,7 @@ def chosen_keys(
         keys, meant = names.select(every, section)
         chosen.append(keys)
         used |= meant
-    unused = [name for name in listed or () if name not in used]
+    unused = [name for name in listed if name not in used]
     if unused:
         hint = names_hint(unused[0], chain.from_iterable(sections))
         error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint{hint}")
@@ -188,48 +191,83 @@ def _refuse(
 # ---- loading ----
 
 
-class Loader:
-    """How one load goes; everything about it but the section."""
+class LoadRequest(NamedTuple):
+    """The arguments of a load, checked.
 
-    def __init__(
-        self,
-        folder: str,
-        manifest: Manifest,
-        *,
-        cutting: tuple[Steps | None, int, int],
-        own: bool,
-        mmap: bool,
-        verify: bool,
-        missing: str,
-        progress: Callable[[int], object] | None,
-    ) -> None:
-        self.folder = folder
+    Attributes
+    ----------
+    folder, root : str
+        The checkpoint, and the path of its root in the folder.
+    names : list of str or None
+        As for `load`.
+    rank : int or None
+        Whose index is preferred if several list the same tensors.
+    cutting : tuple
+        Which part is wanted: steps, index, world (0: all of everything).
+    into : object or None
+        As for `load`.
+    own : bool
+        Whether torch objects say which part they have.
+    mmap, verify, missing, progress
+        As for `load`.
+    """
+
+    folder: str
+    root: str
+    names: list[str] | None
+    rank: int | None
+    cutting: tuple[Steps | None, int, int]
+    into: Any
+    own: bool
+    mmap: bool
+    verify: bool | str
+    missing: str
+    progress: Callable[[int], object] | None
+
+
+class Loader:
+    """The load of one root.
+
+    Parameters
+    ----------
+    request : LoadRequest
+        What to load.
+    manifest : Manifest
+        Of the root.
+
+    Raises
+    ------
+    FormatError, ChecksumError, StoreError
+        An index cannot be read; or, with ``verify="first"``, any file.
+    """
+
+    def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
+        self.request = request
         self.manifest = manifest
-        self.indexes: Indexes
-        self.cutting = cutting
-        self.own = own  # torch's objects know themselves which parts they have
-        self.mmap = mmap
-        self.verify = verify
-        self.missing = missing
-        self.progress = progress
+        self.folder = request.folder
+        self.verify = bool(request.verify)
+        self.indexes = Indexes(request.folder, manifest, request.rank)
+        if request.verify == "first":
+            self.indexes.read_all()
+            _verify_all(request.folder, self.catalog)
+            self.verify = False
 
     @property
     def catalog(self) -> Any:
         """What was read of the indexes; `Indexes.need` comes before anything is loaded."""
         return self.indexes.catalog
 
-    def fresh(self, section: int, keys: list[str], *, whole: bool = False) -> dict[str, Any]:
-        """New arrays, or views of the files."""
-        cutting = (None, 0, 0) if whole else self.cutting
-        self.indexes.need([(section, keys, cutting)])
+    def load_new(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
+        """Return new arrays, or views of the files."""
+        mmap = self.request.mmap
         return self.catalog.load(  # type: ignore[no-any-return]
             self.folder,
             section,
             keys,
             cutting,
-            self.verify and not self.mmap,
-            self.mmap,
-            self.progress,
+            self.verify and not mmap,
+            mmap,
+            self.request.progress,
         )
 
     def names_fit(self, section: int, keys: list[str], filling: Any, names: Names) -> list[str]:
@@ -242,10 +280,10 @@ class Loader:
         unfilled = [name for name in known if name not in have and name not in filling.optional]
         lacking, _ = names.select(unfilled, section)
         unexpected = [name for name in keys if name not in known]
-        lenient = section == 1 and self.missing != "error"
+        lenient = section == 1 and self.request.missing != "error"
         if unexpected or (lacking and not lenient):
             raise _refuse([] if lenient else lacking, unexpected, unfilled, self.folder)
-        if self.missing == "zeros":
+        if self.request.missing == "zeros":
             for name in lacking:
                 filling.zero(name)
         return [name for name in keys if name in filling.arrays]
@@ -254,8 +292,8 @@ class Loader:
         self, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
     ) -> tuple[int, ...]:
         """Return the shape of what goes into memory that does not say which part it is."""
-        steps, index, world = self.cutting
-        if self.own or (steps is None and (world == 0 or len(layout) != 1)):
+        steps, index, world = self.request.cutting
+        if self.request.own or (steps is None and (world == 0 or len(layout) != 1)):
             return shape
         if steps is None:
             steps = ((layout[0][0], world),)
@@ -266,11 +304,11 @@ class Loader:
     def cuts(self, filling: Any, keys: list[str]) -> Any:
         """What the core is to know of how tensors are cut: all alike, or each for itself."""
         if isinstance(filling, _Filling):
-            return self.cutting
-        if self.own:
+            return self.request.cutting
+        if self.request.own:
             return filling.cuts(keys)
         filling.whole()
-        return self.cutting
+        return self.request.cutting
 
     def check(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
         """Refuse what `fill` would, before anything is changed."""
@@ -279,7 +317,7 @@ class Loader:
     def fill(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
         """Read into arrays; shapes and dtypes are checked before the first byte is written."""
         self.catalog.load_into(
-            self.folder, section, keys, cuts, filling.arrays, self.verify, self.progress
+            self.folder, section, keys, cuts, filling.arrays, self.verify, self.request.progress
         )
         filling.done()
 
@@ -311,7 +349,7 @@ class Loader:
 
     def refuse_lacking(self, keys: list[list[str]]) -> None:
         """With ``missing="error"``, say which states the checkpoint lacks."""
-        lacking = list(self.lacking(keys)) if self.missing == "error" else []
+        lacking = list(self.lacking(keys)) if self.request.missing == "error" else []
         if lacking:
             raise _refuse(lacking, [], [], self.folder)
 
@@ -370,7 +408,9 @@ def _optimizer_filling(
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
 
     def read(wanted: list[str]) -> dict[str, Any]:
-        return loader.fresh(1, wanted, whole=True)
+        whole = (None, 0, 0)
+        loader.indexes.need([(1, wanted, whole)])
+        return loader.load_new(1, wanted, whole)
 
     saved: Any = _restore(loader.manifest.optimizer, {}, loader.folder)
     if not hasattr(saved, "param_groups"):  # it was saved as a plain dict
@@ -382,10 +422,10 @@ def _optimizer_filling(
     return OptimizerFilling(optimizer, module, records, saved, read, names, meant)
 
 
-def _fillings(loader: Loader, listed: list[str] | None, targets: list[Any]) -> list[_Ready]:
-    """What is to be filled: section, filling, keys, cuts; an error for what does not fit."""
+def _fillings(loader: Loader, targets: list[Any]) -> list[_Ready]:
+    """Return section, filling, keys and cuts of each target; raise if one does not fit."""
     ready: list[_Ready] = []
-    names, keys = chosen_keys(loader.catalog, listed, loader.folder)
+    names, keys = chosen_keys(loader.catalog, loader.request.names, loader.folder)
     module = targets[0] if _is_module(targets[0]) else None
     for section, target in enumerate(targets):
         if target is None:
@@ -406,11 +446,11 @@ def _fillings(loader: Loader, listed: list[str] | None, targets: list[Any]) -> l
     loader.indexes.need((section, chosen, cuts) for section, _, chosen, cuts in ready)
     for section, filling, chosen, cuts in ready:
         loader.check(section, filling, chosen, cuts)
-    return _once(ready)
+    return _drop_tied_keys(ready)
 
 
-def _once(ready: list[_Ready]) -> list[_Ready]:
-    """Leave out what shares its memory with a later key: all are filled at the same time."""
+def _drop_tied_keys(ready: list[_Ready]) -> list[_Ready]:
+    """Drop keys whose array shares its memory with a later key: all are filled together."""
     tied = _core.targets_tied([(keys, filling.arrays) for _, filling, keys, _ in ready])
     found = []
     for (section, filling, keys, cuts), others in zip(ready, tied, strict=True):
@@ -434,27 +474,32 @@ def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
     return found
 
 
-def _one_load(loader: Loader, listed: list[str] | None, into: Any) -> LoadedState:
+def _load_into_targets(loader: Loader) -> LoadedState:
+    """Fill the arrays of ``into``, after all of them were checked."""
     manifest = loader.manifest
-    if into is not None:
-        targets = _targets(manifest, into, loader.folder)
-        for one in _fillings(loader, listed, targets):
-            loader.fill(*one)
-        return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
-    _, chosen = chosen_keys(loader.catalog, listed, loader.folder)
+    targets = _targets(manifest, loader.request.into, loader.folder)
+    for one in _fillings(loader, targets):
+        loader.fill(*one)
+    return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+
+
+def _load_new_state(loader: Loader) -> LoadedState:
+    """Load new arrays, or views of the files."""
+    manifest = loader.manifest
+    _, chosen = chosen_keys(loader.catalog, loader.request.names, loader.folder)
     loader.refuse_lacking(chosen)
     results: list[Any] = [None, None]
     kinds = (manifest.model, manifest.optimizer)
     loader.indexes.need(
-        (section, chosen[section], loader.cutting)
+        (section, chosen[section], loader.request.cutting)
         for section, kind in enumerate(kinds)
         if kind is not None
     )
     for section, kind in enumerate(kinds):
         if kind is None:
             continue
-        arrays = loader.fresh(section, chosen[section])
-        if section == 1 and loader.missing == "zeros" and results[0] is not None:
+        arrays = loader.load_new(section, chosen[section], loader.request.cutting)
+        if section == 1 and loader.request.missing == "zeros" and results[0] is not None:
             loader.add_zeros(chosen, results[0], arrays)
         results[section] = _restore(kind, arrays, loader.folder)
     return LoadedState(results[0], results[1], manifest.metadata, manifest.step)
@@ -467,53 +512,45 @@ def _has_torch(into: Any) -> bool:
     )
 
 
-def _load_together(
-    group: ProcessGroup,
-    make: Callable[[Manifest], Loader],
-    open_first: Callable[[Loader], None],
-    folder: str,
-    root: str,
-    listed: list[str] | None,
-    into: Any,
-) -> LoadedState:
-    """Fill torch's objects of all ranks from one checkpoint, or say on all why not.
+def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
+    """Fill the torch objects of all ranks from one checkpoint, or raise on all ranks.
 
-    Nothing is changed on any rank before all have found that everything fits.
+    No rank changes anything before all ranks have checked that everything fits.
     """
 
-    def tell(loader: Loader | None, error: BaseException | None, attempt: int) -> bool:
-        generation = "" if loader is None else loader.manifest.generation
+    def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
+        generation = "" if manifest is None else manifest.generation
         again = False
-        can_retry = loader is not None and attempt < _folder.TRIES - 1
+        can_retry = manifest is not None and attempt < _folder.TRIES - 1
         if can_retry and isinstance(error, FileNotFoundError):
             try:
-                again = _folder.is_replaced(folder, root, generation)
+                again = _folder.is_replaced(request.folder, request.root, generation)
             except MLStateError as other:
                 error = other
         return agree(group, generation, error, again=again)
 
     for attempt in range(_folder.TRIES):
-        loader = None
+        loader = manifest = None
         error: BaseException | None = None
         targets: list[Any] = []
         ready: list[_Ready] = []
         try:
-            loader = make(_folder.read_manifest(folder, root))
-            open_first(loader)
-            targets = _targets(loader.manifest, into, loader.folder)
-            ready = _fillings(loader, listed, targets)
+            manifest = _folder.read_manifest(request.folder, request.root)
+            loader = Loader(request, manifest)
+            targets = _targets(manifest, request.into, request.folder)
+            ready = _fillings(loader, targets)
         except BaseException as caught:
             error = caught
-        if not tell(loader, error, attempt):
+        if not agree_on(manifest, error, attempt):
             continue
         assert loader is not None
+        assert manifest is not None
         try:
             for one in ready:
                 loader.fill(*one)
         except BaseException as caught:
             error = caught
-        if tell(loader, error, attempt):
-            manifest = loader.manifest
+        if agree_on(manifest, error, attempt):
             return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
     raise StoreError(f"the checkpoint was replaced at each of {_folder.TRIES} attempts to load it")
 
@@ -524,7 +561,7 @@ def ranks_of(
     layout: Layout | str | None,
     group: ProcessGroup | None,
 ) -> tuple[Steps | None, int, int]:
-    """Which part is wanted: steps, index, world (0: all of everything)."""
+    """Return which part is wanted: steps, index, world (0: all of everything)."""
     if group is not None:
         check_group(group)
         if rank is not None or world_size is not None:
@@ -549,8 +586,8 @@ def ranks_of(
     return steps, rank, world_size
 
 
-def _verified_first(folder: str, manifest: Manifest, catalog: Any) -> None:
-    """Look at everything before anything is touched."""
+def _verify_all(folder: str, catalog: Any) -> None:
+    """Read and compare all files; raise the first problem."""
     from ._verify import Problem
 
     _, problems = catalog.verify(folder, None)
@@ -562,6 +599,7 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     *,
     root: str = _folder.MANIFEST,
+    _manifest: Manifest | None = None,
     names: str | Iterable[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -573,10 +611,10 @@ def load_checkpoint(
     missing: str = "skip",
     progress: Callable[[int], object] | None = None,
 ) -> LoadedState:
-    """Load one root; see `mlstate.load`."""
+    """Load one root; see `mlstate.load`. `_manifest` is the root, if it was read."""
     folder = local_folder(path)
-    steps, index, world = ranks_of(rank, world_size, layout, group)
-    listed = listed_names(names)
+    cutting = ranks_of(rank, world_size, layout, group)
+    listed = None if names is None else listed_names(names)
     if verify not in (True, False, "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
     if missing not in MISSING:
@@ -585,34 +623,144 @@ def load_checkpoint(
         _check_into(into)
         if mmap:
             raise ValueError("mmap=True makes views of the files: it cannot fill into=")
-    own = layout is None and rank is None and world_size is None
-
-    def make(manifest: Manifest) -> Loader:
-        return Loader(
-            folder,
-            manifest,
-            cutting=(steps, index, world),
-            own=own,
-            mmap=mmap,
-            verify=bool(verify),
-            missing=missing,
-            progress=progress,
-        )
-
-    def open_first(loader: Loader) -> None:
-        own_rank = rank if group is None else group.rank
-        loader.indexes = Indexes(folder, loader.manifest, own_rank)
-        if verify == "first":
-            loader.indexes.read_all()
-            _verified_first(folder, loader.manifest, loader.catalog)
-            loader.verify = False
-
+    request = LoadRequest(
+        folder,
+        root,
+        listed,
+        rank if group is None else group.rank,
+        cutting,
+        into,
+        layout is None and rank is None and world_size is None,
+        mmap,
+        verify,
+        missing,
+        progress,
+    )
     if group is not None and group.world_size > 1 and _has_torch(into):
-        return _load_together(group, make, open_first, folder, root, listed, into)
+        return _load_together(group, request)
+    load_root = _load_new_state if into is None else _load_into_targets
 
-    def read(manifest: Manifest) -> LoadedState:
-        loader = make(manifest)
-        open_first(loader)
-        return _one_load(loader, listed, into)
+    def read(found: Manifest) -> LoadedState:
+        return load_root(Loader(request, found))
 
-    return _folder.read_root(folder, root, read)
+    return _folder.read_root(folder, root, read, _manifest)
+
+
+@set_module("mlstate.checkpoint")
+def load(
+    path: str | os.PathLike[str],
+    *,
+    names: str | Iterable[str] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    layout: Layout | str | None = None,
+    group: ProcessGroup | None = None,
+    into: Any = None,
+    mmap: bool = False,
+    verify: bool | str = True,
+    missing: str = "skip",
+    progress: Callable[[int], object] | None = None,
+) -> LoadedState:
+    """
+    Load a checkpoint, all of it or any part.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Its folder.
+    names : str or iterable of str, optional
+        Which tensors: the name of a parameter (with its optimizer states), of a layer (all
+        below it), of one tensor, or a glob (``"layers.*.weight"``) where nothing has that very
+        name.
+    rank, world_size : int, optional
+        Load the part of one rank only. Without `layout`, tensors are cut in the way in which
+        they were saved, for `world_size` ranks; those that were saved whole are loaded whole.
+    layout : Layout, "rows", "flat" or "whole", optional
+        How to cut, whatever they were saved as. Optimizer states are cut along the same axes as
+        their parameter, in so far as they have them.
+    group : ProcessGroup, optional
+        In place of `rank` and `world_size`. The ranks need not wait for each other, but for
+        torch modules and optimizers in `into`: there all ranks call this, and hear of each
+        other, before anything is changed, whether all fits and is of one checkpoint.
+    into : mapping or object, optional
+        ``{"model": state, "optimizer": state}``, or something with these attributes: arrays
+        that exist, of the right shape and dtype, are filled; no new ones are made. Torch
+        modules and optimizers are filled in place, of DDP, FSDP2 and FSDP1 too: they know
+        which part of a tensor they have, so `group`, `rank` and `layout` do not cut for them
+        (a `rank` or `layout` that is given cuts for modules that are not sharded). States
+        that an optimizer has not made yet are made; its groups get the values that were
+        saved. Nothing is loaded for one that is absent. With `names`, what they mean must be
+        on both sides; all else in `into` stays as it is.
+    mmap : bool, default False
+        Return read-only arrays over the mapped files: nothing is read before it is touched.
+        Tensors whose part lies in several shards, or in a sparse one, are put together in new
+        memory.
+    verify : bool or "first", default True
+        Compare checksums while reading. Of a mapping, and with False, nothing is compared.
+        ``"first"``: read and compare the whole checkpoint before anything else is done.
+    missing : {"skip", "zeros", "error"}, default "skip"
+        What to do about optimizer states that were not saved, such as those of parameters that
+        have none: leave them out, make them zeros, or refuse. They are those that other
+        parameters have, in their own shape; where the saved optimizer says which parameters it
+        trains, of these. With `into`, also those that are there: ``"skip"`` leaves arrays as
+        they are, and lets a torch optimizer forget such states: it makes them anew.
+    progress : callable, optional
+        As for `save`.
+
+    Returns
+    -------
+    LoadedState
+        ``model``, ``optimizer``, ``metadata``, ``step``. Each state is of the class that was
+        saved. Many arrays below 4 MiB are views of blocks that they share, of 4 to 20 MiB; a
+        block lives as long as any of its arrays. bfloat16 and 8-bit floats are what
+        `load_file` returns for them.
+
+    Raises
+    ------
+    StoreError
+        The system refused; a `FileNotFoundError` too where there is no checkpoint.
+    FormatError
+        The manifest, an index or a file is not what it should be, or not all of a tensor was
+        stored.
+    ChecksumError
+        Bytes changed since they were written. (A `FormatError`.)
+    TensorNotFoundError
+        One of `names` means nothing. (A `KeyError`.)
+    CompatibilityError
+        `into` has other names, shapes or dtypes. Nothing was changed.
+    TypeError, ValueError
+        As `save`, of the torch objects in `into`; arrays of `into` are read-only, or share
+        memory and are not the same array. Nothing was changed.
+
+    Notes
+    -----
+    Only the byte ranges that are wanted are read; where they are verified, the checksummed
+    blocks of 1 MiB that hold them. Memory is asked for once the files were seen to be there. A
+    checksum that does not match is found while reading: ``into`` then holds anything, unless
+    ``verify="first"``. An array that is in `into` under several names of a section, as tied
+    weights are, is filled for the last of them. Views with gaps are filled when all else is
+    read, in their order. A file that is cut short while a mapping of it is in use ends the
+    process (SIGBUS), as with every mapping; mlstate never does that to its files.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.arange(8.0).reshape(4, 2)})
+    >>> mlstate.load(path, rank=1, world_size=2, layout="rows").model["w"]
+    array([[4., 5.],
+           [6., 7.]])
+    """
+    return load_checkpoint(
+        path,
+        names=names,
+        rank=rank,
+        world_size=world_size,
+        layout=layout,
+        group=group,
+        into=into,
+        mmap=mmap,
+        verify=verify,
+        missing=missing,
+        progress=progress,
+    )

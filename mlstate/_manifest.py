@@ -7,8 +7,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from . import _core
-from ._sayable import check_sayable
-from ._state_kind import describe
 from .errors import FormatError
 
 FORMAT = "mlstate.manifest"
@@ -55,20 +53,6 @@ class Manifest(NamedTuple):
     metadata: dict[str, Any]
     indexes: tuple[IndexRecord, ...]
     patterns: tuple[Pattern, ...] | None = None
-
-
-def kind_of(state: Any) -> dict[str, Any] | None:
-    """Which class a state is of, and the attributes of that class."""
-    if state is None:
-        return None
-    import json
-
-    text = describe(state)
-    if text is None:
-        return {"kind": "state"}
-    found: dict[str, Any] = json.loads(text)
-    check_sayable(found.get("param_groups", ()), "param_groups")  # save_file takes inf
-    return found
 
 
 def build(manifest: Manifest) -> bytes:

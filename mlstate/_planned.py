@@ -12,9 +12,9 @@ from ._layout import Layout, Shard, steps_of
 from ._load import chosen_keys, ranks_of
 from ._names import listed_names
 from ._path import local_folder
+from ._replica_assignment import by_section, whole_names
 from ._save import PACK_BELOW, states_of
 from ._set_module import set_module
-from ._share_out import by_section, whole_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -231,11 +231,11 @@ def plan_save(
     gathered, nbytes = _core.shards_gather((rank, world_size), dicts, Shard, mine, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
     catalog = _core.Catalog((text,), ("index",))
-    [told] = _folder.patterns_of(catalog)
+    [summary] = _folder.patterns_of(catalog)
     [(_, _, _, shards, *_)] = catalog.heads()
     numbers = [len(text), shards, nbytes]
-    if told is not None and world_size > 1:
-        numbers += [rank, *told.parts]
+    if summary is not None and world_size > 1:
+        numbers += [rank, *summary.parts]
     described_bytes = len("0" * 8) + sum(len(f"{number}, ") for number in numbers)
     return SavePlan(
         rank, world_size, shards, nbytes, catalog.files(), len(text), described_bytes, text

@@ -12,7 +12,7 @@ from ._lock import WriterLock, check_timeout
 from ._path import local_folder
 from ._set_module import set_module
 from ._text import bytes_text
-from .errors import MLStateError
+from .errors import FormatError, MLStateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,7 +81,7 @@ def _sort_out(
     """Roots to give up, their steps, and the steps that stay."""
     manager = CheckpointManager(folder, keep=keep)
     newest = _folder.read_manifest(folder).generation
-    old = [] if keep is None else manager._superseded(newest)
+    old = [] if keep is None else manager._superseded(newest, manager._roots(FormatError))[0]
     steps: dict[_folder.Root, int | None] = {}
     for root in _folder.list_roots(folder):
         steps[root] = None

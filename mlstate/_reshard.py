@@ -6,18 +6,30 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
-from ._checkpoint import TensorRecord
+from ._checkpoint import Checkpoint, TensorRecord
 from ._checkpoint_manager import find_root
+from ._commit import (
+    close_folder,
+    commit_manifest,
+    creation_time,
+    delete_replaced,
+    is_committed,
+    open_folder,
+    record_of,
+    warn_of_files,
+)
 from ._layout import Layout, Shard, steps_of
+from ._lock import WriterLock
 from ._path import local_folder
-from ._save import PACK_BELOW, write_ranks
+from ._patterns import pattern_of, with_patterns
+from ._save import PACK_BELOW, WRITER, SaveTarget, check_target
 from ._set_module import set_module
 from ._verify import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._checkpoint import Checkpoint
+    from ._commit import Committed, Start
     from ._manifest import Manifest
 
 
@@ -44,6 +56,72 @@ class _Cut:
             layout = Layout._of(steps)
             made[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
         return made
+
+
+def _write_rank(
+    target: SaveTarget,
+    generation: str,
+    ranks: tuple[int, int],
+    states: tuple[Any, Any],
+    progress: Callable[[int], object] | None,
+) -> dict[str, Any]:
+    """Write the shards of one rank; return what `shards_write` returns, and its pattern."""
+    gathered, _ = _core.shards_gather(ranks, states, Shard, None, ())
+    mode = _folder.new_file_mode(target.folder)
+    written = _core.shards_write(
+        target.folder, generation, gathered, None, target.how, progress, None, mode
+    )
+    index = _folder.load_index(target.folder, record_of(written))
+    return {**written, **pattern_of(index)}
+
+
+def _commit_all_ranks(
+    target: SaveTarget, start: Start, like: Manifest, written: list[dict[str, Any]]
+) -> Committed:
+    """Commit what was written for each rank, with the state's description of `like`."""
+    manifest = like._replace(
+        generation=start.generation,
+        sequence=start.sequence,
+        created=creation_time(),
+        writer=WRITER,
+        world_size=len(written),
+        indexes=tuple(map(record_of, written)),
+        patterns=None,
+    )
+    if len(written) > 1:
+        manifest = with_patterns(target.folder, manifest, written)[0]
+    return commit_manifest(target.folder, manifest)
+
+
+def _write_all_ranks(
+    target: SaveTarget,
+    world_size: int,
+    states: Callable[[int], tuple[Any, Any]],
+    like: Manifest,
+    progress: Callable[[int], object] | None,
+) -> Checkpoint:
+    """Save for all ranks of a world, one after the other; `states` returns their dicts."""
+    lock = WriterLock(target.folder, timeout=target.lock_timeout)
+    start: Start | None = None
+    is_clean = False
+    try:
+        start = open_folder(target, lock)
+        written = [
+            _write_rank(target, start.generation, (rank, world_size), states(rank), progress)
+            for rank in range(world_size)
+        ]
+        committed = _commit_all_ranks(target, start, like, written)
+        is_clean = True
+        warning = delete_replaced(target, committed, start.before)
+    except BaseException:
+        if start is not None and not is_committed(target.folder, start.generation):
+            _folder.discard(target.folder, start.generation)
+            is_clean = True
+        raise
+    finally:
+        close_folder(lock, is_clean=is_clean)
+    warn_of_files(warning, 5)
+    return Checkpoint(target.folder, _manifest=committed.manifest)
 
 
 @set_module("mlstate.checkpoint")
@@ -158,7 +236,14 @@ def reshard(
         records = [TensorRecord(*record) for record in catalog.tensors()]
         sparse = any(record.sparse_shards for record in records)
         compress = next((record.codec for record in records if record.codec), None)
-        how = (pack_below_bytes, sparse, compress, overwrite)
-        return write_ranks(target, world_size, states, manifest, *how, progress, lock_timeout)
+        saved = check_target(
+            target,
+            pack_below=pack_below_bytes,
+            sparse=sparse,
+            compress=compress,
+            replace_steps=overwrite,
+            lock_timeout=lock_timeout,
+        )
+        return _write_all_ranks(saved, world_size, states, manifest, progress)
 
     return _folder.read_root(source, root, write)

@@ -1,7 +1,12 @@
 """Saving a sharded checkpoint, by one rank or by many; public through `mlstate.checkpoint`.
 
-Nothing that a root names is ever changed: each save writes new files under a new generation,
-and becomes the checkpoint in one step, when ``manifest.json`` is replaced.
+    save -> check_target       the arguments -> SaveTarget
+         -> take_content       the states, checked but not copied -> SaveContent
+         -> gather_shards      this rank's shards -> GatheredShards
+         -> write_and_commit   see _commit.py -> Checkpoint
+
+Each step takes what the step before returned. An error of one rank of several is carried along
+to the next exchange of messages, where the other ranks wait.
 """
 
 from __future__ import annotations
@@ -9,37 +14,138 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from . import _codecs, _core, _folder
 from ._arrays import refuse_given_away
 from ._collective_args import check_group
-from ._drop import Generation, drop_mine, rooted, sort_out
-from ._layout import Layout, Shard, steps_of
-from ._lock import WriterLock, check_timeout
-from ._log import log
-from ._manifest import IndexRecord, Manifest, build, kind_of, parse
+from ._commit import refuse_manager_folder, write_and_commit
+from ._json_values import check_json_values
+from ._layout import Layout, Shard, Steps, steps_of
+from ._lock import check_timeout
 from ._optimizer_state import OptimizerStateDict
 from ._path import local_folder
-from ._patterns import pattern_of, with_patterns
-from ._sayable import check_sayable
-from ._share_out import check_copies, share_out
+from ._replica_assignment import Assignment, assign_replicas
+from ._set_module import set_module
 from ._state_dict import StateDict
+from ._state_kind import kind_of
 from ._version import __version__
-from .collectives import SingleGroup
-from .errors import CollectiveError, FormatError, MLStateError, StoreError
+from .errors import CollectiveError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ._checkpoint import Checkpoint
+    from ._manifest import Manifest
     from .collectives import ProcessGroup
 
+    _Dicts: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
+
 PACK_BELOW = 262144
-_MESSAGE_BYTES = 1024  # of what one rank tells the others
-_WRITER = f"mlstate {__version__}"
-_NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # what people put there
+WRITER = f"mlstate {__version__}"
+_NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mistakes
+
+
+# ---- where, and how ----
+
+
+class SaveTarget(NamedTuple):
+    """Where and how a rank saves: the arguments of `save`, checked.
+
+    Attributes
+    ----------
+    folder : str
+        Absolute path of the checkpoint.
+    group : ProcessGroup or None
+        None: this process saves alone.
+    rank, world_size : int
+        Of the group.
+    layout : Layout, str or None
+        How arrays that are not a `Shard` are cut.
+    how : tuple
+        Options of `_core.shards_write`.
+    keep_root : bool
+        Keep the root under ``roots/``, as a manager does.
+    replace_steps : bool
+        Replace a manager's steps by this checkpoint: `retain` deletes all of them.
+    retain : callable or None
+        Called after the commit with the new manifest. It gives up old roots, and returns the
+        manifests of the others by their paths in the folder.
+    lock_timeout : float
+        Seconds.
+    """
+
+    folder: str
+    group: ProcessGroup | None
+    rank: int
+    world_size: int
+    layout: Layout | str | None
+    how: tuple[int, bool, bool, str | None]
+    keep_root: bool
+    replace_steps: bool
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None
+    lock_timeout: float
+
+
+def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
+    """Delete every step of a manager's folder, which `newest` has replaced."""
+    _folder.delete_roots(folder, _folder.list_roots(folder))
+    return {}
+
+
+def check_target(
+    path: str | os.PathLike[str],
+    *,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
+    compress: str | None = None,
+    keep_root: bool = False,
+    replace_steps: bool = False,
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None,
+    lock_timeout: float = 0.0,
+) -> SaveTarget:
+    """Check the arguments that say where and how to save.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError
+        An argument is wrong, or the package of the codec is not installed.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            "the path of a checkpoint must be a str or os.PathLike, got "
+            f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
+        )
+    folder = local_folder(path)
+    if not isinstance(folder, str):
+        raise TypeError("the path of a checkpoint must be a str")
+    for name, value in (("sparse", sparse), ("incremental", incremental)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    if compress is not None:
+        _codecs.check(compress)
+    if replace_steps:
+        retain = partial(delete_all_roots, folder)
+    rank, world_size = 0, 1
+    if group is not None:
+        check_group(group)
+        rank, world_size = group.rank, group.world_size
+    return SaveTarget(
+        folder,
+        None if world_size == 1 else group,
+        rank,
+        world_size,
+        layout,
+        (pack_below, sparse, incremental, compress),
+        keep_root,
+        replace_steps,
+        retain,
+        check_timeout(lock_timeout),
+    )
 
 
 # ---- what is saved ----
@@ -73,14 +179,13 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
     )
 
 
-def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
-    """Return the states behind the arguments: mappings as they are, torch objects' own.
-
-    `ranks` save together: what torch spread over more of them is refused.
-    """
+def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:
+    """Replace a torch module and a torch optimizer by their states."""
     torch = sys.modules.get("torch")
-    module = model if torch is not None and isinstance(model, torch.nn.Module) else None
-    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+    if torch is None:
+        return model, optimizer
+    module = model if isinstance(model, torch.nn.Module) else None
+    if isinstance(optimizer, torch.optim.Optimizer):
         from .integrations.torch._training import saved_optimizer
 
         states, keywords = saved_optimizer(optimizer, module, ranks)
@@ -90,20 +195,32 @@ def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
         from .integrations.torch._training import saved_module
 
         model = StateDict(saved_module(module, ranks))
-    states_given = []
-    for name, state in (("model", model), ("optimizer", optimizer)):
-        if hasattr(state, "get_state_dict"):
-            state = state.get_state_dict()
-        if state is not None and not hasattr(state, "keys"):
-            raise TypeError(
-                f"{name} must be a mapping of str to arrays, a torch "
-                f"{'module' if name == 'model' else 'optimizer'} or something with "
-                f"get_state_dict(), got {type(state).__name__}"
-            )
-        states_given.append(state)
-    if states_given[0] is None and states_given[1] is None:
+    return model, optimizer
+
+
+def _mapping_of(name: str, state: Any) -> Any:
+    """Return the mapping behind an argument; TypeError if there is none."""
+    if hasattr(state, "get_state_dict"):
+        state = state.get_state_dict()
+    if state is not None and not hasattr(state, "keys"):
+        raise TypeError(
+            f"{name} must be a mapping of str to arrays, a torch "
+            f"{'module' if name == 'model' else 'optimizer'} or something with "
+            f"get_state_dict(), got {type(state).__name__}"
+        )
+    return state
+
+
+def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
+    """Return the states behind the arguments: mappings as they are, and those of torch objects.
+
+    `ranks` save together; a module that torch sharded over more ranks is refused.
+    """
+    model, optimizer = _torch_states(model, optimizer, ranks)
+    model, optimizer = _mapping_of("model", model), _mapping_of("optimizer", optimizer)
+    if model is None and optimizer is None:
         raise ValueError("nothing to save: give a model, an optimizer or both")
-    return states_given[0], states_given[1]
+    return model, optimizer
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
@@ -124,7 +241,7 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
 
 
 def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
-    """A dict of the state's own entries, which are arrays as far as can be seen."""
+    """Return the state as a new dict; TypeError for a value that cannot be an array."""
     if state is None:
         return None
     plain = dict(state)
@@ -133,596 +250,6 @@ def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
         if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
             raise _refuse_value(section, plain, name)
     return plain
-
-
-# ---- what ranks tell each other ----
-
-
-def _gather(group: ProcessGroup, data: bytes, root: int | None = None) -> list[bytes]:
-    return list(group.gather_bytes(data, root=root) or [])
-
-
-def _broadcast(group: ProcessGroup, text: bytes) -> bytes:
-    """Give every rank the text of rank 0, of a fixed size."""
-    if group.world_size == 1:
-        return text
-    import numpy as np
-
-    array = np.zeros(_MESSAGE_BYTES, np.uint8)
-    if group.rank == 0:
-        array[: len(text)] = np.frombuffer(text, np.uint8)
-    return bytes(group.broadcast(array, root=0)).rstrip(b"\0")
-
-
-def _pack(content: dict[str, Any]) -> bytes:
-    """A short JSON text; an error's text is cut to fit."""
-    import json
-
-    text = json.dumps(content).encode()
-    while len(text) > _MESSAGE_BYTES:
-        content["error"] = content["error"][: len(content["error"]) // 2] + "…"
-        text = json.dumps(content).encode()
-    return text
-
-
-def _unpack(text: bytes) -> dict[str, Any]:
-    import json
-
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-def _shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-class Save:
-    """One save, as one rank sees it: `prepare`, `gather`, `run`, in this order."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        group: ProcessGroup | None,
-        layout: Layout | str | None,
-        pack_below: int,
-        sparse: bool = False,
-        incremental: bool = False,
-        compress: str | None = None,
-        keep_root: bool = False,
-        replace_steps: bool = False,
-        retain: Callable[[str, Manifest], None] | None = None,
-        lock_timeout: float = 0.0,
-    ) -> None:
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(
-                "the path of a checkpoint must be a str or os.PathLike, got "
-                f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
-            )
-        folder = local_folder(path)
-        if not isinstance(folder, str):
-            raise TypeError("the path of a checkpoint must be a str")
-        for name, value in (("sparse", sparse), ("incremental", incremental)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
-        _codecs.check(compress)
-        if group is not None:
-            check_group(group)
-        self.path = folder
-        self.group: ProcessGroup = SingleGroup() if group is None else group
-        self.layout = layout
-        self.how = (pack_below, sparse, incremental, compress)
-        self.keep_root = keep_root
-        self.replace_steps = replace_steps
-        self.retain = _delete_all_roots if replace_steps else retain
-        self.lock_timeout = check_timeout(lock_timeout)
-        self.dicts: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
-        self.like: dict[str, Any] = {}  # what the manifest says of the state
-        self.gathered: Any = None  # the shards that are this rank's
-        self.nbytes = 0  # of them
-        self.generation = ""
-        self.lock: WriterLock | None = None
-        self.before: Manifest | None = None
-        self.sequence = 1
-        self.known: dict[str, Any] = {}  # the catalog that was committed, by its generation
-        self.error: BaseException | None = None
-        self.unsure = False  # whether something of ours is left, or even committed
-        self.pattern: dict[str, Any] = {}  # of this rank's index
-        self.copies = b""  # what this rank tells of shards that another one stores
-
-    # -- what is saved, before anything is touched
-
-    def fail(self, error: BaseException) -> None:
-        """A process alone is told at once; other ranks are waiting, and are told later."""
-        self.gathered, self.dicts = None, (None, None)
-        if self.group.world_size == 1:
-            raise error
-        self.error = error
-
-    def prepare(
-        self,
-        model: Any,
-        optimizer: Any,
-        metadata: Mapping[str, Any] | None,
-        step: int | None,
-        *,
-        in_thread: bool = False,
-    ) -> None:
-        """Look at what is to be saved, without copying any of it."""
-        try:
-            if in_thread and self.group.rank == 0:
-                self._refuse_steps_early()
-            states = states_of(model, optimizer, self.group.world_size)
-            self.dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
-            self.like = {
-                "writer": _WRITER,
-                "step": _step_of(step, states[1]),
-                "world_size": self.group.world_size,
-                "model": kind_of(states[0]),
-                "optimizer": kind_of(states[1]),
-                "metadata": _checked_metadata(metadata),
-            }
-            steps_of(self.layout, 1)
-        except BaseException as error:
-            self.fail(error)
-
-    def gather(self, copy: Callable[[Any], Any] | None = None) -> None:
-        """Take hold of this rank's shards; every rank calls it, also after a failure.
-
-        Tensors on a device are copied to main memory by `copy`.
-        """
-        try:
-            world, rank = self.group.world_size, self.group.rank
-            steps = () if self.error is not None else steps_of(self.layout, world) or ()
-            mine = None
-            if world > 1:
-                mine, self.copies, error = share_out(self.group, *self.dicts, steps, self.error)
-                if error is not None:
-                    self.fail(error)
-                    return
-            dicts = tuple(
-                self._at_hand(state, None if mine is None else mine[section], copy)
-                for section, state in enumerate(self.dicts)
-            )
-            ranks = (rank, world)
-            self.gathered, self.nbytes = _core.shards_gather(ranks, dicts, Shard, mine, steps)
-        except CollectiveError:
-            raise
-        except BaseException as error:
-            self.fail(error)
-        finally:
-            self.dicts = (None, None)
-
-    def _at_hand(
-        self,
-        state: dict[str, Any] | None,
-        mine: frozenset[str] | None,
-        copy: Callable[[Any], Any] | None,
-    ) -> dict[str, Any] | None:
-        """The state with what lies on devices, and is ours, brought to main memory."""
-        if state is None or sys.modules.get("torch") is None:
-            return state
-        for name, value in state.items():
-            ours = value.replica == 0 if isinstance(value, Shard) else mine is None or name in mine
-            if ours and is_on_device(value):
-                state[name] = _on_host(name, value, copy)
-        return state
-
-    def _refuse_steps(self) -> None:
-        """Leave a manager's folder alone: one checkpoint there must be the newest for all."""
-        if not (self.keep_root or self.replace_steps) and _folder.holds_steps(self.path):
-            raise _folder.store_error(
-                FileExistsError(
-                    errno.EEXIST,
-                    "the folder holds the steps of a CheckpointManager: save with "
-                    "CheckpointManager(path).save(step, ...), or into another folder",
-                ),
-                "cannot save the checkpoint",
-                self.path,
-            )
-
-    def _refuse_steps_early(self) -> None:
-        """The same before a thread begins; other refusals of the system come with `begin`."""
-        try:
-            self._refuse_steps()
-        except StoreError as error:
-            if error.errno == errno.EEXIST:
-                raise
-
-    # -- the beginning: rank 0 locks and chooses the generation
-
-    def _open(self) -> None:
-        _folder.create(self.path)
-        self.lock = lock = WriterLock(self.path, timeout=self.lock_timeout)  # `run` releases it
-        lock.acquire()
-        self._refuse_steps()
-        self.before = self._committed()
-        # a root may exist that did not become the manifest
-        self.sequence = _folder.next_sequence(self.path, self.before)
-        if lock.unfinished is not None:
-            self._sweep(lock.unfinished)
-        self.generation = os.urandom(8).hex()
-        lock.note(self.generation)
-
-    def _committed(self) -> Manifest | None:
-        """The checkpoint that is there; None: none, or one that is damaged, as a warning says.
-
-        A manifest that is whole and not understood is that of a newer program: an error.
-        """
-        try:
-            return _folder.read_manifest(self.path)
-        except FileNotFoundError:
-            return None
-        except FormatError as error:
-            data = _folder.read_bytes(self.path, _folder.MANIFEST)
-            try:
-                _core.seal_check(data, self.path)
-            except FormatError:
-                import warnings
-
-                log("WARNING", "%s: the checkpoint is damaged and replaced: %s", self.path, error)
-                warnings.warn(f"what is there is damaged, and replaced: {error}", stacklevel=7)
-                return None
-            raise
-
-    def _sweep(self, generation: str) -> None:
-        """A writer died; what it did not commit goes."""
-        kept = {root.generation for root in _folder.list_roots(self.path)}
-        if self.before is not None:
-            kept.add(self.before.generation)
-        _folder.discard_temporaries(self.path)
-        if generation in kept:
-            with suppress(MLStateError):  # a root that is damaged: nothing is deleted
-                _folder.prune(self.path)
-        else:
-            _folder.discard(self.path, generation)
-
-    def begin(self) -> None:
-        """Agree on a generation, on every rank, or raise on every rank."""
-        if self.group.rank == 0:
-            try:
-                self._open()
-                told = _pack({"generation": self.generation})
-            except BaseException as caught:
-                self.error = caught
-                told = _pack({"error": _shown(caught)})
-        else:
-            told = b""
-        told = _broadcast(self.group, told)
-        if self.error is not None:
-            raise self.error
-        found = _unpack(told)
-        if "error" in found:
-            error = StoreError(f"rank 0 cannot begin to save: {found['error']}")
-            error.rank = 0
-            raise error
-        self.generation = found["generation"]
-
-    # -- every rank's own work
-
-    def _catalog(self) -> Any:
-        """What is committed now, for what need not be written again; None: nothing good."""
-        try:
-            if self.group.rank > 0:
-                self.before = _folder.read_manifest(self.path)
-            assert self.before is not None
-            rank = self.group.rank
-            if rank >= self.before.world_size:
-                return None
-            record = self.before.indexes[rank]
-            data = _folder.read_bytes(self.path, record.path)
-            return _core.Catalog((data,), (record.path,))
-        except (AssertionError, MLStateError):
-            return None  # damaged or none: all is written anew
-
-    def write(
-        self, progress: Callable[[int], object] | None, freed: Callable[[], object] | None
-    ) -> dict[str, Any]:
-        """Write this rank's shards, durably; `freed` is called when arrays may change."""
-        gathered, self.gathered = self.gathered, None
-        written = _core.shards_write(
-            self.path,
-            self.generation,
-            gathered,
-            self._catalog(),
-            self.how,
-            progress,
-            freed,
-            _folder.new_file_mode(self.path),
-        )
-        if self.group.world_size > 1:
-            self.pattern = pattern_of(_folder.load_index(self.path, _record(written)))
-        return written
-
-    # -- the end: rank 0 commits if all are well
-
-    def commit(self, manifest: Manifest) -> None:
-        """Replace the manifest, after its text, and the index of a single rank, were read back.
-
-        Many ranks have read their indexes before.
-
-        Raises
-        ------
-        FormatError, ChecksumError
-            A reader would refuse them. The checkpoint is as it was.
-        """
-        data = build(manifest)
-        path = os.path.join(self.path, _folder.MANIFEST)
-        parsed = parse(data, path)
-        if manifest.world_size == 1:
-            self.known = {manifest.generation: _folder.load_catalog(self.path, parsed)}
-        mode = _folder.new_file_mode(self.path)
-        if self.keep_root:
-            _core.file_replace(os.path.join(self.path, _folder.root_path(manifest)), data, mode)
-        _core.file_replace(path, data, mode)
-
-    def _manifest(self, written: list[Any]) -> Manifest:
-        return Manifest(
-            generation=self.generation,
-            sequence=self.sequence,
-            created=_now(),
-            indexes=tuple(map(_record, written)),
-            **self.like,
-        )
-
-    def finish(self, written: dict[str, Any] | None) -> None:
-        """Commit if every rank is well; else raise on every rank, and leave nothing behind."""
-        own: dict[str, Any] = {"written": {**(written or {}), **self.pattern}}
-        if self.error is not None:
-            own = {"error": _shown(self.error)}
-        reports = _gather(self.group, _pack(own) + b"\n" + self.copies, root=0)
-        outcome: dict[str, Any] = {"committed": True}
-        if self.group.rank == 0:
-            parted = [report.partition(b"\n") for report in reports]
-            outcome = self._decide([_unpack(own) for own, *_ in parted], [c for *_, c in parted])
-        outcome = _unpack(_broadcast(self.group, _pack(outcome)))
-        if outcome["committed"]:
-            return
-        self.unsure = outcome["unsure"]
-        if not self.unsure:
-            try:
-                _folder.discard(self.path, self.generation, self.group.rank)
-            except MLStateError:  # the next save tries again: what went wrong first is told
-                self.unsure = True
-        if self.error is not None:
-            raise self.error
-        error = CollectiveError(f"not saved: {outcome['error']}")
-        error.rank = outcome["rank"]
-        raise error
-
-    def _decide(self, reports: list[dict[str, Any]], copies: list[bytes]) -> dict[str, Any]:
-        for rank, report in enumerate(reports):
-            if "error" in report:
-                text = f"rank {rank}: {report['error']}"
-                return {"committed": False, "unsure": False, "error": text, "rank": rank}
-        try:
-            told = [report["written"] for report in reports]
-            manifest = self._manifest(told)
-            if self.group.world_size > 1:
-                # what each stored by itself must make one checkpoint, before it replaces one
-                manifest, catalog = with_patterns(self.path, manifest, told)
-                check_copies(catalog, copies)
-            self.commit(manifest)
-        except BaseException as error:
-            self.error = error
-            unsure = self.is_committed()
-            return {"committed": False, "unsure": unsure, "error": _shown(error), "rank": 0}
-        return {"committed": True}
-
-    def is_committed(self) -> bool:
-        """After a failure of the commit itself: whether a root names this generation."""
-        try:
-            for name in [*(root.path for root in _folder.list_roots(self.path)), _folder.MANIFEST]:
-                with suppress(FileNotFoundError):  # there was none before, and still is not
-                    if _folder.read_manifest(self.path, name).generation == self.generation:
-                        return True
-        except MLStateError:
-            return True
-        return False
-
-    def close(self, *, clean: bool) -> None:
-        """Let go of the lock; `clean`: nothing unfinished is left."""
-        lock, self.lock = self.lock, None
-        if lock is None:
-            return
-        try:
-            if clean:
-                lock.note(None)
-        finally:
-            lock.release()
-
-    def _drop_old(self) -> str | None:
-        """Delete what no root needs after a commit; failing here costs disk space only.
-
-        Returns the text of a warning: whoever gives it may be stopped by it.
-        """
-        try:
-            if self.retain is not None:
-                self.retain(self.path, _folder.read_manifest(self.path))
-            if self.before is not None or self.replace_steps:
-                _folder.prune(self.path, known=self.known)
-        except (MLStateError, MemoryError) as error:
-            return f"old files of the checkpoint were not deleted: {error}"
-        return None
-
-    def _drop_together(self) -> str | None:
-        """The same for many ranks, each of which deletes its own files; all call it.
-
-        Where that does not work out, rank 0 does it for all; both tell of it.
-        """
-        import json
-
-        plan: dict[str, Any] = {}
-        trouble = ""
-        if self.group.rank == 0 and (self.before is not None or self.retain is not None):
-            with suppress(MLStateError, MemoryError):
-                before = rooted(self.path)
-                before += [] if self.before is None else [self.before]
-                if self.retain is not None:
-                    self.retain(self.path, _folder.read_manifest(self.path))
-                plan = sort_out(before, rooted(self.path))
-        [told, *_] = _gather(self.group, json.dumps(plan).encode())
-        plan = json.loads(told)
-        if plan:
-            gone, kept = ([Generation(*one) for one in plan[name]] for name in ("gone", "kept"))
-            try:
-                drop_mine(self.path, self.group.rank, self.group.world_size, gone, kept)
-            except (MLStateError, MemoryError) as error:
-                trouble = f"rank {self.group.rank}: {error}"
-        told_all = _gather(self.group, trouble.encode(), root=0)
-        troubles = [one for one in (trouble, *map(bytes.decode, told_all)) if one]
-        left = None
-        if self.group.rank == 0 and (troubles or not plan):
-            left = self._drop_old()
-        if left is None and troubles:
-            left = f"deleting old files of the checkpoint met an error: {troubles[0]}"
-        return left
-
-    def run(
-        self,
-        progress: Callable[[int], object] | None,
-        freed: Callable[[], object] | None = None,
-    ) -> Checkpoint:
-        """Write what was gathered, and commit it; every rank calls it, also after a failure."""
-        from ._checkpoint import Checkpoint
-
-        clean = False
-        left: str | None = None
-        written: dict[str, Any] | None = None
-        problem, self.error = self.error, None  # rank 0 has one of its own to tell first
-        try:
-            self.begin()
-            self.error = problem
-            try:
-                written = self.write(progress, freed) if problem is None else None
-            except CollectiveError:
-                raise
-            except BaseException as error:
-                self.error = error
-            self.finish(written)
-            clean = True
-            left = self._drop_old() if self.group.world_size == 1 else self._drop_together()
-        except BaseException:
-            # what ranks that failed left behind is deleted by each; the next save looks again
-            failed = self.group.world_size == 1 and self.error is not None
-            clean = failed and self.generation != "" and not self.unsure
-            raise
-        finally:
-            self.error = problem = None  # its traceback leads back here
-            self.close(clean=clean and left is None)  # the next save looks for what is left
-        if self.group.world_size > 1:
-            self.group.barrier()
-        _warn(left, 5)
-        checkpoint = Checkpoint(self.path)
-        checkpoint.written = written
-        return checkpoint
-
-
-def write_checkpoint(
-    path: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any,
-    *,
-    metadata: Mapping[str, Any] | None,
-    step: int | None,
-    progress: Callable[[int], object] | None,
-    **options: Any,
-) -> Checkpoint:
-    """Save one generation; see `mlstate.save`. `options` are those of `Save`."""
-    save = Save(path, **options)
-    save.prepare(model, optimizer, metadata, step)
-    save.gather()
-    return save.run(progress)
-
-
-def _delete_all_roots(folder: str, newest: Manifest) -> None:
-    """Delete every step of a manager's folder, which `newest` has replaced."""
-    _folder.delete_roots(folder, _folder.list_roots(folder))
-
-
-def _record(written: dict[str, Any]) -> IndexRecord:
-    return IndexRecord(*(written[name] for name in IndexRecord._fields))
-
-
-def _now() -> str:
-    import datetime
-
-    now = datetime.datetime.now(datetime.UTC)
-    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def write_ranks(
-    folder: str,
-    world_size: int,
-    states: Callable[[int], tuple[Any, Any]],
-    like: Manifest,
-    pack_below: int,
-    sparse: bool,
-    compress: str | None,
-    replace_steps: bool,
-    progress: Callable[[int], object] | None,
-    lock_timeout: float,
-) -> Checkpoint:
-    """Save what all ranks of a world would, one after the other; `states` gives their dicts."""
-    from ._checkpoint import Checkpoint
-
-    save = Save(
-        folder,
-        group=None,
-        layout=None,
-        pack_below=pack_below,
-        sparse=sparse,
-        compress=compress,
-        replace_steps=replace_steps,
-        lock_timeout=lock_timeout,
-    )
-    clean = False
-    try:
-        save.begin()
-        told = []
-        for rank in range(world_size):
-            ranks = (rank, world_size)
-            gathered, _ = _core.shards_gather(ranks, states(rank), Shard, None, ())
-            written = _core.shards_write(
-                folder,
-                save.generation,
-                gathered,
-                None,
-                save.how,
-                progress,
-                None,
-                _folder.new_file_mode(folder),
-            )
-            told.append({**written, **pattern_of(_folder.load_index(folder, _record(written)))})
-        manifest = like._replace(
-            generation=save.generation,
-            sequence=save.sequence,
-            created=_now(),
-            writer=_WRITER,
-            world_size=world_size,
-            indexes=tuple(map(_record, told)),
-            patterns=None,
-        )
-        save.commit(with_patterns(folder, manifest, told)[0] if world_size > 1 else manifest)
-        clean = True
-        left = save._drop_old()
-    except BaseException:
-        if save.generation and not save.is_committed():
-            _folder.discard(folder, save.generation)
-            clean = True
-        raise
-    finally:
-        save.error = None  # its traceback leads back here, and keeps the folder's lock
-        save.close(clean=clean)
-    _warn(left, 4)
-    return Checkpoint(folder)
-
-
-def _warn(text: str | None, level: int) -> None:
-    if text is not None:
-        import warnings
-
-        warnings.warn(text, stacklevel=level)
 
 
 def _step_of(step: int | None, optimizer: Any) -> int | None:
@@ -747,8 +274,10 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     if given is not None and not hasattr(given, "keys"):
         raise TypeError(f"metadata must be a mapping such as a dict, got {type(given).__name__}")
     metadata = {} if given is None else dict(given)
+    if not metadata:
+        return metadata
     try:
-        check_sayable(metadata, "metadata")
+        check_json_values(metadata, "metadata")
         json.dumps(metadata, allow_nan=False)  # numbers of other classes, of too many digits
     except (TypeError, ValueError) as error:
         cls = TypeError if isinstance(error, TypeError) else ValueError
@@ -756,3 +285,325 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
             f"metadata must be what JSON can say (texts, numbers, lists, dicts): {error}"
         ) from None
     return metadata
+
+
+class SaveContent:
+    """What one rank saves; its arrays are not copied.
+
+    Attributes
+    ----------
+    dicts : tuple of two dicts or None
+        The arrays of model and optimizer, until `gather_shards` has taken them.
+    header : dict
+        What the manifest says of the state.
+    error : BaseException or None
+        Why this rank of several cannot save.
+    """
+
+    __slots__ = ("dicts", "error", "header")
+
+    def __init__(
+        self, dicts: _Dicts, header: dict[str, Any], error: BaseException | None = None
+    ) -> None:
+        self.dicts = dicts
+        self.header = header
+        self.error = error
+
+
+def _refuse_manager_folder_early(target: SaveTarget) -> None:
+    """Refuse a manager's folder before a thread begins; other errors come with the commit."""
+    try:
+        refuse_manager_folder(target)
+    except StoreError as error:
+        if error.errno == errno.EEXIST:
+            raise
+
+
+def take_content(
+    target: SaveTarget,
+    model: Any,
+    optimizer: Any,
+    metadata: Mapping[str, Any] | None,
+    step: int | None,
+    *,
+    in_thread: bool = False,
+) -> SaveContent:
+    """Look at the states, without copying any array.
+
+    `in_thread`: a thread does the rest, so a manager's folder is refused here already. Errors
+    are raised if this process saves alone, and else carried along.
+    """
+    try:
+        if in_thread and target.rank == 0:
+            _refuse_manager_folder_early(target)
+        states = states_of(model, optimizer, target.world_size)
+        dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
+        header = {
+            "writer": WRITER,
+            "step": _step_of(step, states[1]),
+            "world_size": target.world_size,
+            "model": kind_of(states[0]),
+            "optimizer": kind_of(states[1]),
+            "metadata": _checked_metadata(metadata),
+        }
+        if target.layout is not None:
+            steps_of(target.layout, 1)
+    except BaseException as error:
+        if target.group is None:
+            raise
+        return SaveContent((None, None), {}, error)
+    return SaveContent(dicts, header)
+
+
+# ---- the shards that this rank stores ----
+
+
+class GatheredShards:
+    """The shards that one rank stores, not written yet.
+
+    Attributes
+    ----------
+    shards : object
+        As `_core.shards_gather` returns them; `write_and_commit` takes them.
+    nbytes : int
+        Of all shards.
+    header : dict
+        What the manifest says of the state.
+    copies : bytes
+        Names of shards that another rank must store, if this rank has to report them.
+    error : BaseException or None
+        Why this rank of several cannot save.
+    """
+
+    __slots__ = ("copies", "error", "header", "nbytes", "shards")
+
+    def __init__(self, header: dict[str, Any], copies: bytes = b"") -> None:
+        self.header = header
+        self.copies = copies
+        self.shards: Any = None
+        self.nbytes = 0
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Drop the shards; the other ranks are waiting, and hear of the error later."""
+        self.shards = None
+        self.error = error
+
+
+def _layout_steps(target: SaveTarget, content: SaveContent) -> Steps:
+    """Return how arrays that are not a `Shard` are cut; () if they are not."""
+    if target.layout is None or content.error is not None:
+        return ()
+    return steps_of(target.layout, target.world_size) or ()
+
+
+def gather_shards(
+    target: SaveTarget, content: SaveContent, copy: Callable[[Any], Any] | None = None
+) -> GatheredShards:
+    """Gather the shards that this rank stores; every rank calls it, also after a failure.
+
+    Tensors on a device are copied to main memory by `copy`. Errors are raised if this process
+    saves alone, and else carried along.
+    """
+    gathered = GatheredShards(content.header)
+    try:
+        steps = _layout_steps(target, content)
+        assigned = Assignment()
+        if target.group is not None:
+            assigned = assign_replicas(target.group, *content.dicts, steps, content.error)
+        gathered.copies, gathered.error = assigned.copies, assigned.error
+        if gathered.error is None:
+            dicts, mine = content.dicts, assigned.mine
+            _copy_to_host(dicts, mine or (None, None), copy)
+            ranks = (target.rank, target.world_size)
+            gathered.shards, gathered.nbytes = _core.shards_gather(ranks, dicts, Shard, mine, steps)
+    except CollectiveError:
+        raise
+    except BaseException as error:
+        if target.group is None:
+            raise
+        gathered.fail(error)
+    finally:
+        # references to arrays, also those of the error's traceback
+        content.dicts, content.error = (None, None), None
+    return gathered
+
+
+def _copy_to_host(
+    dicts: _Dicts,
+    mine: tuple[frozenset[str] | None, frozenset[str] | None],
+    copy: Callable[[Any], Any] | None,
+) -> None:
+    """Replace tensors on devices that this rank stores by copies in main memory."""
+    if sys.modules.get("torch") is None:
+        return
+    for state, names in zip(dicts, mine, strict=True):
+        for name, value in () if state is None else state.items():
+            whole = not isinstance(value, Shard)
+            ours = (names is None or name in names) if whole else value.replica == 0
+            if ours and is_on_device(value):
+                state[name] = _on_host(name, value, copy)  # type: ignore[index]
+
+
+# ---- all of it ----
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    *,
+    metadata: Mapping[str, Any] | None,
+    step: int | None,
+    progress: Callable[[int], object] | None,
+    **options: Any,
+) -> Checkpoint:
+    """Save one generation; see `mlstate.save`. `options` are those of `check_target`."""
+    target = check_target(path, **options)
+    content = take_content(target, model, optimizer, metadata, step)
+    return write_and_commit(target, gather_shards(target, content), progress)
+
+
+@set_module("mlstate.checkpoint")
+def save(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
+    compress: str | None = None,
+    progress: Callable[[int], object] | None = None,
+    lock_timeout: float = 0,
+) -> Checkpoint:
+    """
+    Save the state of a model, of its optimizer, or both.
+
+    When this returns, the new checkpoint is on the disk. Until then the old checkpoint in the
+    folder stays complete, whatever happens.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Folder of the checkpoint; created if it does not exist. A checkpoint in it is replaced;
+        unchanged shards are not written again.
+    model : mapping of str to array or Shard, or torch.nn.Module, optional
+        A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or an object with
+        ``get_state_dict()``. Arrays are those of NumPy or ml_dtypes, or torch tensors; they are
+        not copied, except tensors on a device: all of these are first copied to main memory. A
+        module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or tensor
+        parallelism: names are those without the wrappers, and each rank stores its shards.
+    optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
+        An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
+        optimizer, whose parameters' names come from the module given as `model`.
+    metadata : mapping, optional
+        JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
+    step : int, optional
+        Default: that of an `OptimizerStateDict`.
+    group : ProcessGroup, optional
+        The ranks that save together, all of which call this; see `mlstate.collectives`. Each
+        writes its own shards. An array that is not a `Shard` is treated as replicated: every
+        rank holds all of it, and the writes are divided round-robin. Default: this process
+        alone.
+    layout : Layout, "rows", "flat" or "whole", optional
+        How arrays that are not a `Shard` are cut into shards. Default: not at all.
+    pack_below_bytes : int, default 262144
+        Shards of fewer bytes share files; 0: every shard has its own file.
+    sparse : bool, default False
+        Do not store rows whose bytes are all zero, nor tensors of such rows, such as the
+        optimizer states of parameters that were not trained. The search is one pass over the
+        memory.
+    incremental : bool, default False
+        If at most half of the rows of a shard changed since the last save in this folder, write
+        these rows only. The old shard is read to find them.
+    compress : {"zlib", "zstd"}, optional
+        Compress tensors that shrink by a quarter or more, as samples of each tensor show:
+        rounded numbers, counts, masks; trained float32 mostly does not. ``zlib`` is always
+        available; ``zstd`` is faster both ways and needs ``mlstate[zstd]`` to save and to load.
+    progress : callable, optional
+        Called repeatedly with the number of bytes done since the last call. An exception that
+        it raises stops the save.
+    lock_timeout : float, default 0
+        Seconds to wait while another process writes.
+
+    Returns
+    -------
+    Checkpoint
+        The new checkpoint; its ``written`` reports what this call wrote.
+
+    Raises
+    ------
+    ImportError
+        The package that `compress` needs is not installed.
+    TypeError, ValueError
+        An argument is wrong, ranks save different states, the ranks lack a part of a tensor, or
+        a shard's version decreases. Nothing is replaced then.
+    CompatibilityError
+        A dtype without a name in the file format, or a shape that its layout cannot cut.
+    TypeError, ValueError
+        A sharded module without the `group` of its ranks; an optimizer whose parameters are
+        not the module's; a DTensor whose placement no `Layout` describes. The message names it.
+    BufferError
+        A tensor has no memory to export, such as one on torch's ``meta`` device.
+    StoreError
+        The system refused: an `OSError` with its ``errno`` (EBUSY: another process is
+        writing this checkpoint; EEXIST: the folder holds the steps of a `CheckpointManager`).
+    CollectiveError
+        Another rank failed; the message names the rank and the reason.
+
+    Notes
+    -----
+    `mlstate.checkpoint.save_async` and `CheckpointManager` take the same arguments.
+
+    Every file is written under a temporary name, and all of them are on the disk before
+    ``manifest.json`` is replaced. A process that is killed leaves files behind that the next
+    save deletes. Arrays must not change during the save. The GIL is released. Extra memory:
+    about 400 bytes a shard, and 2 MiB for each thread.
+
+    A shard with a version (see `Shard`) is unchanged if its version is. Other shards are compared
+    with their bytes on the disk.
+
+    With `sparse` or `incremental` every function of mlstate returns the same arrays as without.
+    A row is the part behind one index of the first axis, but at least 256 bytes and at most
+    64 KiB. Shards of less than `pack_below_bytes` are written whole, or not at all if they are
+    zero. A shard of which more than 3/4 is not zero is written whole. A shard has at most 8
+    layers, which hold at most twice its bytes together; then it is written anew. Extra memory:
+    a bit for each row.
+
+    With `compress`, shards of less than `pack_below_bytes`, and of less than 16 KiB, are not
+    compressed. Each thread compresses one shard at a time. Extra memory: the compressed shard,
+    at most 3/4 of the shard if it is kept.
+
+    On a network file system one host writes at a time: the lock between hosts is not safe.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> state = {"a": np.zeros(3), "b": np.ones(3)}
+    >>> mlstate.save(path, state).written["new_shards"]
+    2
+    >>> state["a"][0] = 5
+    >>> [t.version for t in mlstate.save(path, state).tensors()]
+    [2, 1]
+    """
+    return write_checkpoint(
+        path,
+        model,
+        optimizer,
+        metadata=metadata,
+        step=step,
+        group=group,
+        layout=layout,
+        pack_below=pack_below_bytes,
+        sparse=sparse,
+        incremental=incremental,
+        compress=compress,
+        progress=progress,
+        lock_timeout=lock_timeout,
+    )

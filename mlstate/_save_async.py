@@ -1,14 +1,14 @@
 """Saving while the state changes; public through `mlstate.checkpoint`.
 
-    save_async -> Save.prepare           here: what is to be saved, and whether it can be
+    save_async -> check_target, take_content   see _save.py
                -> _Job.work, in a thread
-                    -> Save.gather       which shards are this rank's (ranks exchange names)
+                    -> gather_shards     this rank's shards (ranks exchange names)
                     -> shards_stage      copies, within the budget: small shards first
-                    -> Save.run          lock, write, commit
+                    -> write_and_commit  see _commit.py
 
-Whatever was not copied is written first, from where it lies. When none of it is read any more
-the job is *staged*: the state is the caller's again, and references to it are dropped. The
-thread is none of Python's daemons: the interpreter waits for it when it ends.
+Shards that were not copied are written first, from the caller's memory. The job is *staged* when
+none of that is read any more: then the state may change, and references to it are dropped. The
+thread is not a daemon: the interpreter waits for it at exit.
 """
 
 from __future__ import annotations
@@ -23,20 +23,28 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, _folder
 from ._budget import parse_budget
+from ._commit import write_and_commit
 from ._layout import Shard
-from ._save import Save, is_on_device
+from ._save import (
+    PACK_BELOW,
+    check_target,
+    gather_shards,
+    is_on_device,
+    take_content,
+)
 from ._save_times import SaveTimes, add_wait
 from ._set_module import set_module
 from ._staging import OwnStaging, Staging
-from .errors import CollectiveError
+from .errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ._budget import Budget, MemorySize
     from ._checkpoint import Checkpoint
+    from ._layout import Layout
+    from ._save import GatheredShards, SaveContent, SaveTarget
     from .collectives import ProcessGroup
-    from .errors import StoreError
 
 _groups: dict[int, _Job] = {}  # the saves under way of several ranks, by the id of their group
 
@@ -46,7 +54,8 @@ class _Job:
 
     def __init__(
         self,
-        save: Save,
+        target: SaveTarget,
+        content: SaveContent,
         staging: Staging,
         budget: Budget | None,
         progress: Callable[[int], object] | None,
@@ -58,8 +67,10 @@ class _Job:
         self.staged_at: float | None = None
         self.ended_at: float | None = None
         self.waits: list[tuple[float, float]] = []  # see SaveTimes
-        self.save = save
-        self.path = save.path
+        self.target = target
+        self.content = content
+        self.gathered: GatheredShards | None = None  # refers to the staging memory
+        self.path = target.folder
         self.staging = staging
         self.budget = budget
         self.callback = progress
@@ -75,7 +86,7 @@ class _Job:
         self.begun = self.staged = self.ended = False
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
-        self.bytes_total = save.nbytes
+        self.bytes_total = 0
         self.result: Checkpoint | None = None
         self.error: BaseException | None = None
 
@@ -118,9 +129,27 @@ class _Job:
             begun, self.begun = self.begun, True
         if not begun:
             self.end(None, self.cancellation())
-        elif self.save.group.world_size == 1:  # else it waits for other ranks
+        elif self.target.group is None:  # else it waits for other ranks
             self.reached("ended")
             self.join()
+
+    # -- this rank's shards
+
+    def gather(self, copy: Callable[[Any], Any] | None = None) -> GatheredShards:
+        """Gather the shards, once."""
+        if self.gathered is None:
+            self.gathered = gather_shards(self.target, self.content, copy)
+            self.bytes_total = self.gathered.nbytes
+        return self.gathered
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error if this process saves alone; else carry it to the other ranks."""
+        if self.target.group is None:
+            raise error
+        if self.gathered is None:
+            self.content.error = error
+        else:
+            self.gathered.fail(error)
 
     # -- in the thread
 
@@ -142,9 +171,9 @@ class _Job:
 
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
         """Let go of everything, and tell whoever waits."""
-        if _groups.get(id(self.save.group)) is self:
-            del _groups[id(self.save.group)]
-        self.save.gathered = None  # it has the staging memory
+        if _groups.get(id(self.target.group)) is self:
+            del _groups[id(self.target.group)]
+        self.gathered = None  # before the staging memory is free for another save
         self.staging._end(self)
         with self.guard:
             self.result, self.error = result, error
@@ -159,40 +188,39 @@ class _Job:
 
     def work(self) -> Checkpoint:
         """Stage, write, commit."""
-        save = self.save
         freed: Callable[[], object] | None = None
+        copies = _Copies(self)
         try:
             self.check()
-            copies = _Copies(self)
-            if save.gathered is None:
-                save.gather(copies.take)
-                self.bytes_total = save.nbytes
-            if save.gathered is not None:  # else it failed, as other ranks are told below
-                if self.stage(copies):
+        except StoreError as error:
+            self.fail(error)
+        gathered = self.gather(copies.take)
+        try:
+            if gathered.error is None:
+                if self.stage(gathered, copies):
                     freed = self.set_staged
                 else:
                     self.set_staged()
-        except CollectiveError:
-            raise
         except BaseException as error:
-            save.fail(error)
-        return save.run(self.advance, freed)
+            self.fail(error)
+        return write_and_commit(self.target, gathered, self.advance, freed)
 
-    def memory(self, wanted: int, besides: int = 0) -> Any:
-        """Memory of so many bytes, or of what the budget allows, and what is needed `besides`."""
+    def memory(self, wanted: int, overhead: int = 0) -> Any:
+        """Return memory of `wanted` bytes, or of fewer if the budget less `overhead` is smaller."""
         if self.budget is not None:
             most = self.budget.nbytes
-            # a budget that is too small for the writer is not spent on it alone
-            wanted = min(wanted, max(most - besides, most // 4))
+            # a quarter of a budget that barely covers the writer is still for copies
+            wanted = min(wanted, max(most - overhead, most // 4))
         return self.staging._take(wanted)
 
-    def stage(self, copies: _Copies) -> bool:
-        """Copy what fits, behind the copies that are there; whether anything did not fit."""
+    def stage(self, gathered: GatheredShards, copies: _Copies) -> bool:
+        """Copy the shards that fit, after earlier copies; return whether any did not fit."""
         memory = copies.memory
         if memory is None:
-            besides = _core.shards_besides(self.save.gathered, self.save.how[3] is not None)
-            memory = self.memory(self.save.nbytes, besides)
-        _, lent = _core.shards_stage(self.save.gathered, memory, copies.used)
+            compresses = self.target.how[3] is not None
+            overhead = _core.shards_besides(gathered.shards, compresses)
+            memory = self.memory(gathered.nbytes, overhead)
+        _, lent = _core.shards_stage(gathered.shards, memory, copies.used)
         return lent > 0
 
     def set_staged(self) -> None:
@@ -334,7 +362,7 @@ class _Copies:
             for event in self._job.ready:
                 event.synchronize()
             # an upper bound: ranks that share arrays store only some of them
-            states = [state for state in self._job.save.dicts if state is not None]
+            states = [state for state in self._job.content.dicts if state is not None]
             sizes = (_bytes_of(value) for state in states for value in state.values())
             self.memory = self._job.memory(sum(sizes))
         end = self.used + tensor.nbytes
@@ -589,16 +617,14 @@ class SaveHandle:
 
 def _reserve_group(job: _Job) -> None:
     """Reserve the group for a save: messages of another one would mix with its own."""
-    group = job.save.group
-    if group.world_size > 1 and _groups.setdefault(id(group), job) is not job:
+    group = job.target.group
+    if group is not None and _groups.setdefault(id(group), job) is not job:
         raise ValueError("another save uses this group: wait for that one, or give this its own")
 
 
-def _check_group(group: ProcessGroup) -> None:
-    """Refuse a group that something else uses meanwhile."""
-    if group.world_size == 1:
-        return
-    if getattr(group, "is_default", False):
+def _refuse_default_group(group: ProcessGroup | None) -> None:
+    """Refuse torch's default group, which training uses meanwhile."""
+    if group is not None and getattr(group, "is_default", False):
         raise ValueError(
             "this is torch's default group, which training uses while the save is under way: "
             "give the save one of its own, TorchGroup(torch.distributed.new_group("
@@ -615,9 +641,9 @@ def _staging_budget(most: MemorySize | None) -> Budget | None:
     return budget
 
 
-def _devices(save: Save) -> list[Any]:
-    """Devices that tensors of the state lie on."""
-    values = [v for state in save.dicts if state is not None for v in state.values()]
+def _devices(content: SaveContent) -> list[Any]:
+    """Return the devices of the state's tensors, other than the CPU."""
+    values = [v for state in content.dicts if state is not None for v in state.values()]
     arrays = (v.array if isinstance(v, Shard) else v for v in values if is_on_device(v))
     return list(dict.fromkeys(array.device for array in arrays))
 
@@ -628,6 +654,13 @@ def _event(device: Any) -> Any:
     if module is None or not hasattr(module, "current_stream"):
         return None
     return module.current_stream(device).record_event()
+
+
+def _check_arguments(staging: object, progress: object) -> None:
+    if staging is not None and not isinstance(staging, Staging):
+        raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
 
 
 def begin_save(
@@ -643,24 +676,21 @@ def begin_save(
     keep: Callable[[SaveHandle], object] | None = None,
     **options: Any,
 ) -> SaveHandle:
-    """Begin to save; see `mlstate.checkpoint.save_async`. `options` are those of `Save`.
+    """Begin to save; see `mlstate.checkpoint.save_async`. `options` are those of `check_target`.
 
     `keep` is called with the handle before the save begins.
     """
     began = time.perf_counter()
-    if staging is not None and not isinstance(staging, Staging):
-        raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
+    _check_arguments(staging, progress)
     budget = _staging_budget(max_staging_bytes)
     memory = OwnStaging(kept=False) if staging is None else staging
-    save = Save(path, **options)
-    _check_group(save.group)
-    save.prepare(model, optimizer, metadata, step, in_thread=True)
-    devices = _devices(save)
-    if save.group.world_size == 1 and not devices:
-        save.gather()  # what is wrong with an array is told at once
-    job = _Job(save, memory, budget, progress, began)
+    target = check_target(path, **options)
+    _refuse_default_group(target.group)
+    content = take_content(target, model, optimizer, metadata, step, in_thread=True)
+    devices = _devices(content)
+    job = _Job(target, content, memory, budget, progress, began)
+    if target.group is None and not devices:
+        job.gather()  # raises the errors of arrays now
     try:
         _reserve_group(job)
         memory._begin(job)
@@ -676,3 +706,109 @@ def begin_save(
     except BaseException:
         job.give_up()
         raise
+
+
+@set_module("mlstate.checkpoint")
+def save_async(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    max_staging_bytes: MemorySize | None = None,
+    staging: Staging | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
+    compress: str | None = None,
+    progress: Callable[[int], object] | None = None,
+    lock_timeout: float = 0,
+) -> SaveHandle:
+    """
+    Begin to save, and return while the checkpoint is written.
+
+    The state must not change before the handle's `staged` returns: then every array was copied
+    or written, and the rest is written while training continues. When the handle's `wait`
+    returns, the new checkpoint is on the disk; until then the old one stays.
+
+    Parameters
+    ----------
+    path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress
+        As for `save`. Tensors on a device are always copied.
+    max_staging_bytes : int, float or str, optional
+        Bytes, or a size such as ``"6GiB"``, that the save may take in all, with 2 MiB for each
+        of its threads and about 500 bytes a shard; 0: no copies. Shards that do not fit are
+        written from the caller's memory before `staged` returns. Default: copies of the whole
+        state, and the writer's memory.
+    staging : Staging, optional
+        Memory for the copies, allocated and touched beforehand. Default: allocated now and
+        freed at the end.
+    group : ProcessGroup, optional
+        As for `save`, but nothing else may use it until the save has ended: a thread sends
+        messages through it. `staged` waits for the slowest rank to begin.
+    progress, lock_timeout
+        As for `save`; `progress` is called in the thread.
+
+    Returns
+    -------
+    SaveHandle
+        See `SaveHandle.staged`, `SaveHandle.wait`.
+
+    Raises
+    ------
+    TypeError, ValueError, CompatibilityError, BufferError
+        As `save`, about the arguments; the handle raises later errors. ValueError also if
+        `group` or `staging` is in use by another save, if `group` is torch's default group, or
+        if tensors on a device do not fit `max_staging_bytes`.
+    StoreError
+        The folder holds the steps of a `CheckpointManager` (EEXIST).
+
+    Notes
+    -----
+    Extra memory: `max_staging_bytes`; by default the state's and at most 16 MiB for the
+    writer with about 400 bytes a shard. If `max_staging_bytes` barely covers the writer (below
+    some 7 MiB), a quarter of it is still used for copies. References to arrays are dropped when
+    they are staged, so that the memory of arrays that training replaces is free. Copies are made
+    by the threads of `mlstate.set_num_threads` without the GIL; the writer has up to four
+    threads of its own.
+
+    A thread does the work; the interpreter waits for it at exit. If the save fails and neither
+    `staged` nor `wait` is called, the exception is printed. In a forked child the handle cannot
+    be used, and the save is not disturbed. The idea of staging in memory and writing during
+    training is that of CheckFreq (Mohan et al., FAST 2021).
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import Staging, save_async
+    >>> state = {"w": np.zeros((1000, 8), np.float32)}  # 32,000 bytes
+    >>> memory = Staging(32_000)
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> for step in range(3):
+    ...     handle = save_async(path, state, step=step, staging=memory)
+    ...     handle.staged()
+    ...     state["w"] += 1  # while it is written
+    ...     checkpoint = handle.wait()
+    >>> checkpoint.step, checkpoint.load().model["w"][0, 0].item()
+    (2, 2.0)
+    """
+    return begin_save(
+        path,
+        model,
+        optimizer,
+        metadata=metadata,
+        step=step,
+        max_staging_bytes=max_staging_bytes,
+        staging=staging,
+        progress=progress,
+        lock_timeout=lock_timeout,
+        group=group,
+        layout=layout,
+        pack_below=pack_below_bytes,
+        sparse=sparse,
+        incremental=incremental,
+        compress=compress,
+    )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._json_values import check_json_values
 from ._optimizer_state import OptimizerStateDict
-from ._sayable import check_sayable
 from ._state_dict import ModelStateDict, StateDict
 from .errors import FormatError
 
@@ -26,14 +26,14 @@ _ATTRIBUTES: dict[str, tuple[type[StateDict], tuple[str, ...]]] = {
 
 
 def describe(state: object) -> str | None:
-    """Return the text for a state's file, or None where the class has no attributes."""
+    """Return the text for a state's file, or None if its class has no attributes."""
     for kind, (cls, names) in _ATTRIBUTES.items():
         if isinstance(state, cls):
             import json
 
             values = {name: getattr(state, name) for name in names}
             try:
-                check_sayable(values.get("param_groups", ()), "param_groups", finite=False)
+                check_json_values(values.get("param_groups", ()), "param_groups", finite=False)
                 return json.dumps({"kind": kind, **values}, sort_keys=True)
             except (TypeError, ValueError) as error:
                 raise TypeError(
@@ -41,6 +41,20 @@ def describe(state: object) -> str | None:
                     "keep plain numbers, texts and lists there"
                 ) from None
     return None
+
+
+def kind_of(state: Any) -> dict[str, Any] | None:
+    """Return a state's kind and the attributes of its class, as a manifest has them."""
+    if state is None:
+        return None
+    import json
+
+    text = describe(state)
+    if text is None:
+        return {"kind": "state"}
+    found: dict[str, Any] = json.loads(text)
+    check_json_values(found.get("param_groups", ()), "param_groups")  # save_file takes inf
+    return found
 
 
 def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict:

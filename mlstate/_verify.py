@@ -369,12 +369,63 @@ def verify_checkpoint(
     known: dict[str, Any] = {}
     verify_root(folder, root, report, progress, known)
     with suppress(MLStateError):  # what is needed is not known: the problems say why
-        report.leftover = _folder.prune(folder, dry_run=True, known=known)
+        report.leftover = _folder.prune(folder, dry_run=True, catalogs=known)
     try:
-        report.strange = _folder.strange_files(folder)
+        report.strange = _folder.foreign_files(folder)
     except StoreError:  # one of its folders is none, which the problems say
         if not report.problems:
             raise
     if repair and report.problems:
         _repair(folder, report)
     return report
+
+
+@set_module("mlstate.checkpoint")
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    repair: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> VerifyReport:
+    """
+    Read every byte of a checkpoint, and say what is not as it was written.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Its folder.
+    repair : bool, default False
+        Write damaged headers of shard files again. If tensors are damaged, put the newest older
+        checkpoint whose tensors are all good in its place (`CheckpointManager` keeps older ones).
+        Newer steps with damaged tensors are given up: load with ``verify=False`` before, if
+        something of them is to be saved.
+    progress : callable, optional
+        Called with the number of bytes read since the last call.
+
+    Returns
+    -------
+    VerifyReport
+        True if the checkpoint is good. Problems name the file, the byte range and the tensor.
+
+    Raises
+    ------
+    StoreError
+        There is no such folder, or, with `repair`, it cannot be written; or other processes
+        replaced the checkpoint at each of 20 attempts to verify it.
+
+    Notes
+    -----
+    If another process replaces the checkpoint meanwhile, verifying begins again.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> checkpoint = mlstate.save(path, {"w": np.arange(8.0)})
+    >>> with open(path + "/" + checkpoint.shards()[0].path, "r+b") as file:
+    ...     _ = file.seek(4100)
+    ...     _ = file.write(b"!")
+    >>> [(p.kind, p.name, p.offset) for p in mlstate.verify(path).problems]
+    [('altered', 'w', 4096)]
+    """
+    return verify_checkpoint(path, repair=repair, progress=progress)

@@ -9,6 +9,7 @@ import shutil
 import time
 
 import numpy as np
+from index_tables import records_of, tables_of
 
 import mlstate
 from mlstate import _core
@@ -52,7 +53,8 @@ class Victim:
         return f"index/{self.manifest['generation']}.{rank}.json"
 
     def index(self, rank=0):
-        return json.loads(self.good[self.index_path(rank)])
+        """Return an index, as records."""
+        return records_of(json.loads(self.good[self.index_path(rank)]))
 
     def path(self, part):
         """Path of the first file of a folder."""
@@ -68,9 +70,9 @@ class Victim:
         self.put("manifest.json", sealed(document))
 
     def put_index(self, data, rank=0):
-        """An index, which the manifest describes as it is."""
+        """An index of records, or a text, which the manifest describes as it is."""
         shards = data.get("shards") if isinstance(data, dict) else None
-        data = sealed(data) if isinstance(data, dict) else data
+        data = sealed(tables_of(data)) if isinstance(data, dict) else data
         manifest = self.manifest
         record = {"bytes": max(len(data), 1)}
         if isinstance(shards, list):

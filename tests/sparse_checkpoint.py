@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 from checkpoint_victim import sealed
+from index_tables import PLACE, records_of, tables_of
 
 from mlstate import _core
 
 BLOCK = 1 << 20
 SIZES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, "I8": 1, "I16": 2}
-PLACE = ("file", "offset", "bytes", "crc32c", "blocks")
 
 
 def checksums(data):
@@ -123,8 +123,8 @@ def index_path(manifest, rank):
 
 
 def put_index(folder, manifest, rank, index):
-    """Replace an index, and describe it in its manifest."""
-    text = sealed(index)
+    """Replace an index by one of records, and describe it in its manifest."""
+    text = sealed(tables_of(index))
     (folder / index_path(manifest, rank)).write_bytes(text)
     columns = manifest["indexes"]
     columns["bytes"][rank] = len(text)
@@ -138,12 +138,12 @@ def catalog(shape, item, layers, file_bytes):
     dtype = {1: "U8", 2: "I16", 4: "F32", 8: "F64"}[item]
     shard = {"section": "params", "name": "w", "dtype": dtype, "shape": shape, "layout": []}
     shard.update(part=0, version=1, layers=layers)
-    document = {"format": "mlstate.index", "format_version": 2, "generation": "0" * 16}
+    document = {"format": "mlstate.index", "format_version": 3, "generation": "0" * 16}
     document.update(rank=0, world_size=1, shards=[shard])
     document["files"] = [
         {"path": "params/x.safetensors", "bytes": file_bytes, "header_crc32c": "00000000"}
     ]
-    text = b'{"checksum":"00000000",' + json.dumps(document).encode()[1:]
+    text = b'{"checksum":"00000000",' + json.dumps(tables_of(document)).encode()[1:]
     return _core.Catalog((_core.seal(text),), ("index",))
 
 
@@ -154,7 +154,7 @@ def sparsen(folder, seed=0, share=0.8):
     manifest = json.loads((folder / "manifest.json").read_bytes())
     changed = 0
     for rank in range(manifest["world_size"]):
-        index = json.loads((folder / index_path(manifest, rank)).read_bytes())
+        index = records_of(json.loads((folder / index_path(manifest, rank)).read_bytes()))
         for number, shard in enumerate(index["shards"]):
             if rng.random() > share:
                 continue
@@ -164,7 +164,6 @@ def sparsen(folder, seed=0, share=0.8):
             shard["layers"] = layers.write(folder, name, shard["dtype"], index["files"])
             for key in PLACE:
                 shard.pop(key, None)
-            index["format_version"] = 2
             changed += 1
         put_index(folder, manifest, rank, index)
     return changed

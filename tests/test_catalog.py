@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from checkpoint_model import same
+from index_tables import records_of, tables_of
 
 import mlstate
 from mlstate import _core, _folder
@@ -40,7 +41,9 @@ def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
     folder, text = saved
     members = json.loads(text)
     del members["checksum"]
+    members = records_of(members)
     members["shards"].reverse()
+    members = tables_of(members)
     ours = catalog_of(text)
     for indent in (None, 1):
         body = json.dumps(members, indent=indent)[1:]
@@ -51,15 +54,16 @@ def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
         assert same(state, load(other, folder, other.keys(0)))
 
 
-def test_an_index_of_ours_with_one_wrong_line_is_told_with_tensor_and_place(saved):
+def test_an_index_with_one_wrong_value_is_reported_with_tensor_and_offset(saved):
     _, text = saved
-    wrong = text.replace(b'"shape":[13]', b'"shape":[14]', 1)
+    wrong = text.replace(b'"shape":"10;13;', b'"shape":"10;14;', 1)
     sealed = _core.seal(wrong[:13] + b"00000000" + wrong[21:])
     with pytest.raises(mlstate.FormatError, match="bytes") as caught:
         catalog_of(sealed)
     assert caught.value.name == "block.1.weight"
-    line = sealed.index(b'"shape":[14]')
-    assert line < caught.value.offset < sealed.index(b"\n", line)
+    column = sealed.index(b'"bytes":"40,')
+    assert caught.value.offset == column + len('"bytes":"40,')
+    assert (caught.value.expected, caught.value.got) == ("56", "52")
     assert sealed[caught.value.offset :].startswith(b"52,")
 
 

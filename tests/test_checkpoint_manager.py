@@ -366,14 +366,14 @@ def test_a_plain_save_into_the_steps_is_refused(manager, save):
 
 
 def test_a_save_that_finds_steps_once_it_has_the_lock_is_refused(manager, tmp_path):
-    from mlstate._save import Save
+    from mlstate._commit import write_and_commit
+    from mlstate._save import check_target, gather_shards, take_content
 
-    late = Save(manager.directory, group=None, layout=None, pack_below=0)
-    late.prepare({"other": np.ones(3)}, None, None, None)
-    late.gather()
+    target = check_target(manager.directory)
+    late = gather_shards(target, take_content(target, {"other": np.ones(3)}, None, None, None))
     manager.save(1, state(1))
     with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager"):
-        late.run(None)
+        write_and_commit(target, late, None)
     assert mlstate.load(manager.directory).step == 1
     manager.save(2, state(2))  # the lock is free
 

@@ -9,8 +9,8 @@ import pytest
 from rank_threads import run_ranks as run
 
 import mlstate
-from mlstate import _core, _folder, _lock
-from mlstate.checkpoint import Checkpoint, CheckpointManager, Layout, Shard
+from mlstate import _checkpoint_manager, _core, _folder, _lock
+from mlstate.checkpoint import CheckpointManager, Layout, Shard
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
 
@@ -251,16 +251,16 @@ def test_a_rank_that_asks_for_what_cannot_be_lets_no_other_wait(manager):
 def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
     manager, monkeypatch
 ):
-    load = Checkpoint.load
+    load = _checkpoint_manager.load_checkpoint
     pending = [4]
 
-    def late(checkpoint, **keywords):
+    def late(*arguments, **keywords):
         if pending:  # a writer is faster than this reader
             newer = CheckpointManager(manager.directory, keep=1)
             newer.save(pending.pop(), model={"w": np.full(4, 4.0)})
-        return load(checkpoint, **keywords)
+        return load(*arguments, **keywords)
 
-    monkeypatch.setattr(Checkpoint, "load", late)
+    monkeypatch.setattr(_checkpoint_manager, "load_checkpoint", late)
     assert manager.restore_latest().step == 4
 
 

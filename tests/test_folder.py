@@ -64,13 +64,13 @@ class _Replaced:
 
 @pytest.mark.parametrize("what", ["manifest", "index"])
 def test_a_save_never_commits_what_it_cannot_read(tmp_path, monkeypatch, what):
-    from mlstate import _core, _folder, _save
+    from mlstate import _commit, _core, _folder
 
     mlstate.save(tmp_path / "ckpt", {"w": np.zeros(3)})
     before = (tmp_path / "ckpt" / _folder.MANIFEST).read_bytes()
     if what == "manifest":
-        build = _save.build
-        monkeypatch.setattr(_save, "build", lambda found: build(found._replace(sequence=2**63)))
+        build = _commit.build
+        monkeypatch.setattr(_commit, "build", lambda found: build(found._replace(sequence=2**63)))
     else:
 
         def write(folder, generation, *rest):
@@ -79,7 +79,7 @@ def test_a_save_never_commits_what_it_cannot_read(tmp_path, monkeypatch, what):
             path.write_bytes(path.read_bytes()[:-1])
             return written
 
-        monkeypatch.setattr(_save, "_core", _Replaced(_core, shards_write=write))
+        monkeypatch.setattr(_commit, "_core", _Replaced(_core, shards_write=write))
     with pytest.raises(mlstate.MLStateError):
         mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
     assert (tmp_path / "ckpt" / _folder.MANIFEST).read_bytes() == before

@@ -676,6 +676,9 @@ def fail_as_rank(group, path, victim):
     bad = {"progress": stop} if group.rank == 1 else {}
     if victim == "dtype" and group.rank == 1:
         state["more"], bad = np.array("text"), {}
+    if victim == "cancelled" and group.rank == 1:  # before the ranks exchange what they save
+        check, bad = _save_async._Job.check, {}
+        _save_async._Job.check = lambda job: (setattr(job, "cancelled", True), check(job))
     handle = save_async(path, state, step=2, group=group, **bad)
     try:
         handle.wait(SECONDS)
@@ -684,7 +687,7 @@ def fail_as_rank(group, path, victim):
     return None
 
 
-@pytest.mark.parametrize("victim", ["dtype", "progress"])
+@pytest.mark.parametrize("victim", ["dtype", "progress", "cancelled"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_rank_that_fails_is_named_by_the_others(path, victim):
     told, own = LocalGroup.run(fail_as_rank, 2, path, victim, timeout=60)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from index_tables import records_of, tables_of
 
 import mlstate
 from mlstate import _core, _manifest
@@ -29,21 +30,29 @@ START = b'{"checksum":"00000000"'
 BETWEEN_MEMBERS = {
     "index": {
         "the rank is below the world's size": r'"rank" is no whole number in its range',
+        "numbers are in their range": r'"(bytes|offset|kind|part|version)" is no whole number',
+        "columns are of one length": r"(one value|8 digits) for each|a \";\" behind each",
+        "columns are no longer": r"has more values than its table has rows",
+        "layers are those of the shards": r"has too few layers for the shards",
         "no path appears twice": r'"path" appears twice',
+        "the kind is one of the kinds": r'"kind" is not one of the kinds',
+        "no dots in a name without state": r'"name" has a dot',
         "the shape fits memory": r'"shape" is larger than any memory',
         "the layout fits the shape, and has the part": r'"layout" does not',
         "as many axes as dimensions": r'"axes" are not as many as the shape has',
         "the file is one of the files": r'"file" is not one of the files',
-        "the bytes lie in the file": r'"offset" and bytes lead behind the end of the file',
-        "the bytes lie in no other shard": r'"offset" is inside another shard',
+        "the bytes are in the file": r'"offset" and bytes lead behind the end of the file',
+        "the bytes are in no other shard": r'"offset" is inside another shard',
         "the bytes are those of the part": r'"bytes" are not as many as shape',
         "no bytes have the checksum 0": r'"crc32c" is not that of no bytes',
-        "as many blocks as there are": r'"blocks" (are not 8 digits|of a shard|is missing)',
+        "as many blocks as needed": r'"blocks" has not 8 digits',
         "no shard appears twice": r'"part" appears twice',
+        "rows with a length, frames with a codec": r"is of a layer without",
+        "only the first layer is full": r"only the first layer is full",
         "rows are those of the shard": r'"rows" are not rows passed over',
-        "a layer's bytes are those of its rows": r'"bytes" are not as many as its elements',
+        "a layer's bytes are those of its rows": r'"bytes" are not as many as the layer',
         "frames are those of the layer": r'"frames" are not a length for each MiB',
-        "the bytes lie in no other layer": r'"offset" is inside another of its layers',
+        "the bytes are in no other layer": r'"offset" is inside another of its layers',
         "ranks agree on a tensor": r"do not agree on a tensor",
     },
     "manifest": {
@@ -85,30 +94,37 @@ def refusal(kind, text):
 
 # ---- good documents ----
 
-_W = {"section": "params", "name": "w", "dtype": "I16", "shape": [6, 5], "layout": [[0, 2]]}
-_ROWS = {"offset": 4126, "bytes": 20, "crc32c": "89abcdef", "row": 5, "rows": "0,1,1,1"}
 LAYERED = {
     "checksum": "00000000",
     "format": "mlstate.index",
-    "format_version": 2,
+    "format_version": 3,
     "generation": "0123456789abcdef",
     "rank": 0,
     "world_size": 1,
-    "files": [{"path": "params/w.safetensors", "bytes": 4230, "header_crc32c": "01234567"}],
-    "shards": [
-        {**_W, "part": 0, "version": 2, "layers": [
-            {"file": 0, "offset": 4096, "bytes": 30, "crc32c": "01234567"},
-            {"file": 0, **_ROWS},
-        ]},
-        {**_W, "part": 1, "version": 1, "layers": []},
-        {**_W, "name": "x", "layout": [], "part": 0, "version": 1, "file": 0, "offset": 4146,
-         "bytes": 54, "crc32c": "76543210", "shape": [27]},
-        {**_W, "name": "y", "layout": [], "part": 0, "version": 1, "shape": [40], "layers": [
-            {"file": 0, "offset": 4200, "bytes": 30, "crc32c": "01234567", "codec": "zlib",
-             "frames": "30"},
-        ]},
+    "files": {"path": ["params/w.safetensors"], "bytes": "4230", "header_crc32c": "01234567"},
+    "kinds": [
+        {"section": "params", "dtype": "I16", "layout": [[0, 2]]},
+        {"section": "params", "dtype": "I16", "layout": []},
     ],
-}  # fmt: skip
+    "shards": {
+        "name": ["w", "w", "x", "y"],
+        "kind": "0,0,1,1",
+        "shape": "6,5;6,5;27;40;",
+        "part": "0,1,0,0",
+        "version": "2,1,1,1",
+        "layer_count": "2,0,1,1",
+    },
+    "layers": {
+        "file": "0,0,0,0",
+        "offset": "4096,4126,4146,4200",
+        "bytes": "30,20,54,30",
+        "crc32c": "0123456789abcdef7654321001234567",
+        "row": "0,5,0,0",
+        "rows": [None, "0,1,1,1", None, None],
+        "codec": [None, None, None, "zlib"],
+        "frames": [None, None, None, "30"],
+    },
+}
 
 
 def saved(folder):
@@ -153,9 +169,12 @@ def good(tmp_path_factory):
         "patterns": [{"ranks": [1], "parts": [[3], [0]]}, {"ranks": [0], "parts": []}],
         "later": {"anything": [1, {}]},
     }
-    names = ("layer.0.weight", "long", "none", "count", "scalar")
-    index["shards"] = [shard for shard in index["shards"] if shard["name"] in names]
-    empty = {**index, "files": [], "shards": [], "rank": 9, "world_size": 10}
+    columns = {
+        "files": {"path": [], "bytes": "", "header_crc32c": ""},
+        "shards": {"name": [], "kind": "", "shape": "", "part": "", "version": ""},
+        "layers": {"file": "", "offset": "", "bytes": "", "crc32c": ""},
+    }
+    empty = {**index, **columns, "kinds": [], "rank": 9, "world_size": 10}
     return {"manifest": [manifest, bare, wide], "index": [index, empty, LAYERED]}
 
 
@@ -176,6 +195,7 @@ VALUES = [
     "\x00", "é", "0" * 16, "0" * 24, "params", "optim_state", "optim_state ", "F32", "f32",
     "F8_E8M0", "hot", "state", "model", "optimizer", "mlstate.index", "mlstate.manifest",
     "params/x.safetensors", "optim_state/x.y-1.safetensors", "params/../x.safetensors",
+    "0,0", "1,2,", "0,01", "1;", ";", "16", "9" * 19, "9" * 20, "0,-1", "4096,4126",
     "../params/x.safetensors", "/params/x.safetensors", "params/X.safetensors",
     "params/.x.safetensors", "params/a/x.safetensors", "params/x.safetensors\n",
     "params/.safetensors", "params/" + "x" * 221 + ".safetensors",
@@ -311,16 +331,17 @@ def test_schema_is_one_and_stands_alone(kind):
 
 
 def test_schema_knows_every_dtype(good, validators):
-    dtypes = schema_of("index")["$defs"]["shard"]["properties"]["dtype"]["enum"]
+    dtypes = schema_of("index")["$defs"]["kind"]["properties"]["dtype"]["enum"]
     sizes = {"F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4}
     sizes |= {"F64": 8, "I64": 8, "U64": 8, "C64": 8}
-    document = copy.deepcopy(good["index"][0])
+    document = records_of(copy.deepcopy(good["index"][0]))
     [shard] = [shard for shard in document["shards"] if shard["name"] == "scalar"]
     for dtype in dtypes:
         shard.update(dtype=dtype, bytes=sizes.get(dtype, 1), offset=4096)
         document["shards"] = [shard]
-        assert refusal("index", sealed(document)) is None, dtype
-        assert validators["index"].is_valid(document)
+        tables = tables_of(document)
+        assert refusal("index", sealed(tables)) is None, dtype
+        assert validators["index"].is_valid(tables)
 
 
 def test_every_member_is_documented():

@@ -50,12 +50,16 @@ void mls_buffer_text(mls_buffer *b, const char *text)
     mls_buffer_put(b, text, strlen(text));
 }
 
-/* By snprintf, which knows no locale for whole numbers: the same digits everywhere. */
+/* Not by snprintf: an index has some numbers for each of its shards. */
 void mls_buffer_number(mls_buffer *b, uint64_t number)
 {
     char text[NUMBER_ROOM];
-    const int length = snprintf(text, sizeof text, "%llu", (unsigned long long)number);
-    mls_buffer_put(b, text, (size_t)length);
+    size_t at = sizeof text;
+    do {
+        text[--at] = (char)('0' + number % 10);
+        number /= 10;
+    } while (number > 0);
+    mls_buffer_put(b, text + at, sizeof text - at);
 }
 
 /* Quotes, backslashes and control characters are escaped; runs of others go as one. */

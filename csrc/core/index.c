@@ -1,15 +1,13 @@
 /* index: reading.
  *
- * Most texts are in our own words and are read by index_lines.c; this one reads all the
- * others, and says what is wrong.
- *
- * The reader goes over the document twice: once to check its outline and to count what
- * will be needed, once to fill it in.  Each count is a number of JSON values, so memory
- * stays in proportion to the text.  Whatever is wrong with a shard is said with its name.
+ * The reader goes over the document twice: first it counts what the shards need, then it
+ * fills the index, shard by shard, with one cursor in each column.  Each count is a
+ * number of JSON values or digits, so memory grows with the text only.  Errors name the
+ * shard, once its name was read.
  */
 #include "index.h"
 
-#include "index_lines.h"
+#include "index_values.h"
 #include "mem.h"
 #include "safetensors.h"
 #include "seal.h"
@@ -19,202 +17,70 @@
 #include <string.h>
 
 enum {
-    DEPTH = 8,           /* an index needs 6 */
-    NODES = 64 << 20,    /* values in a text of 512 MiB, and more than it can hold */
-    SHOWN_NAME = 100,    /* bytes of a name in a message */
-    HEADER_BYTES = 8,    /* a shard file has no payload before that */
+    DEPTH = 8,           /* an index needs 5 */
+    NODES = 64 << 20,    /* values: more than 512 MiB of rows can hold */
+    HEADER_BYTES = 8,    /* the shortest start of a shard file */
     WORLD_MOST = 1 << 24 /* ranks */
 };
 
-/* ---- reading: what can be asked of any value ---- */
+typedef mls_json_member member;  /* one that an object may have */
+typedef mls_index_column column; /* of numbers or checksums */
 
-typedef struct reader {
-    const mls_json *json;
-    mls_index index;                        /* its counts are final, its arrays grow */
-    size_t dims_used, axes_used, crcs_used; /* of what was counted beforehand */
-    size_t sparse_used, layers_used, extents_used; /* the same */
-    size_t frames_used, ends_used;                 /* the same */
-    uint64_t version;                              /* of the format */
-    mls_text name; /* of the present shard, for messages */
-    mls_status *st;
-} reader;
-
-/* "shard of 'x': 'key' what", at the value's place. */
-static mls_code fail_member(reader *r, mls_json_node node, const char *key,
-                            const char *what)
-{
-    const size_t at = node == MLS_JSON_NONE ? 0 : mls_json_offset(r->json, node);
-    if (r->name.data == NULL) {
-        return mls_fail_at(r->st, at, "\"%s\" %s", key, what);
-    }
-    const int shown = (int)(r->name.length < SHOWN_NAME ? r->name.length : SHOWN_NAME);
-    mls_fail_at(r->st, at, "shard of '%.*s': \"%s\" %s", shown, r->name.data, key, what);
-    mls_status_name(r->st, r->name.data, r->name.length);
-    return MLS_E_FORMAT;
-}
-
-typedef mls_json_member member; /* one that an object may have */
-
-/* Such a member before it was looked for. */
-#define MEMBER(name, kind, must)                                                         \
-    {.key = (name), .length = sizeof(name) - 1, .needed = (must), .type = (kind)}
-
-/* "is not of that type" in words. */
-static const char *wrong_type(mls_json_type type)
-{
-    switch (type) {
-    case MLS_JSON_STRING:
-        return "is not a string";
-    case MLS_JSON_ARRAY:
-        return "is not an array";
-    default:
-        return "is not a number";
-    }
-}
-
-/* A member that is needed and not there, or not of its type. */
-static mls_code refuse_member(reader *r, mls_json_node object, const member *m)
-{
-    return m->node == MLS_JSON_NONE
-               ? fail_member(r, object, m->key, "is missing")
-               : fail_member(r, m->node, m->key, wrong_type(m->type));
-}
-
-/* Find the members of an object and see that they have the right types.  Members that are
- * not in the table are left alone: later versions may have more. */
-static mls_code find_members(reader *r, mls_json_node object, member *table, size_t count)
-{
-    const size_t bad = mls_json_members(r->json, object, table, count);
-    return bad == count ? MLS_OK : refuse_member(r, object, &table[bad]);
-}
-
-/* A whole number from `least` to `most`. */
-static mls_code read_number(reader *r, const member *m, uint64_t least, uint64_t most,
-                            uint64_t *out)
-{
-    uint64_t value;
-    if (!mls_json_u64(r->json, m->node, &value) || value < least || value > most) {
-        fail_member(r, m->node, m->key, "is no whole number in its range");
-        mls_status_expected(r->st, "%llu to %llu", (unsigned long long)least,
-                            (unsigned long long)most);
-        return MLS_E_FORMAT;
-    }
-    *out = value;
-    return MLS_OK;
-}
-
-/* As read_number, for what must fit the address space. */
-static mls_code read_size(reader *r, const member *m, size_t most, size_t *out)
-{
-    uint64_t value;
-    const mls_code code = read_number(r, m, 0, most, &value);
-    if (code == MLS_OK) {
-        *out = (size_t)value;
-    }
-    return code;
-}
-
-/* Exactly eight digits, in the writer's own form: anything else was not written by one.
- */
-static mls_code read_crc(reader *r, const member *m, uint32_t *out)
-{
-    const mls_text text = mls_json_text(r->json, m->node);
-    return text.length == MLS_CRC_DIGITS && mls_crc_from_digits(text.data, out)
-               ? MLS_OK
-               : fail_member(r, m->node, m->key, "is not 8 hexadecimal digits");
-}
-
-/* ---- reading: files ---- */
-
-/* One of the files, which shards name by its number.  No file is shorter than the length
- * that each starts with. */
-static mls_code read_file(reader *r, mls_json_node node, mls_index_file *file)
-{
-    enum { PATH, BYTES, HEADER_CRC, COUNT };
-    member m[COUNT] = {[PATH] = MEMBER("path", MLS_JSON_STRING, true),
-                       [BYTES] = MEMBER("bytes", MLS_JSON_NUMBER, true),
-                       [HEADER_CRC] = MEMBER("header_crc32c", MLS_JSON_STRING, true)};
-    mls_code code = find_members(r, node, m, COUNT);
-    if (code != MLS_OK) {
-        return code;
-    }
-    const mls_text path = mls_json_text(r->json, m[PATH].node);
-    if (!mls_index_is_path(path)) {
-        return fail_member(r, m[PATH].node, "path", "is not that of a shard file");
-    }
-    memcpy(file->path, path.data, path.length);
-    code = read_number(r, &m[BYTES], HEADER_BYTES, INT64_MAX, &file->bytes);
-    return code == MLS_OK ? read_crc(r, &m[HEADER_CRC], &file->header_crc) : code;
-}
-
-/* ---- reading: shards ---- */
-
+/* Columns of the shards: numbers, then arrays. */
 enum {
-    SECTION,
-    NAME,
-    STATE,
-    DTYPE,
+    KIND,
     SHAPE,
-    LAYOUT,
     PART,
-    AXES,
-    TIER,
     VERSION,
-    PLACE, /* the first of the place's */
-    FILE_NUMBER = PLACE,
+    LAYER_COUNT,
+    SHARD_NUMBERS,
+    NAME = SHARD_NUMBERS,
+    SHARD_COLUMNS
+};
+
+/* Columns of the layers: numbers and checksums, then arrays. */
+enum {
+    FILE_NUMBER,
     OFFSET,
     BYTES,
+    ROW,
     CRC,
     BLOCKS,
-    LAYERS, /* last: version 1 does not know it */
-    MEMBERS
+    LAYER_NUMBERS,
+    ROWS = LAYER_NUMBERS,
+    CODEC,
+    FRAMES,
+    LAYER_COLUMNS
 };
 
-/* Of a layer: the place's, then its own. */
-enum { ROW = LAYERS - PLACE, ROWS, CODEC, FRAMES, LAYER_MEMBERS };
+enum { LAYER_ARRAYS = LAYER_COLUMNS - LAYER_NUMBERS };
 
-static const member shard_members[MEMBERS] = {
-    [SECTION] = MEMBER("section", MLS_JSON_STRING, true),
-    [NAME] = MEMBER("name", MLS_JSON_STRING, true),
-    [STATE] = MEMBER("state", MLS_JSON_STRING, false),
-    [DTYPE] = MEMBER("dtype", MLS_JSON_STRING, true),
-    [SHAPE] = MEMBER("shape", MLS_JSON_ARRAY, true),
-    [LAYOUT] = MEMBER("layout", MLS_JSON_ARRAY, true),
-    [PART] = MEMBER("part", MLS_JSON_NUMBER, true),
-    [AXES] = MEMBER("axes", MLS_JSON_ARRAY, false),
-    [TIER] = MEMBER("tier", MLS_JSON_STRING, false),
-    [VERSION] = MEMBER("version", MLS_JSON_NUMBER, true),
-    [FILE_NUMBER] = MEMBER("file", MLS_JSON_NUMBER, true),
-    [OFFSET] = MEMBER("offset", MLS_JSON_NUMBER, true),
-    [BYTES] = MEMBER("bytes", MLS_JSON_NUMBER, true),
-    [CRC] = MEMBER("crc32c", MLS_JSON_STRING, true),
-    [BLOCKS] = MEMBER("blocks", MLS_JSON_STRING, false),
-    [LAYERS] = MEMBER("layers", MLS_JSON_ARRAY, false),
-};
+/* What many shards have in common, and its values in the text, for messages. */
+typedef struct shard_kind {
+    mls_section section;
+    mls_text state;
+    bool has_state;
+    mls_dtype dtype;
+    mls_layout layout;
+    const signed char *axes; /* or NULL */
+    size_t axis_count;
+    mls_tier tier;
+    mls_json_node layout_node, axes_node;
+} shard_kind;
 
-static const member layer_members[LAYER_MEMBERS] = {
-    [FILE_NUMBER - PLACE] = MEMBER("file", MLS_JSON_NUMBER, true),
-    [OFFSET - PLACE] = MEMBER("offset", MLS_JSON_NUMBER, true),
-    [BYTES - PLACE] = MEMBER("bytes", MLS_JSON_NUMBER, true),
-    [CRC - PLACE] = MEMBER("crc32c", MLS_JSON_STRING, true),
-    [BLOCKS - PLACE] = MEMBER("blocks", MLS_JSON_STRING, false),
-    [ROW] = MEMBER("row", MLS_JSON_NUMBER, false),
-    [ROWS] = MEMBER("rows", MLS_JSON_STRING, false),
-    [CODEC] = MEMBER("codec", MLS_JSON_STRING, false),
-    [FRAMES] = MEMBER("frames", MLS_JSON_STRING, false),
-};
+typedef struct reader {
+    mls_index_source in;
+    mls_index index; /* its counts are final, its arrays are being filled */
+    shard_kind *kinds;
+    size_t kind_count;
+    column shards[SHARD_NUMBERS], layers[LAYER_NUMBERS];
+    mls_json_node name, arrays[LAYER_ARRAYS]; /* next values of columns, or NONE */
+    size_t layer_rows, layer; /* rows of the table of layers; of these, were read */
+    size_t dims_used, axes_used, crcs_used; /* of what was counted beforehand */
+    size_t sparse_used, layers_used, extents_used, frames_used, ends_used; /* the same */
+} reader;
 
-/* The name of a text among `count` names, or `count`. */
-static int which_name(mls_text text, const char *(*name_of)(int), int count)
-{
-    int i = 0;
-    while (i < count && !mls_text_is(text, name_of(i))) {
-        i++;
-    }
-    return i;
-}
-
-/* For which_name, which knows no enum by name; so are the next two. */
+/* For read_word, which takes enums as int; so are the next two. */
 static const char *section_of(int i)
 {
     return mls_section_name((mls_section)i);
@@ -225,305 +91,336 @@ static const char *codec_of(int i)
     return mls_codec_name((mls_codec)i);
 }
 
-/* Among the names is the empty one, of no tier: whoever asks refuses it himself. */
+/* Without the empty name of MLS_TIER_NONE, which no text has. */
 static const char *tier_of(int i)
 {
-    return mls_tier_name((mls_tier)i);
+    return mls_tier_name((mls_tier)(i + 1));
 }
 
-/* Dots divide parameter and state: where both are joined, they must come apart again. */
-static mls_code read_id(reader *r, const member *m, mls_tensor_id *id)
-{
-    const mls_text section = mls_json_text(r->json, m[SECTION].node);
-    const int which = which_name(section, section_of, MLS_SECTION_COUNT);
-    if (which == MLS_SECTION_COUNT) {
-        return fail_member(r, m[SECTION].node, "section",
-                           "is neither \"params\" nor \"optim_state\"");
-    }
-    *id = (mls_tensor_id){.section = (mls_section)which,
-                          .name = mls_json_text(r->json, m[NAME].node),
-                          .has_state = m[STATE].node != MLS_JSON_NONE};
-    if (id->section == MLS_PARAMS) {
-        return id->has_state
-                   ? fail_member(r, m[STATE].node, "state", "in the section \"params\"")
-                   : MLS_OK;
-    }
-    /* what stands behind the last dot of the key in a file */
-    const mls_text divided =
-        id->has_state ? mls_json_text(r->json, m[STATE].node) : id->name;
-    if (divided.length > 0 && memchr(divided.data, '.', divided.length) != NULL) {
-        return fail_member(r, m[id->has_state ? STATE : NAME].node,
-                           id->has_state ? "state" : "name", "has a dot");
-    }
-    if (id->has_state) {
-        id->state = divided;
-    }
-    return MLS_OK;
-}
+/* ---- files ---- */
 
-/* Dimensions go to the index's array of all of them, where room for as many as the text
- * has was made. */
-static mls_code read_shape(reader *r, const member *m, mls_index_shard *shard)
+/* All files.  None is shorter than the length that each starts with. */
+static mls_code read_files(reader *r, mls_json_node object)
 {
-    size_t *dims = r->index.dims + r->dims_used;
-    const size_t rank = mls_json_size(r->json, m->node);
-    if (rank > MLS_LAYOUT_RANK) {
-        return fail_member(r, m->node, m->key, "has too many dimensions");
+    enum { PATH, FILE_BYTES, HEADER_CRC, COUNT };
+    member m[COUNT] = {[PATH] = MLS_INDEX_MEMBER("path", MLS_JSON_ARRAY, true),
+                       [FILE_BYTES] = MLS_INDEX_MEMBER("bytes", MLS_JSON_STRING, true),
+                       [HEADER_CRC] =
+                           MLS_INDEX_MEMBER("header_crc32c", MLS_JSON_STRING, true)};
+    mls_index *x = &r->index;
+    mls_code code = mls_index_find_members(&r->in, object, m, COUNT);
+    if (code != MLS_OK) {
+        return code;
     }
-    mls_json_node node = mls_json_first(r->json, m->node);
-    for (size_t i = 0; i < rank; i++, node = mls_json_next(r->json, node)) {
-        uint64_t dim;
-        if (!mls_json_u64(r->json, node, &dim) || !mls_size_from_u64(dim, &dims[i])) {
-            return fail_member(r, node, m->key, "has a dimension that is no size");
+    column columns[] = {mls_index_open_column(&r->in, &m[FILE_BYTES]),
+                        mls_index_open_column(&r->in, &m[HEADER_CRC])};
+    x->file_count = mls_json_size(r->in.json, m[PATH].node);
+    if ((x->files = mls_alloc(x->file_count, sizeof *x->files)) == NULL) {
+        return mls_fail(r->in.st, MLS_E_MEMORY, "no memory for an index of %zu files",
+                        x->file_count);
+    }
+    mls_json_node node = mls_json_first(r->in.json, m[PATH].node);
+    for (size_t i = 0; i < x->file_count; i++, node = mls_json_next(r->in.json, node)) {
+        mls_index_file *file = &x->files[i];
+        mls_text path;
+        if ((code = mls_index_read_text(&r->in, node, "path", &path)) != MLS_OK) {
+            return code;
+        }
+        if (!mls_index_is_path(path)) {
+            return mls_index_fail_value(&r->in, node, "path",
+                                        "is not that of a shard file");
+        }
+        memcpy(file->path, path.data, path.length);
+        if ((code = mls_index_next_number(&r->in, &columns[0], HEADER_BYTES, INT64_MAX,
+                                          &file->bytes)) != MLS_OK ||
+            (code = mls_index_next_crc(&r->in, &columns[1], &file->header_crc)) !=
+                MLS_OK) {
+            return code;
         }
     }
-    shard->rank = (int)rank;
-    shard->shape = dims;
-    r->dims_used += rank;
-    return MLS_OK;
+    return mls_index_end_columns(&r->in, columns, 2);
 }
+
+/* ---- kinds ---- */
 
 /* [axis or "flat", parts]: the only arrays of two kinds of values in the format. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
-    const mls_json_node first = mls_json_first(r->json, node);
-    if (mls_json_type_of(r->json, node) != MLS_JSON_ARRAY ||
-        mls_json_size(r->json, node) != 2 ||
-        !mls_json_u64(r->json, mls_json_next(r->json, first), &parts) ||
+    const mls_json_node first = mls_json_first(r->in.json, node);
+    if (mls_json_type_of(r->in.json, node) != MLS_JSON_ARRAY ||
+        mls_json_size(r->in.json, node) != 2 ||
+        !mls_json_u64(r->in.json, mls_json_next(r->in.json, first), &parts) ||
         !mls_size_from_u64(parts, &step->parts)) {
         return false;
     }
-    if (mls_json_type_of(r->json, first) == MLS_JSON_STRING) {
+    if (mls_json_type_of(r->in.json, first) == MLS_JSON_STRING) {
         step->axis = MLS_LAYOUT_FLAT;
-        return mls_text_is(mls_json_text(r->json, first), "flat");
+        return mls_text_is(mls_json_text(r->in.json, first), "flat");
     }
-    if (!mls_json_u64(r->json, first, &axis) || axis >= MLS_LAYOUT_RANK) {
+    if (!mls_json_u64(r->in.json, first, &axis) || axis >= MLS_LAYOUT_RANK) {
         return false;
     }
     step->axis = (int)axis;
     return true;
 }
 
-/* Whether the steps make sense together, and with the shape, is asked later, when the
- * part is made of them. */
+/* The steps of a layout.  Whether they fit a shape is checked with each shard. */
 static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
 {
-    if (mls_json_size(r->json, m->node) > MLS_LAYOUT_STEPS) {
-        return fail_member(r, m->node, m->key, "has too many steps");
+    if (mls_json_size(r->in.json, m->node) > MLS_LAYOUT_STEPS) {
+        return mls_index_fail_value(&r->in, m->node, m->key, "has too many steps");
     }
-    for (mls_json_node node = mls_json_first(r->json, m->node); node != MLS_JSON_NONE;
-         node = mls_json_next(r->json, node)) {
+    for (mls_json_node node = mls_json_first(r->in.json, m->node); node != MLS_JSON_NONE;
+         node = mls_json_next(r->in.json, node)) {
         if (!read_step(r, node, &layout->steps[layout->count])) {
-            return fail_member(r, node, m->key,
-                               "has a step that is not [axis or \"flat\", parts]");
+            return mls_index_fail_value(
+                &r->in, node, m->key, "has a step that is not [axis or \"flat\", parts]");
         }
         layout->count++;
     }
     return MLS_OK;
 }
 
-/* For each of the state's axes the parameter's, or null.  The parameter itself may be in
- * another index, or nowhere: what is said here is only used to cut. */
-static mls_code read_axes(reader *r, const member *m, mls_index_shard *shard)
+/* For each axis of the state the parameter's, or null.  The parameter may be in another
+ * index, or in none: the axes are only used to cut. */
+static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
 {
     signed char *axes = r->index.axes + r->axes_used;
-    if (m->node == MLS_JSON_NONE) {
-        return MLS_OK;
-    }
-    if (mls_json_size(r->json, m->node) != (size_t)shard->rank) {
-        return fail_member(r, m->node, m->key, "are not as many as the shape has");
-    }
-    mls_json_node node = mls_json_first(r->json, m->node);
-    for (int i = 0; i < shard->rank; i++, node = mls_json_next(r->json, node)) {
+    const size_t count = mls_json_size(r->in.json, m->node);
+    mls_json_node node = mls_json_first(r->in.json, m->node);
+    for (size_t i = 0; i < count; i++, node = mls_json_next(r->in.json, node)) {
         uint64_t axis;
-        if (mls_json_type_of(r->json, node) == MLS_JSON_NULL) {
+        if (mls_json_type_of(r->in.json, node) == MLS_JSON_NULL) {
             axes[i] = MLS_NO_AXIS;
-        } else if (mls_json_u64(r->json, node, &axis) && axis < MLS_LAYOUT_RANK) {
+        } else if (mls_json_u64(r->in.json, node, &axis) && axis < MLS_LAYOUT_RANK) {
             axes[i] = (signed char)axis;
         } else {
-            return fail_member(r, node, m->key, "hold neither an axis nor null");
+            return mls_index_fail_value(&r->in, node, m->key,
+                                        "hold neither an axis nor null");
         }
     }
-    shard->axes = axes;
-    r->axes_used += (size_t)shard->rank;
+    kind->axes = axes;
+    kind->axis_count = count;
+    r->axes_used += count;
     return MLS_OK;
 }
 
-/* Not stated is no tier; stated wrongly is an error, since nobody could tell what was
- * meant. */
-static mls_code read_tier(reader *r, const member *m, mls_tier *tier)
+/* Dots separate parameter and state in the key of a state dict, so a state has none. */
+static mls_code read_state(reader *r, const member *m, shard_kind *kind)
 {
-    if (m->node == MLS_JSON_NONE) {
+    kind->has_state = m->node != MLS_JSON_NONE;
+    if (!kind->has_state) {
         return MLS_OK;
     }
-    const int which =
-        which_name(mls_json_text(r->json, m->node), tier_of, MLS_TIER_COUNT);
-    if (which == MLS_TIER_NONE || which == MLS_TIER_COUNT) {
-        return fail_member(r, m->node, m->key, "is none of \"hot\", \"warm\", \"cold\"");
+    if (kind->section == MLS_PARAMS) {
+        return mls_index_fail_value(&r->in, m->node, "state",
+                                    "in the section \"params\"");
     }
-    *tier = (mls_tier)which;
-    return MLS_OK;
+    kind->state = mls_json_text(r->in.json, m->node);
+    return kind->state.length > 0 &&
+                   memchr(kind->state.data, '.', kind->state.length) != NULL
+               ? mls_index_fail_value(&r->in, m->node, "state", "has a dot")
+               : MLS_OK;
 }
 
-/* What the shard is, by layout and shape; `*out` is the number of its elements. */
-static mls_code read_part(reader *r, const member *m, mls_index_shard *shard, size_t *out)
-{
-    mls_part part;
-    mls_status why;
-    if (!mls_index_fits(shard->dtype, shard->rank, shard->shape)) {
-        return fail_member(r, m[SHAPE].node, "shape", "is larger than any memory");
-    }
-    if (mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part, &part,
-                        &why) != MLS_OK) {
-        return fail_member(r, m[LAYOUT].node, "layout",
-                           why.code == MLS_E_VALUE
-                               ? "does not have this part, or no sense"
-                               : "does not fit the shape");
-    }
-    *out = mls_part_count(&part);
-    shard->bytes = *out * mls_dtype_of(shard->dtype)->item_bytes; /* no more than fit */
-    return MLS_OK;
-}
+enum { SECTION, STATE, DTYPE, LAYOUT, AXES, TIER, KIND_MEMBERS };
 
-/* One checksum a block; a place of one block has but the one.  That of the whole place is
- * not compared with those of its blocks: whoever verifies reads the blocks.  `m` are the
- * members of a place. */
-static mls_code read_blocks(reader *r, const member *m, mls_layer *place)
+/* One kind of shards, from its members. */
+static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
 {
-    const member *whole = &m[CRC - PLACE], *blocks = &m[BLOCKS - PLACE];
-    const size_t count = mls_safetensors_blocks(place->bytes);
-    uint32_t *crcs = r->index.crcs + r->crcs_used;
-    mls_code code = read_crc(r, whole, &place->crc);
+    int section, tier = -1;
+    mls_code code = mls_index_read_word(
+        &r->in, m[SECTION].node, "section", section_of, MLS_SECTION_COUNT,
+        "is neither \"params\" nor \"optim_state\"", &section);
     if (code != MLS_OK) {
         return code;
     }
-    if ((blocks->node == MLS_JSON_NONE) != (count <= 1)) {
-        return fail_member(r, (count <= 1 ? blocks : whole)->node, "blocks",
-                           count <= 1 ? "of a shard that is no longer than one"
-                                      : "is missing");
+    kind->section = (mls_section)section;
+    kind->layout_node = m[LAYOUT].node;
+    kind->axes_node = m[AXES].node;
+    const mls_text dtype = mls_json_text(r->in.json, m[DTYPE].node);
+    if (!mls_dtype_from_file_name(dtype.data, dtype.length, &kind->dtype)) {
+        return mls_index_fail_value(&r->in, m[DTYPE].node, "dtype", "is unknown");
     }
-    place->crcs = crcs;
-    r->crcs_used += count;
-    if (count <= 1) {
-        crcs[0] = place->crc; /* room for it was counted, by "crc32c" */
-        r->crcs_used = (size_t)(crcs - r->index.crcs) + 1;
-        return place->bytes > 0 || place->crc == 0
-                   ? MLS_OK
-                   : fail_member(r, whole->node, "crc32c", "is not that of no bytes");
+    if ((code = read_state(r, &m[STATE], kind)) != MLS_OK ||
+        (code = read_layout(r, &m[LAYOUT], &kind->layout)) != MLS_OK ||
+        (m[AXES].node != MLS_JSON_NONE &&
+         (code = read_axes(r, &m[AXES], kind)) != MLS_OK) ||
+        (m[TIER].node != MLS_JSON_NONE &&
+         (code = mls_index_read_word(
+              &r->in, m[TIER].node, "tier", tier_of, MLS_TIER_COUNT - 1,
+              "is none of \"hot\", \"warm\", \"cold\"", &tier)) != MLS_OK)) {
+        return code;
     }
-    const mls_text digits = mls_json_text(r->json, blocks->node);
-    if (digits.length % MLS_CRC_DIGITS != 0 || digits.length / MLS_CRC_DIGITS != count) {
-        return fail_member(r, blocks->node, "blocks",
-                           "are not 8 digits for each MiB of the shard");
-    }
-    for (size_t i = 0; i < count; i++) {
-        if (!mls_crc_from_digits(digits.data + i * MLS_CRC_DIGITS, &crcs[i])) {
-            return fail_member(r, blocks->node, "blocks", "are not hexadecimal");
-        }
-    }
+    kind->tier = (mls_tier)(tier + 1);
     return MLS_OK;
 }
 
-/* Where it lies: inside its file, as far as the file's recorded length tells.  Whether
- * the file has that length is seen when it is opened.  `m` are the members of a place. */
-static mls_code read_place(reader *r, const member *m, mls_layer *place)
+/* All kinds: a short list of objects. */
+static mls_code read_kinds(reader *r, mls_json_node array)
 {
-    uint64_t end;
-    mls_code code = read_size(r, &m[BYTES - PLACE], SIZE_MAX, &place->bytes);
-    if (code == MLS_OK) {
+    member m[KIND_MEMBERS] = {[SECTION] =
+                                  MLS_INDEX_MEMBER("section", MLS_JSON_STRING, true),
+                              [STATE] = MLS_INDEX_MEMBER("state", MLS_JSON_STRING, false),
+                              [DTYPE] = MLS_INDEX_MEMBER("dtype", MLS_JSON_STRING, true),
+                              [LAYOUT] = MLS_INDEX_MEMBER("layout", MLS_JSON_ARRAY, true),
+                              [AXES] = MLS_INDEX_MEMBER("axes", MLS_JSON_ARRAY, false),
+                              [TIER] = MLS_INDEX_MEMBER("tier", MLS_JSON_STRING, false)};
+    const size_t count = mls_json_size(r->in.json, array);
+    size_t axes = 0;
+    for (mls_json_node node = mls_json_first(r->in.json, array); node != MLS_JSON_NONE;
+         node = mls_json_next(r->in.json, node)) {
+        const mls_json_node found = mls_json_find(r->in.json, node, "axes");
+        axes += found == MLS_JSON_NONE ? 0 : mls_json_size(r->in.json, found);
+    }
+    if ((r->kinds = mls_alloc(count, sizeof *r->kinds)) == NULL ||
+        (r->index.axes = mls_alloc(axes, sizeof *r->index.axes)) == NULL) {
+        return mls_fail(r->in.st, MLS_E_MEMORY, "no memory for %zu kinds of shards",
+                        count);
+    }
+    r->kind_count = count;
+    mls_code code = MLS_OK;
+    mls_json_node node = mls_json_first(r->in.json, array);
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
         code =
-            read_number(r, &m[OFFSET - PLACE], HEADER_BYTES, INT64_MAX, &place->offset);
+            mls_json_type_of(r->in.json, node) == MLS_JSON_OBJECT
+                ? mls_index_find_members(&r->in, node, m, KIND_MEMBERS)
+                : mls_index_fail_value(&r->in, node, "kinds", "hold what is no object");
+        code = code == MLS_OK ? read_kind(r, m, &r->kinds[i]) : code;
+        node = mls_json_next(r->in.json, node);
     }
-    if (code == MLS_OK) {
-        code = read_size(r, &m[0], SIZE_MAX, &place->file);
-    }
-    if (code != MLS_OK) {
-        return code;
-    }
-    if (place->file >= r->index.file_count) {
-        return fail_member(r, m[0].node, "file", "is not one of the files");
-    }
-    if (!mls_u64_add(place->offset, place->bytes, &end) ||
-        end > r->index.files[place->file].bytes) {
-        return fail_member(r, m[OFFSET - PLACE].node, "offset",
-                           "and bytes lead behind the end of the file");
-    }
-    return MLS_OK;
-}
-
-/* A shard that has all its bytes in one place, and is of as many as there are there. */
-static mls_code read_plain(reader *r, const member *m, mls_index_shard *shard)
-{
-    mls_layer place = {0};
-    size_t elements;
-    mls_code code = read_place(r, m + PLACE, &place);
-    if (code == MLS_OK) {
-        code = read_part(r, m, shard, &elements);
-    }
-    if (code != MLS_OK) {
-        return code;
-    }
-    if (place.bytes != shard->bytes) {
-        return fail_member(r, m[BYTES].node, "bytes",
-                           "are not as many as shape, layout and dtype make");
-    }
-    code = read_blocks(r, m + PLACE, &place);
-    shard->file = place.file;
-    shard->offset = place.offset;
-    shard->crc = place.crc;
-    shard->crcs = place.crcs;
     return code;
 }
 
-/* ---- reading: sparse shards ---- */
+/* ---- layers: bytes in files ---- */
 
-/* Which elements a layer holds: "row" and "rows", for whose runs room was counted. */
-static mls_code read_rows(reader *r, const member *m, size_t elements, mls_layer *layer)
+/* As mls_index_next_number, for a number that must fit the address space. */
+static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
 {
-    mls_extent *runs = r->index.extents + r->extents_used;
-    uint64_t row;
-    const mls_code code = read_number(r, &m[ROW], 1, SIZE_MAX, &row);
+    uint64_t value;
+    const mls_code code = mls_index_next_number(&r->in, c, 0, most, &value);
+    if (code == MLS_OK) {
+        *out = (size_t)value;
+    }
+    return code;
+}
+
+/* The next value of an array, or MLS_JSON_NONE: the column was not found, or has null. */
+static mls_json_node next_value(const reader *r, mls_json_node *cursor)
+{
+    const mls_json_node node = *cursor;
+    if (node == MLS_JSON_NONE) {
+        return node;
+    }
+    *cursor = mls_json_next(r->in.json, node);
+    return mls_json_type_of(r->in.json, node) == MLS_JSON_NULL ? MLS_JSON_NONE : node;
+}
+
+/* The range of bytes is inside its file, as far as the file's recorded length tells.
+ * Whether the file has that length is checked when it is opened. */
+static mls_code read_range(reader *r, mls_layer *layer)
+{
+    const column file = r->layers[FILE_NUMBER], offset = r->layers[OFFSET];
+    uint64_t end;
+    mls_code code = next_size(r, &r->layers[FILE_NUMBER], SIZE_MAX, &layer->file);
     if (code != MLS_OK) {
         return code;
     }
-    mls_rows rows = mls_layer_rows((size_t)row, elements);
-    if (!mls_layer_rows_read(&rows, mls_json_text(r->json, m[ROWS].node), runs,
-                             &layer->run_count)) {
-        return fail_member(r, m[ROWS].node, "rows",
-                           "are not rows passed over and rows held in turn, as many as "
-                           "the shard has");
+    if (layer->file >= r->index.file_count) {
+        mls_index_fail_column(&r->in, &file, "is not one of the files");
+        mls_status_expected(r->in.st, "below %zu", r->index.file_count);
+        return MLS_E_FORMAT;
     }
-    /* only what passed takes room: a refused index is freed as a whole */
-    layer->row = (size_t)row;
+    if ((code = mls_index_next_number(&r->in, &r->layers[OFFSET], HEADER_BYTES, INT64_MAX,
+                                      &layer->offset)) != MLS_OK ||
+        (code = next_size(r, &r->layers[BYTES], SIZE_MAX, &layer->bytes)) != MLS_OK) {
+        return code;
+    }
+    if (!mls_u64_add(layer->offset, layer->bytes, &end) ||
+        end > r->index.files[layer->file].bytes) {
+        mls_index_fail_column(&r->in, &offset,
+                              "and bytes lead behind the end of the file");
+        mls_status_expected(r->in.st, "%zu bytes before %llu", layer->bytes,
+                            (unsigned long long)r->index.files[layer->file].bytes);
+        return MLS_E_FORMAT;
+    }
+    return MLS_OK;
+}
+
+/* The checksum of the layer and those of its blocks, of which a single one is the same.
+ * They are not compared with each other: to verify a layer, its blocks are read. */
+static mls_code read_crcs(reader *r, mls_layer *layer)
+{
+    const column crc = r->layers[CRC];
+    const size_t count = mls_safetensors_blocks(layer->bytes);
+    uint32_t *crcs = r->index.crcs + r->crcs_used;
+    mls_code code = mls_index_next_crc(&r->in, &r->layers[CRC], &layer->crc);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (layer->bytes == 0 && layer->crc != 0) {
+        return mls_index_fail_column(&r->in, &crc, "is not that of no bytes");
+    }
+    if (count > 1 && r->layers[BLOCKS].rest.length / MLS_CRC_DIGITS < count) {
+        return mls_index_fail_column(&r->in, &r->layers[BLOCKS],
+                                     "has not 8 digits for each MiB of the layers");
+    }
+    crcs[0] = layer->crc; /* room was counted with the layer's row */
+    for (size_t i = 0; code == MLS_OK && count > 1 && i < count; i++) {
+        code = mls_index_next_crc(&r->in, &r->layers[BLOCKS], &crcs[i]);
+    }
+    layer->crcs = crcs;
+    r->crcs_used += count > 1 ? count : 1;
+    return code;
+}
+
+/* Which elements a layer holds: rows of `layer->row`, for whose runs room was counted. */
+static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
+                          mls_layer *layer)
+{
+    mls_extent *runs = r->index.extents + r->extents_used;
+    mls_rows rows = mls_layer_rows(layer->row, elements);
+    mls_text text;
+    const mls_code code = mls_index_read_text(&r->in, node, "rows", &text);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (!mls_layer_rows_read(&rows, text, runs, &layer->run_count)) {
+        return mls_index_fail_value(&r->in, node, "rows",
+                                    "are not rows passed over and rows held in turn, as "
+                                    "many as the shard has");
+    }
     layer->runs = runs;
     r->extents_used += layer->run_count;
     return MLS_OK;
 }
 
-/* How a layer is coded: "codec" and "frames", for whose lengths room was counted. */
-static mls_code read_frames(reader *r, const member *m, size_t item, size_t elements,
-                            mls_layer *layer)
+/* How a layer is compressed: "codec" and "frames", for whose lengths room was counted. */
+static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
+                            size_t item, size_t elements, mls_layer *layer)
 {
     mls_frames *frames = &r->index.frames[r->frames_used];
-    const int codec =
-        which_name(mls_json_text(r->json, m[CODEC].node), codec_of, MLS_CODEC_COUNT);
-    if (codec == MLS_CODEC_COUNT) {
-        return fail_member(r, m[CODEC].node, "codec",
-                           "is one that this mlstate does not know: use a newer one");
+    int codec;
+    mls_text text;
+    mls_code code = mls_index_read_word(
+        &r->in, codec_node, "codec", codec_of, MLS_CODEC_COUNT,
+        "is one that this mlstate does not know: use a newer one", &codec);
+    if (code != MLS_OK ||
+        (code = mls_index_read_text(&r->in, node, "frames", &text)) != MLS_OK) {
+        return code;
     }
     *frames = (mls_frames){.codec = (mls_codec)codec,
                            .item = item,
                            .bytes = mls_layer_held(layer, elements) * item,
                            .ends = r->index.ends + r->ends_used};
-    /* as many lengths as frames: what a layer claims to hold is bounded by the text, or
-     * there would be no room for all of them */
-    const mls_text text = mls_json_text(r->json, m[FRAMES].node);
+    /* room was counted by the text, so the lengths are counted before they are read */
     const size_t count = mls_frames_count(frames->bytes);
     if (count == 0 || count != mls_frames_text_count(text) ||
         !mls_frames_read(frames, text)) {
-        return fail_member(r, m[FRAMES].node, "frames",
-                           "are not a length for each MiB of the layer's elements");
+        return mls_index_fail_value(
+            &r->in, node, "frames",
+            "are not a length for each MiB of the layer's elements");
     }
     layer->frames = frames;
     r->frames_used++;
@@ -531,363 +428,456 @@ static mls_code read_frames(reader *r, const member *m, size_t item, size_t elem
     return MLS_OK;
 }
 
-/* One layer.  What it holds comes before its bytes, which must be as many as that makes,
- * and some: a layer that holds nothing says nothing. */
-static mls_code read_layer(reader *r, mls_json_node node, const mls_index_shard *shard,
-                           bool first, mls_layer *layer)
+/* How the next layer holds its elements.  Only a shard's first layer may be full. */
+static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elements,
+                            bool first, mls_layer *layer)
 {
-    member m[LAYER_MEMBERS];
-    const size_t size = mls_dtype_of(shard->dtype)->item_bytes;
-    const size_t elements = shard->bytes / size;
-    memcpy(m, layer_members, sizeof m);
-    if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
-        return fail_member(r, node, "layers", "hold what is no object");
+    const column row = r->layers[ROW];
+    mls_json_node at[LAYER_ARRAYS];
+    mls_code code = MLS_OK;
+    for (int i = 0; i < LAYER_ARRAYS; i++) {
+        at[i] = next_value(r, &r->arrays[i]);
     }
-    mls_code code = find_members(r, node, m, LAYER_MEMBERS);
-    if (code != MLS_OK) {
+    const mls_json_node rows = at[0], codec = at[CODEC - ROWS],
+                        frames = at[FRAMES - ROWS];
+    if (row.rest.data != NULL &&
+        (code = next_size(r, &r->layers[ROW], SIZE_MAX, &layer->row)) != MLS_OK) {
         return code;
     }
-    if ((m[ROW].node == MLS_JSON_NONE) != (m[ROWS].node == MLS_JSON_NONE)) {
-        return fail_member(r, node, m[ROW].node == MLS_JSON_NONE ? "row" : "rows",
-                           "is missing");
+    if ((layer->row == 0) != (rows == MLS_JSON_NONE)) {
+        return layer->row != 0
+                   ? mls_index_fail_column(&r->in, &row, "is of a layer without \"rows\"")
+                   : mls_index_fail_value(&r->in, rows, "rows",
+                                          "is of a layer without \"row\"");
     }
-    if ((m[CODEC].node == MLS_JSON_NONE) != (m[FRAMES].node == MLS_JSON_NONE)) {
-        return fail_member(r, node, m[CODEC].node == MLS_JSON_NONE ? "codec" : "frames",
-                           "is missing");
+    if (layer->row == 0 && !first) {
+        return mls_index_fail_column(&r->in, &row,
+                                     "is missing: only the first layer is full");
     }
-    if (m[ROW].node == MLS_JSON_NONE && !first) {
-        return fail_member(r, node, "rows", "is missing: only the first layer is full");
+    if ((codec == MLS_JSON_NONE) != (frames == MLS_JSON_NONE)) {
+        return codec != MLS_JSON_NONE
+                   ? mls_index_fail_value(&r->in, codec, "codec",
+                                          "is of a layer without \"frames\"")
+                   : mls_index_fail_value(&r->in, frames, "frames",
+                                          "is of a layer without \"codec\"");
     }
-    /* place first: what it says of bytes is checked against the rows below */
-    code = read_place(r, m, layer);
-    if (code == MLS_OK && m[ROW].node != MLS_JSON_NONE) {
-        code = read_rows(r, m, elements, layer);
+    if (layer->row != 0) {
+        code = read_rows(r, rows, elements, layer);
     }
-    if (code == MLS_OK && m[CODEC].node != MLS_JSON_NONE) {
-        code = read_frames(r, m, size, elements, layer);
-    }
-    if (code != MLS_OK) {
+    return code == MLS_OK && codec != MLS_JSON_NONE
+               ? read_frames(r, codec, frames, mls_dtype_of(shard->dtype)->item_bytes,
+                             elements, layer)
+               : code;
+}
+
+/* The next layer, which is number `number` of a shard of so many elements. */
+static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
+                           size_t number, mls_layer *layer)
+{
+    const column bytes = r->layers[BYTES];
+    r->layer++;
+    mls_code code = read_range(r, layer);
+    if (code != MLS_OK ||
+        (code = read_coding(r, shard, elements, number == 0, layer)) != MLS_OK) {
         return code;
     }
     const size_t made =
         layer->frames == NULL
-            ? mls_layer_held(layer, elements) * size
+            ? mls_layer_held(layer, elements) * mls_dtype_of(shard->dtype)->item_bytes
             : layer->frames->ends[mls_frames_count(layer->frames->bytes) - 1];
-    if (layer->bytes == 0 || layer->bytes != made) {
-        return fail_member(r, m[BYTES - PLACE].node, "bytes",
-                           "are not as many as its elements or frames make, and some");
+    if (layer->bytes != made) {
+        mls_index_fail_column(
+            &r->in, &bytes,
+            layer->row == 0 && layer->frames == NULL
+                ? "are not as many as shape, layout and dtype make"
+                : "are not as many as the layer's elements or frames make");
+        mls_status_expected(r->in.st, "%zu", made);
+        return MLS_E_FORMAT;
     }
-    return read_blocks(r, m, layer);
+    return read_crcs(r, layer);
 }
 
-/* A shard with layers.  Which of their elements are visible is worked out at once, into
- * room that was counted, so that nobody has to later. */
-static mls_code read_layers(reader *r, const member *m, mls_index_shard *shard)
+/* All layers of a shard.  Which of their elements are visible is computed at once, into
+ * room that was counted.  A full layer that is alone, and not compressed, is a plain
+ * shard, as most are. */
+static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
+                            size_t count)
 {
-    mls_layers *layers = &r->index.sparse[r->sparse_used++];
-    const mls_json_node array = m[LAYERS].node;
-    size_t elements;
-    mls_code code = read_part(r, m, shard, &elements);
-    /* one that had both could be read in two ways */
-    for (int i = PLACE; code == MLS_OK && i <= BLOCKS; i++) {
-        if (m[i].node != MLS_JSON_NONE) {
-            code = fail_member(r, m[i].node, m[i].key, "is beside \"layers\"");
-        }
-    }
+    mls_layer first = {0};
+    mls_code code = count > 0 ? read_layer(r, shard, elements, 0, &first) : MLS_OK;
     if (code != MLS_OK) {
         return code;
     }
-    if (mls_json_size(r->json, array) > MLS_LAYERS_MOST) {
-        fail_member(r, array, "layers", "are too many");
-        mls_status_expected(r->st, "at most %d", (int)MLS_LAYERS_MOST);
-        return MLS_E_FORMAT;
+    if (count == 1 && first.row == 0 && first.frames == NULL) {
+        shard->file = first.file;
+        shard->offset = first.offset;
+        shard->crc = first.crc;
+        shard->crcs = first.crcs;
+        return MLS_OK;
     }
-    /* its layers lie together, behind those of the shards before it */
+    mls_layers *layers = &r->index.sparse[r->sparse_used++];
     layers->list = r->index.layers + r->layers_used;
-    mls_json_node node = mls_json_first(r->json, array);
-    for (; code == MLS_OK && node != MLS_JSON_NONE; node = mls_json_next(r->json, node)) {
-        code =
-            read_layer(r, node, shard, layers->count == 0, &layers->list[layers->count]);
-        layers->count++;
-    }
-    if (code == MLS_OK) {
-        r->layers_used += layers->count;
-        r->extents_used +=
-            mls_layers_resolve(layers, elements, r->index.extents + r->extents_used);
-        shard->layers = layers;
-    }
-    return code;
-}
-
-/* In its one place, all members of which must be there, or in layers. */
-static mls_code read_places(reader *r, mls_json_node node, const member *m,
-                            mls_index_shard *shard)
-{
-    if (m[LAYERS].node != MLS_JSON_NONE) {
-        return read_layers(r, m, shard);
-    }
-    for (int i = PLACE; i < BLOCKS; i++) {
-        if (m[i].node == MLS_JSON_NONE) {
-            return refuse_member(r, node, &m[i]);
+    for (layers->count = 0; layers->count < count; layers->count++) {
+        mls_layer *layer = &layers->list[layers->count];
+        if (layers->count == 0) {
+            *layer = first;
+        } else if ((code = read_layer(r, shard, elements, layers->count, layer)) !=
+                   MLS_OK) {
+            return code;
+        }
+        if (layer->bytes == 0) {
+            return mls_index_fail_column(&r->in, &r->layers[BYTES],
+                                         "are none in a layer of several");
         }
     }
-    return read_plain(r, m, shard);
-}
-
-/* Everything that a shard says of itself.
- *
- * Member by member, each on the shoulders of those before: the shape before the layout
- * that cuts it, both before the bytes that must fit them, the bytes before the checksums
- * that cover them. */
-static mls_code read_shard(reader *r, mls_json_node node, member *m,
-                           mls_index_shard *shard)
-{
-    mls_code code = MLS_OK;
-    /* to version 1 "layers" is one of the members that are passed over */
-    const size_t count = r->version == MLS_INDEX_VERSION ? LAYERS : MEMBERS;
-    const size_t bad = mls_json_members(r->json, node, m, count);
-    /* known first, so that whatever is wrong can be said with it */
-    r->name = m[NAME].node == MLS_JSON_NONE ? (mls_text){0}
-                                            : mls_json_text(r->json, m[NAME].node);
-    if (bad < count) {
-        return refuse_member(r, node, &m[bad]);
-    }
-    const mls_text dtype = mls_json_text(r->json, m[DTYPE].node);
-    if (!mls_dtype_from_file_name(dtype.data, dtype.length, &shard->dtype)) {
-        return fail_member(r, m[DTYPE].node, "dtype", "is unknown");
-    }
-    if ((code = read_id(r, m, &shard->id)) != MLS_OK ||
-        (code = read_shape(r, &m[SHAPE], shard)) != MLS_OK ||
-        (code = read_layout(r, &m[LAYOUT], &shard->layout)) != MLS_OK ||
-        (code = read_axes(r, &m[AXES], shard)) != MLS_OK ||
-        (code = read_tier(r, &m[TIER], &shard->tier)) != MLS_OK ||
-        (code = read_number(r, &m[VERSION], 1, INT64_MAX, &shard->version)) != MLS_OK ||
-        (code = read_size(r, &m[PART], PTRDIFF_MAX, &shard->part)) != MLS_OK) {
-        return code;
-    }
-    return read_places(r, node, m, shard);
-}
-
-/* ---- reading: the whole ---- */
-
-/* How many there will be of what, at most. */
-typedef struct needs {
-    size_t dims, axes, crcs, sparse, layers, extents, frames, ends;
-} needs;
-
-/* Checksums of a shard or a layer, by the digits that there are. */
-static size_t count_crcs(const reader *r, mls_json_node blocks)
-{
-    return 1 + (blocks == MLS_JSON_NONE
-                    ? 0
-                    : mls_json_text(r->json, blocks).length / MLS_CRC_DIGITS);
-}
-
-/* What the layers of one shard will need: for each run one extent, and what resolving
- * takes, which is that of mls_layers_room. */
-static void count_layers(const reader *r, mls_json_node array, needs *n)
-{
-    enum { COUNTED_BLOCKS, COUNTED_ROWS, COUNTED_FRAMES, COUNT };
-    member m[COUNT] = {[COUNTED_BLOCKS] = MEMBER("blocks", MLS_JSON_STRING, false),
-                       [COUNTED_ROWS] = MEMBER("rows", MLS_JSON_STRING, false),
-                       [COUNTED_FRAMES] = MEMBER("frames", MLS_JSON_STRING, false)};
-    n->sparse++;
-    n->extents++;
-    for (mls_json_node node = mls_json_first(r->json, array); node != MLS_JSON_NONE;
-         node = mls_json_next(r->json, node)) {
-        if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
-            continue; /* refused when it is read */
-        }
-        (void)mls_json_members(r->json, node, m, COUNT);
-        const mls_json_node rows = m[COUNTED_ROWS].node;
-        const mls_json_node frames = m[COUNTED_FRAMES].node;
-        n->layers++;
-        n->crcs += count_crcs(r, m[COUNTED_BLOCKS].node);
-        n->extents += rows == MLS_JSON_NONE
-                          ? 2
-                          : 3 * mls_layer_rows_count(mls_json_text(r->json, rows));
-        if (frames != MLS_JSON_NONE) {
-            n->frames++;
-            n->ends += mls_frames_text_count(mls_json_text(r->json, frames));
-        }
-    }
-}
-
-/* How much the shards will need of each array: counted generously, from values and
- * digits that really are in the text. */
-static mls_code count_needs(reader *r, mls_json_node shards, needs *n)
-{
-    enum { DIMS, AXIS, CRCS, COUNTED_LAYERS, COUNT };
-    member m[COUNT] = {[DIMS] = MEMBER("shape", MLS_JSON_ARRAY, false),
-                       [AXIS] = MEMBER("axes", MLS_JSON_ARRAY, false),
-                       [CRCS] = MEMBER("blocks", MLS_JSON_STRING, false),
-                       [COUNTED_LAYERS] = MEMBER("layers", MLS_JSON_ARRAY, false)};
-    const size_t count = r->version == MLS_INDEX_VERSION ? COUNTED_LAYERS : COUNT;
-    for (mls_json_node node = mls_json_first(r->json, shards); node != MLS_JSON_NONE;
-         node = mls_json_next(r->json, node)) {
-        if (mls_json_type_of(r->json, node) != MLS_JSON_OBJECT) {
-            return fail_member(r, node, "shards", "hold what is no object");
-        }
-        m[COUNTED_LAYERS].node = MLS_JSON_NONE;
-        (void)mls_json_members(r->json, node, m, count); /* types are asked later */
-        n->dims +=
-            m[DIMS].node == MLS_JSON_NONE ? 0 : mls_json_size(r->json, m[DIMS].node);
-        n->axes +=
-            m[AXIS].node == MLS_JSON_NONE ? 0 : mls_json_size(r->json, m[AXIS].node);
-        n->crcs += count_crcs(r, m[CRCS].node);
-        if (m[COUNTED_LAYERS].node != MLS_JSON_NONE) {
-            count_layers(r, m[COUNTED_LAYERS].node, n);
-        }
-    }
+    r->layers_used += count;
+    r->extents_used +=
+        mls_layers_resolve(layers, elements, r->index.extents + r->extents_used);
+    shard->layers = layers;
     return MLS_OK;
 }
 
-/* All arrays at once: their addresses must not change any more, since shards point into
- * them as soon as they are read. */
-static mls_code allocate(reader *r, mls_json_node files, mls_json_node shards)
+/* ---- shards ---- */
+
+/* "4,6" of "3;4,6;", up to the semicolon.  Dimensions are stored in the index's array of
+ * all of them, for which room was counted. */
+static mls_code read_shape(reader *r, mls_index_shard *shard)
 {
-    mls_index *x = &r->index;
-    needs n = {0};
-    const mls_code code = count_needs(r, shards, &n);
+    column *all = &r->shards[SHAPE], one = *all;
+    size_t *dims = r->index.dims + r->dims_used;
+    const char *end =
+        one.rest.length == 0 ? NULL : memchr(one.rest.data, ';', one.rest.length);
+    mls_code code = MLS_OK;
+    if (end == NULL) {
+        return mls_index_fail_column(&r->in, all, "has not a \";\" behind each shape");
+    }
+    one.rest.length = (size_t)(end - one.rest.data);
+    while (code == MLS_OK && one.rest.length > 0) {
+        if (shard->rank == MLS_LAYOUT_RANK) {
+            return mls_index_fail_column(&r->in, all, "has too many dimensions");
+        }
+        code = next_size(r, &one, SIZE_MAX, &dims[shard->rank++]);
+    }
+    shard->shape = dims;
+    r->dims_used += (size_t)shard->rank;
+    all->offset = one.offset + 1;
+    all->rest.length -= (size_t)(end + 1 - all->rest.data);
+    all->rest.data = end + 1;
+    return code;
+}
+
+/* Which tensor, and what it has in common with others. */
+static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kind **out)
+{
+    const mls_json_node node = r->name;
+    const column kind_column = r->shards[KIND];
+    size_t number = 0;
+    mls_text name;
+    mls_code code = mls_index_read_text(&r->in, node, "name", &name);
     if (code != MLS_OK) {
         return code;
     }
-    x->file_count = mls_json_size(r->json, files);
-    x->shard_count = mls_json_size(r->json, shards);
-    if ((x->files = mls_alloc(x->file_count, sizeof *x->files)) == NULL ||
-        (x->shards = mls_alloc(x->shard_count, sizeof *x->shards)) == NULL ||
+    r->name = mls_json_next(r->in.json, node);
+    r->in.name = name;
+    if ((code = next_size(r, &r->shards[KIND], SIZE_MAX, &number)) != MLS_OK) {
+        return code;
+    }
+    if (number >= r->kind_count) {
+        mls_index_fail_column(&r->in, &kind_column, "is not one of the kinds");
+        mls_status_expected(r->in.st, "below %zu", r->kind_count);
+        return MLS_E_FORMAT;
+    }
+    const shard_kind *kind = &r->kinds[number];
+    shard->id = (mls_tensor_id){.section = kind->section,
+                                .name = name,
+                                .state = kind->state,
+                                .has_state = kind->has_state};
+    shard->dtype = kind->dtype;
+    shard->layout = kind->layout;
+    shard->axes = kind->axes;
+    shard->tier = kind->tier;
+    *out = kind;
+    /* its name alone is the key then, which is cut at the last dot */
+    return kind->section == MLS_OPTIM_STATE && !kind->has_state && name.length > 0 &&
+                   memchr(name.data, '.', name.length) != NULL
+               ? mls_index_fail_value(&r->in, node, "name", "has a dot")
+               : MLS_OK;
+}
+
+/* Elements and bytes of the part, by shape, layout and dtype. */
+static mls_code read_part(reader *r, const column *shape, const shard_kind *kind,
+                          mls_index_shard *shard, size_t *elements)
+{
+    mls_part part;
+    mls_status why;
+    if (kind->axes != NULL && kind->axis_count != (size_t)shard->rank) {
+        return mls_index_fail_value(&r->in, kind->axes_node, "axes",
+                                    "are not as many as the shape has");
+    }
+    if (!mls_index_fits(shard->dtype, shard->rank, shard->shape)) {
+        return mls_index_fail_column(&r->in, shape, "is larger than any memory");
+    }
+    if (mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part, &part,
+                        &why) != MLS_OK) {
+        return mls_index_fail_value(&r->in, kind->layout_node, "layout",
+                                    why.code == MLS_E_VALUE
+                                        ? "does not have this part, or no sense"
+                                        : "does not fit the shape");
+    }
+    *elements = mls_part_count(&part);
+    shard->bytes = *elements * mls_dtype_of(shard->dtype)->item_bytes; /* that fits */
+    return MLS_OK;
+}
+
+/* How many of the next rows of the table of layers belong to a shard. */
+static mls_code read_layer_count(reader *r, size_t *out)
+{
+    const column c = r->shards[LAYER_COUNT];
+    *out = 1;
+    const mls_code code =
+        c.rest.data == NULL ? MLS_OK
+                            : next_size(r, &r->shards[LAYER_COUNT], MLS_LAYERS_MOST, out);
+    return code == MLS_OK && *out > r->layer_rows - r->layer
+               ? mls_index_fail_column(&r->in, c.rest.data == NULL ? &r->layers[CRC] : &c,
+                                       "has too few layers for the shards")
+               : code;
+}
+
+/* The next shard: the shape before the layout that cuts it, both before the bytes that
+ * must fit them, the bytes before their checksums. */
+static mls_code read_shard(reader *r, mls_index_shard *shard)
+{
+    const shard_kind *kind = NULL;
+    const column shape = r->shards[SHAPE];
+    size_t elements = 0, count = 0;
+    mls_code code = MLS_OK;
+    r->in.name = (mls_text){0};
+    if ((code = read_identity(r, shard, &kind)) != MLS_OK ||
+        (code = read_shape(r, shard)) != MLS_OK ||
+        (code = mls_index_next_number(&r->in, &r->shards[VERSION], 1, INT64_MAX,
+                                      &shard->version)) != MLS_OK ||
+        (code = next_size(r, &r->shards[PART], PTRDIFF_MAX, &shard->part)) != MLS_OK ||
+        (code = read_part(r, &shape, kind, shard, &elements)) != MLS_OK ||
+        (code = read_layer_count(r, &count)) != MLS_OK) {
+        return code;
+    }
+    return read_layers(r, shard, elements, count);
+}
+
+/* ---- the whole ---- */
+
+/* How many of each there will be, at most. */
+typedef struct needs {
+    size_t dims, sparse, layers, extents, frames, ends;
+} needs;
+
+/* Each run of rows needs an extent, and resolving takes two more, as mls_layers_room
+ * counts them. */
+static void count_layers(const reader *r, needs *n)
+{
+    mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];
+    n->sparse = r->index.shard_count;
+    n->layers = r->layer_rows;
+    n->extents = n->sparse;
+    for (size_t i = 0; i < r->layer_rows; i++) {
+        const mls_json_node text = next_value(r, &rows), lengths = next_value(r, &frames);
+        const size_t runs = text == MLS_JSON_NONE
+                                ? 0
+                                : mls_layer_rows_count(mls_json_text(r->in.json, text));
+        n->extents += runs == 0 ? 2 : 3 * runs;
+        if (lengths != MLS_JSON_NONE) {
+            n->frames++;
+            n->ends += mls_frames_text_count(mls_json_text(r->in.json, lengths));
+        }
+    }
+}
+
+/* Make all arrays at once: shards point into them, so they must not move. */
+static mls_code allocate(reader *r)
+{
+    mls_index *x = &r->index;
+    needs n = {0};
+    /* a digit and a mark for each */
+    n.dims = r->shards[SHAPE].rest.length / 2;
+    if (r->shards[LAYER_COUNT].rest.data != NULL || r->arrays[0] != MLS_JSON_NONE ||
+        r->arrays[FRAMES - ROWS] != MLS_JSON_NONE) {
+        count_layers(r, &n);
+    }
+    const size_t crcs = r->layer_rows + r->layers[BLOCKS].rest.length / MLS_CRC_DIGITS;
+    if ((x->shards = mls_alloc(x->shard_count, sizeof *x->shards)) == NULL ||
         (x->dims = mls_alloc(n.dims, sizeof *x->dims)) == NULL ||
-        (x->axes = mls_alloc(n.axes, sizeof *x->axes)) == NULL ||
-        (x->crcs = mls_alloc(n.crcs, sizeof *x->crcs)) == NULL ||
+        (x->crcs = mls_alloc(crcs, sizeof *x->crcs)) == NULL ||
         (x->sparse = mls_alloc(n.sparse, sizeof *x->sparse)) == NULL ||
         (x->layers = mls_alloc(n.layers, sizeof *x->layers)) == NULL ||
         (x->extents = mls_alloc(n.extents, sizeof *x->extents)) == NULL ||
         (x->frames = mls_alloc(n.frames, sizeof *x->frames)) == NULL ||
         (x->ends = mls_alloc(n.ends, sizeof *x->ends)) == NULL) {
-        return mls_fail(r->st, MLS_E_MEMORY, "no memory for an index of %zu shards",
+        return mls_fail(r->in.st, MLS_E_MEMORY, "no memory for an index of %zu shards",
                         x->shard_count);
     }
     return MLS_OK;
 }
 
-/* Whether it is an index, and of a version that is understood: asked before anything
- * else, since what a later version has besides, or lacks, is not known. */
-static mls_code read_format(reader *r)
+/* The columns of the shards, of which there are as many as names. */
+static mls_code open_shards(reader *r, mls_json_node object)
 {
-    enum { FORMAT, FORMAT_NUMBER, COUNT };
-    member m[COUNT] = {[FORMAT] = MEMBER("format", MLS_JSON_STRING, true),
-                       [FORMAT_NUMBER] = MEMBER("format_version", MLS_JSON_NUMBER, true)};
-    const mls_code code = find_members(r, 0, m, COUNT);
+    member m[SHARD_COLUMNS] = {
+        [KIND] = MLS_INDEX_MEMBER("kind", MLS_JSON_STRING, true),
+        [PART] = MLS_INDEX_MEMBER("part", MLS_JSON_STRING, true),
+        [VERSION] = MLS_INDEX_MEMBER("version", MLS_JSON_STRING, true),
+        [LAYER_COUNT] = MLS_INDEX_MEMBER("layer_count", MLS_JSON_STRING, false),
+        [NAME] = MLS_INDEX_MEMBER("name", MLS_JSON_ARRAY, true),
+        [SHAPE] = MLS_INDEX_MEMBER("shape", MLS_JSON_STRING, true)};
+    const mls_code code = mls_index_find_members(&r->in, object, m, SHARD_COLUMNS);
     if (code != MLS_OK) {
         return code;
     }
-    if (!mls_text_is(mls_json_text(r->json, m[FORMAT].node), "mlstate.index")) {
-        return fail_member(r, m[FORMAT].node, "format", "is not \"mlstate.index\"");
+    for (int i = 0; i < SHARD_NUMBERS; i++) {
+        r->shards[i] = mls_index_open_column(&r->in, &m[i]);
     }
-    if (!mls_json_u64(r->json, m[FORMAT_NUMBER].node, &r->version) ||
-        (r->version != MLS_INDEX_VERSION && r->version != MLS_INDEX_SPARSE)) {
-        fail_member(r, m[FORMAT_NUMBER].node, "format_version",
-                    "is one that this mlstate does not read: use a newer one");
-        mls_status_expected(r->st, "%d or %d", (int)MLS_INDEX_VERSION,
-                            (int)MLS_INDEX_SPARSE);
-        return MLS_E_FORMAT;
-    }
+    r->index.shard_count = mls_json_size(r->in.json, m[NAME].node);
+    r->name = mls_json_first(r->in.json, m[NAME].node);
     return MLS_OK;
 }
 
-/* The members in front of the lists. */
+/* The columns of the layers, of which there are as many as checksums. */
+static mls_code open_layers(reader *r, mls_json_node object)
+{
+    member m[LAYER_COLUMNS] = {
+        [FILE_NUMBER] = MLS_INDEX_MEMBER("file", MLS_JSON_STRING, true),
+        [OFFSET] = MLS_INDEX_MEMBER("offset", MLS_JSON_STRING, true),
+        [BYTES] = MLS_INDEX_MEMBER("bytes", MLS_JSON_STRING, true),
+        [ROW] = MLS_INDEX_MEMBER("row", MLS_JSON_STRING, false),
+        [CRC] = MLS_INDEX_MEMBER("crc32c", MLS_JSON_STRING, true),
+        [BLOCKS] = MLS_INDEX_MEMBER("blocks", MLS_JSON_STRING, false),
+        [ROWS] = MLS_INDEX_MEMBER("rows", MLS_JSON_ARRAY, false),
+        [CODEC] = MLS_INDEX_MEMBER("codec", MLS_JSON_ARRAY, false),
+        [FRAMES] = MLS_INDEX_MEMBER("frames", MLS_JSON_ARRAY, false)};
+    mls_code code = mls_index_find_members(&r->in, object, m, LAYER_COLUMNS);
+    if (code != MLS_OK) {
+        return code;
+    }
+    for (int i = 0; i < LAYER_NUMBERS; i++) {
+        r->layers[i] = mls_index_open_column(&r->in, &m[i]);
+    }
+    r->layer_rows = r->layers[CRC].rest.length / MLS_CRC_DIGITS;
+    for (int i = 0; code == MLS_OK && i < LAYER_ARRAYS; i++) {
+        code = mls_index_open_array(&r->in, &m[ROWS + i], r->layer_rows, &r->arrays[i]);
+    }
+    return code;
+}
+
+/* All shards, and with them all layers. */
+static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layers)
+{
+    mls_code code = open_shards(r, shards);
+    code = code == MLS_OK ? open_layers(r, layers) : code;
+    code = code == MLS_OK ? allocate(r) : code;
+    for (size_t i = 0; code == MLS_OK && i < r->index.shard_count; i++) {
+        code = read_shard(r, &r->index.shards[i]);
+    }
+    if (code != MLS_OK) {
+        return code;
+    }
+    r->in.name = (mls_text){0};
+    code = mls_index_end_columns(&r->in, r->shards, SHARD_NUMBERS);
+    return code == MLS_OK ? mls_index_end_columns(&r->in, r->layers, LAYER_NUMBERS)
+                          : code;
+}
+
+/* Whether the text is an index of a version that is understood; checked before anything
+ * else, since other versions may differ in everything else. */
+static mls_code read_format(reader *r)
+{
+    enum { FORMAT, FORMAT_NUMBER, COUNT };
+    member m[COUNT] = {[FORMAT] = MLS_INDEX_MEMBER("format", MLS_JSON_STRING, true),
+                       [FORMAT_NUMBER] =
+                           MLS_INDEX_MEMBER("format_version", MLS_JSON_NUMBER, true)};
+    const mls_code code = mls_index_find_members(&r->in, 0, m, COUNT);
+    uint64_t version;
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (!mls_text_is(mls_json_text(r->in.json, m[FORMAT].node), "mlstate.index")) {
+        return mls_index_fail_value(&r->in, m[FORMAT].node, "format",
+                                    "is not \"mlstate.index\"");
+    }
+    if (mls_json_u64(r->in.json, m[FORMAT_NUMBER].node, &version) &&
+        version == MLS_INDEX_VERSION) {
+        return MLS_OK;
+    }
+    const mls_text text = mls_json_text(r->in.json, m[FORMAT_NUMBER].node);
+    const int shown = (int)(text.length < 20 ? text.length : 20);
+    mls_fail_at(r->in.st, mls_json_offset(r->in.json, m[FORMAT_NUMBER].node),
+                "\"format_version\" %.*s is not supported: this mlstate reads version %d",
+                shown, text.data, (int)MLS_INDEX_VERSION);
+    mls_status_expected(r->in.st, "%d", (int)MLS_INDEX_VERSION);
+    mls_status_got(r->in.st, "%.*s", shown, text.data);
+    return MLS_E_FORMAT;
+}
+
+/* The members in front of the tables. */
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {
-    const mls_text text = mls_json_text(r->json, generation->node);
+    const mls_text text = mls_json_text(r->in.json, generation->node);
     uint32_t half;
     if (text.length != MLS_GENERATION_DIGITS || !mls_crc_from_digits(text.data, &half) ||
         !mls_crc_from_digits(text.data + MLS_CRC_DIGITS, &half)) {
-        return fail_member(r, generation->node, "generation",
-                           "is not 16 hexadecimal digits");
+        return mls_index_fail_value(&r->in, generation->node, "generation",
+                                    "is not 16 hexadecimal digits");
     }
     memcpy(r->index.generation, text.data, text.length);
-    const mls_code code = read_number(r, world, 1, WORLD_MOST, &r->index.world_size);
-    return code == MLS_OK
-               ? read_number(r, rank, 0, r->index.world_size - 1, &r->index.rank)
-               : code;
-}
-
-/* Each file and each shard, in the order of the text. */
-static mls_code read_lists(reader *r, mls_json_node files, mls_json_node shards)
-{
-    member m[MEMBERS];
-    memcpy(m, shard_members, sizeof m);
-    m[LAYERS].node = MLS_JSON_NONE; /* should nobody look for it */
-    /* where a shard may have layers instead, that is said when its place is read */
-    for (int i = PLACE; r->version != MLS_INDEX_VERSION && i < BLOCKS; i++) {
-        m[i].needed = false;
-    }
-    mls_code code = allocate(r, files, shards);
-    mls_json_node node = mls_json_first(r->json, files);
-    for (size_t i = 0; code == MLS_OK && i < r->index.file_count; i++) {
-        code = mls_json_type_of(r->json, node) == MLS_JSON_OBJECT
-                   ? read_file(r, node, &r->index.files[i])
-                   : fail_member(r, node, "files", "hold what is no object");
-        node = mls_json_next(r->json, node);
-    }
-    node = code == MLS_OK ? mls_json_first(r->json, shards) : MLS_JSON_NONE;
-    for (size_t i = 0; code == MLS_OK && i < r->index.shard_count; i++) {
-        code = read_shard(r, node, m, &r->index.shards[i]);
-        node = mls_json_next(r->json, node);
-    }
-    return code;
+    const mls_code code =
+        mls_index_read_number(&r->in, world, 1, WORLD_MOST, &r->index.world_size);
+    return code == MLS_OK ? mls_index_read_number(&r->in, rank, 0,
+                                                  r->index.world_size - 1, &r->index.rank)
+                          : code;
 }
 
 /* Everything but the seal. */
 static mls_code read_index(reader *r)
 {
-    enum { GENERATION, RANK, WORLD, FILES, SHARDS, COUNT };
-    member m[COUNT] = {[GENERATION] = MEMBER("generation", MLS_JSON_STRING, true),
-                       [RANK] = MEMBER("rank", MLS_JSON_NUMBER, true),
-                       [WORLD] = MEMBER("world_size", MLS_JSON_NUMBER, true),
-                       [FILES] = MEMBER("files", MLS_JSON_ARRAY, true),
-                       [SHARDS] = MEMBER("shards", MLS_JSON_ARRAY, true)};
+    enum { GENERATION, RANK, WORLD, FILES, KINDS, SHARDS, LAYERS, COUNT };
+    member m[COUNT] = {[GENERATION] =
+                           MLS_INDEX_MEMBER("generation", MLS_JSON_STRING, true),
+                       [RANK] = MLS_INDEX_MEMBER("rank", MLS_JSON_NUMBER, true),
+                       [WORLD] = MLS_INDEX_MEMBER("world_size", MLS_JSON_NUMBER, true),
+                       [FILES] = MLS_INDEX_MEMBER("files", MLS_JSON_OBJECT, true),
+                       [KINDS] = MLS_INDEX_MEMBER("kinds", MLS_JSON_ARRAY, true),
+                       [SHARDS] = MLS_INDEX_MEMBER("shards", MLS_JSON_OBJECT, true),
+                       [LAYERS] = MLS_INDEX_MEMBER("layers", MLS_JSON_OBJECT, true)};
     mls_code code = read_format(r);
-    if (code != MLS_OK || (code = find_members(r, 0, m, COUNT)) != MLS_OK ||
+    if (code != MLS_OK ||
+        (code = mls_index_find_members(&r->in, 0, m, COUNT)) != MLS_OK ||
         (code = read_head(r, &m[GENERATION], &m[RANK], &m[WORLD])) != MLS_OK ||
-        (code = read_lists(r, m[FILES].node, m[SHARDS].node)) != MLS_OK) {
+        (code = read_files(r, m[FILES].node)) != MLS_OK ||
+        (code = read_kinds(r, m[KINDS].node)) != MLS_OK ||
+        (code = read_shards(r, m[SHARDS].node, m[LAYERS].node)) != MLS_OK) {
         return code;
     }
-    return mls_index_arrange(&r->index, r->st);
+    return mls_index_arrange(&r->index, r->in.st);
 }
 
-/* As any JSON, whoever wrote it. */
-static mls_code parse_any(const char *text, size_t length, mls_index *out, mls_status *st)
+/* The seal is checked first: nothing of a damaged text is parsed. */
+mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
+                         mls_index *out, mls_status *st)
 {
     mls_json *json = NULL;
-    mls_code code =
-        mls_json_parse(text, length, (mls_json_limits){DEPTH, NODES}, &json, st);
-    if (code != MLS_OK) {
+    mls_code code = mls_seal_check(text, length, crc, st);
+    if (code != MLS_OK ||
+        (code = mls_json_parse(text, length, (mls_json_limits){DEPTH, NODES}, &json,
+                               st)) != MLS_OK) {
         return code;
     }
-    reader r = {.json = json, .index = {.json = json}, .st = st};
-    /* a sealed text starts with a brace, so the root is an object */
-    code = read_index(&r);
+    reader r = {.in = {.json = json, .st = st}, .index = {.json = json}};
+    code = read_index(&r); /* a sealed text starts with a brace: the root is an object */
+    mls_free(r.kinds);
     if (code != MLS_OK) {
         mls_index_fini(&r.index);
         return code;
     }
-    mls_json_forget(json); /* names stay, values are not asked for any more */
+    mls_json_forget(json); /* names stay */
     *out = r.index;
     return MLS_OK;
-}
-
-/* The seal comes first: of a text that was damaged nothing is parsed, and whatever is
- * found wrong behind it was written so.  What is not in our own words, or is not good, is
- * read once more. */
-mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
-                         mls_index *out, mls_status *st)
-{
-    mls_code code = mls_seal_check(text, length, crc, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code = mls_index_lines_read(text, length, out, st);
-    return code == MLS_E_FORMAT ? parse_any(text, length, out, st) : code;
 }

@@ -41,8 +41,7 @@ typedef enum mls_tier {
 const char *mls_tier_name(mls_tier tier);
 
 enum {
-    MLS_INDEX_VERSION = 1,      /* of the format, where no shard is sparse */
-    MLS_INDEX_SPARSE = 2,       /* of the format, where one is */
+    MLS_INDEX_VERSION = 3,      /* of the format; earlier ones were drafts */
     MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal */
     MLS_PATH_BYTES = 240        /* of a file's path in the pool, without NUL */
 };
@@ -99,9 +98,8 @@ typedef struct mls_index {
     mls_index_shard *shards; /* by id, then by part; no part twice, no byte in two
                                 places */
     size_t shard_count;
-    /* what the shards point to; NULL where somebody else owns that */
-    mls_json *json; /* names lie here, or there */
-    char *names;
+    /* what the shards point to; NULL if another owns it */
+    mls_json *json; /* names */
     size_t *dims;
     signed char *axes;
     uint32_t *crcs;

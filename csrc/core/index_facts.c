@@ -110,7 +110,7 @@ mls_part mls_index_part(const mls_index_shard *shard)
     return part;
 }
 
-/* Names go last. */
+/* The names are freed last. */
 void mls_index_fini(mls_index *index)
 {
     mls_free(index->files);
@@ -124,7 +124,6 @@ void mls_index_fini(mls_index *index)
     mls_free(index->frames);
     mls_free(index->ends);
     mls_json_free(index->json);
-    mls_free(index->names);
     *index = (mls_index){0};
 }
 

@@ -38,20 +38,15 @@ enum {
 
 /* What the threads share. */
 typedef struct reading {
-    int folder;
-    const mls_crc_kernels *crc;   /* NULL: nothing to compare */
-    const mls_codecs *codecs;     /* NULL: none */
-    const mls_progress *progress; /* NULL: nobody asks */
-    const mls_maker *maker;       /* of places; NULL: they are there */
-    const mls_piece *pieces;
+    mls_read_request request;
     mls_read_plan plan;
     mls_stretches stretches; /* of the plan's tasks */
     atomic_size_t failed;    /* the first span that failed so far, else SIZE_MAX */
     atomic_bool stopped;
     pthread_mutex_t lock; /* of `status` */
     mls_status status;    /* why `failed` failed, or that all was stopped */
-    mls_gate made;        /* places, where they are made meanwhile */
-    bool unmade;          /* there will be no more of them */
+    mls_gate made;        /* pieces that have their `data`, if there is a maker */
+    bool unmade;          /* the maker failed */
 } reading;
 
 /* One thread at work: its open file, its buffers. */
@@ -179,8 +174,8 @@ static mls_code open_file(worker *w, const char *name, mls_status *st)
     }
     close_file(w);
     /* O_NONBLOCK: opening a FIFO that nobody writes to must not wait */
-    const int fd =
-        openat(w->shared->folder, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    const int fd = openat(w->shared->request.folder, name,
+                          O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0) {
         return cannot_open(errno, st);
     }
@@ -320,7 +315,7 @@ static mls_code read_step(worker *w, run_reader *r, size_t at, size_t bytes,
     if (code != MLS_OK) {
         return code;
     }
-    *crc = w->shared->crc->update(*crc, to, bytes);
+    *crc = w->shared->request.crc->update(*crc, to, bytes);
     if (straight) {
         w->done += bytes;
         advance(r, bytes);
@@ -369,8 +364,8 @@ static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
                              .bytes = shard->frames->ends[last],
                              .crcs = shard->crcs,
                              .frames = shard->frames,
-                             .crc = w->shared->crc,
-                             .codecs = w->shared->codecs};
+                             .crc = w->shared->request.crc,
+                             .codecs = w->shared->request.codecs};
     while (r->now.left > 0) {
         const size_t number = r->now.at / MLS_FRAME_BYTES;
         const unsigned char *data;
@@ -445,9 +440,9 @@ static void read_span(worker *w, const mls_read_span *s)
     }
     mls_code code = open_shard(w, s->piece->shard, &st);
     if (code == MLS_OK) {
-        code = s->piece->shard->frames != NULL ? read_coded(w, &r, &st)
-               : w->shared->crc == NULL        ? read_plain(w, &r, &st)
-                                               : read_verified(w, &r, &st);
+        code = s->piece->shard->frames != NULL  ? read_coded(w, &r, &st)
+               : w->shared->request.crc == NULL ? read_plain(w, &r, &st)
+                                                : read_verified(w, &r, &st);
     }
     w->done += r.zeros;
     if (code == MLS_E_STOPPED) {
@@ -484,7 +479,8 @@ static size_t neighbours(const reading *shared, size_t first, size_t end)
     for (size_t left = STEP; first + count < end && count < PARTS; count++) {
         const mls_read_span *s = shared->plan.order[first + count];
         const size_t length = s->end - s->from;
-        if (s->at != at || length > left || !goes_straight(s, shared->crc != NULL) ||
+        if (s->at != at || length > left ||
+            !goes_straight(s, shared->request.crc != NULL) ||
             (s->file != file && strcmp(s->file, file) != 0)) {
             break;
         }
@@ -499,7 +495,7 @@ static size_t neighbours(const reading *shared, size_t first, size_t end)
 static bool read_neighbours(worker *w, const mls_read_span *const *spans, size_t count)
 {
     struct iovec parts[PARTS];
-    const mls_crc_kernels *crc = w->shared->crc;
+    const mls_crc_kernels *crc = w->shared->request.crc;
     mls_status ignored;
     size_t bytes = 0;
     for (size_t i = 0; i < count; i++) {
@@ -538,10 +534,11 @@ static bool is_wanted(const reading *shared, const mls_read_span *s)
 static void make_places(void *context)
 {
     reading *shared = context;
-    if (shared->maker == NULL) {
+    if (shared->request.maker == NULL) {
         return;
     }
-    shared->unmade = !shared->maker->make(shared->maker->context, &shared->made);
+    shared->unmade =
+        !shared->request.maker->make(shared->request.maker->context, &shared->made);
     if (shared->unmade && shared->plan.count > 0) {
         record_stop(shared, shared->plan.spans);
     }
@@ -553,7 +550,8 @@ static void wait_for_places(reading *shared, size_t first, size_t end)
 {
     size_t last = 0;
     for (size_t i = first; i < end; i++) {
-        const size_t piece = (size_t)(shared->plan.order[i]->piece - shared->pieces);
+        const size_t piece =
+            (size_t)(shared->plan.order[i]->piece - shared->request.pieces);
         last = piece > last ? piece : last;
     }
     mls_gate_wait(&shared->made, last + 1);
@@ -564,7 +562,7 @@ static void read_task(worker *w, size_t index)
 {
     reading *shared = w->shared;
     const size_t end = shared->plan.tasks[index + 1];
-    if (shared->maker != NULL) {
+    if (shared->request.maker != NULL) {
         wait_for_places(shared, shared->plan.tasks[index], end);
     }
     for (size_t i = shared->plan.tasks[index]; i < end;) {
@@ -580,7 +578,7 @@ static void read_task(worker *w, size_t index)
         }
         i += all;
     }
-    const mls_progress *progress = shared->progress;
+    const mls_progress *progress = shared->request.progress;
     if (progress != NULL && w->done > 0 &&
         !progress->report(progress->context, w->done)) {
         record_stop(shared, shared->plan.order[end - 1]);
@@ -613,25 +611,19 @@ static void reading_fini(reading *shared)
     pthread_mutex_destroy(&shared->lock);
 }
 
-/* What could be planned is read even where a later piece is refused: of several failures
- * the first piece's counts, and it may be one that only reading finds. */
-mls_code mls_shards_read_made(int folder, const mls_piece *pieces, size_t count,
-                              const mls_crc_kernels *crc, const mls_codecs *codecs,
-                              mls_pool *pool, const mls_progress *progress,
-                              const mls_maker *maker, size_t *failed, mls_status *st)
+/* The pieces before a refused one are read all the same: of several failures that of the
+ * first piece counts, and it may be one that only reading finds. */
+mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st)
 {
     size_t planned;
-    reading shared = {.folder = folder,
-                      .crc = crc,
-                      .codecs = codecs,
-                      .progress = progress,
-                      .maker = maker,
-                      .pieces = pieces};
+    reading shared = {.request = *request};
+    mls_pool *pool = request->pool;
     mls_gate_init(&shared.made);
     pthread_mutex_init(&shared.lock, NULL);
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
-    mls_code code = mls_read_plan_make(&shared.plan, pieces, count, &planned, st);
+    mls_code code =
+        mls_read_plan_make(&shared.plan, request->pieces, request->count, &planned, st);
     const mls_read_plan *plan = &shared.plan;
     if (code != MLS_E_MEMORY &&
         !mls_stretches_init(&shared.stretches, plan->stretches, plan->stretch_count)) {
@@ -646,7 +638,7 @@ mls_code mls_shards_read_made(int folder, const mls_piece *pieces, size_t count,
     }
     const size_t first = atomic_load(&shared.failed);
     if (first != SIZE_MAX) {
-        planned = (size_t)(shared.plan.spans[first].piece - pieces);
+        planned = (size_t)(shared.plan.spans[first].piece - request->pieces);
         *st = shared.status;
         code = st->code;
     } else if (shared.unmade) {
@@ -657,16 +649,6 @@ mls_code mls_shards_read_made(int folder, const mls_piece *pieces, size_t count,
     }
     reading_fini(&shared);
     return code;
-}
-
-/* All places are there. */
-mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
-                         const mls_crc_kernels *crc, const mls_codecs *codecs,
-                         mls_pool *pool, const mls_progress *progress, size_t *failed,
-                         mls_status *st)
-{
-    return mls_shards_read_made(folder, pieces, count, crc, codecs, pool, progress, NULL,
-                                failed, st);
 }
 
 #endif

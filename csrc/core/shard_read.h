@@ -25,11 +25,11 @@ typedef struct mls_progress {
     void *context;
 } mls_progress;
 
-/* Places that are made while the first of them are read to.  `make` is called once, by
- * the calling thread: it gives the pieces their `data`, in their order, and says by the
- * gate how many have it.  Until then `data` is NULL where it will be, and else one
- * address for all pieces of a tensor, whichever: the plan is made by that.  False: there
- * will be no more places. */
+/* Allocates destination buffers while earlier ones are being filled.  `make` is called
+ * once, by the calling thread: it sets the pieces' `data`, in their order, and opens the
+ * gate up to the number of pieces that have it.  Before that, `data` is NULL if it stays
+ * NULL, and else any address, the same for all pieces of a tensor: the plan depends on
+ * it.  `make` returns false if it cannot set all of them. */
 typedef struct mls_maker {
     bool (*make)(void *context, mls_gate *made);
     void *context;
@@ -37,28 +37,28 @@ typedef struct mls_maker {
 
 #if !defined(_WIN32)
 
-/* Read all pieces; large ones in parts by several threads.  At most 1 MiB a thread is
- * allocated besides, 5 MiB where something is coded, and each thread has one file open at
- * most.  `crc` NULL: not verified.  `codecs` NULL: what is coded cannot be read.
- * `progress` NULL: nobody asks.
- * MLS_E_IO, with os_error (ENOENT: a file is gone); MLS_E_FORMAT: no regular file,
- * or another length than recorded, or shorter by now; MLS_E_CHECKSUM: a block's bytes are
- * not those that were written, with the offset of the block; MLS_E_MEMORY; what a codec
- * says;
- * MLS_E_STOPPED: `progress` said so.  The status names the tensor, and `*failed` is the
- * index of the piece: of several failures, that of the first piece.  After a failure the
- * places hold anything. */
-mls_code mls_shards_read(int folder, const mls_piece *pieces, size_t count,
-                         const mls_crc_kernels *crc, const mls_codecs *codecs,
-                         mls_pool *pool, const mls_progress *progress, size_t *failed,
-                         mls_status *st);
+/* What to read, and how. */
+typedef struct mls_read_request {
+    int folder; /* descriptor of the checkpoint's folder */
+    const mls_piece *pieces;
+    size_t count;                 /* of pieces */
+    const mls_crc_kernels *crc;   /* NULL: checksums are not compared */
+    const mls_codecs *codecs;     /* NULL: compressed shards cannot be read */
+    mls_pool *pool;               /* NULL: the calling thread reads */
+    const mls_progress *progress; /* NULL: no reports */
+    const mls_maker *maker;       /* NULL: all pieces have their `data` */
+} mls_read_request;
 
-/* The same to places that are made meanwhile; NULL: they are there.  Where the plan finds
- * no memory, none are made.  MLS_E_STOPPED also where `make` said false. */
-mls_code mls_shards_read_made(int folder, const mls_piece *pieces, size_t count,
-                              const mls_crc_kernels *crc, const mls_codecs *codecs,
-                              mls_pool *pool, const mls_progress *progress,
-                              const mls_maker *maker, size_t *failed, mls_status *st);
+/* Read all pieces; several threads divide large ones.  Allocates at most 1 MiB a thread,
+ * 5 MiB if a shard is compressed; each thread has at most one file open.
+ * MLS_E_IO, with os_error (ENOENT: a file is missing); MLS_E_FORMAT: not a regular file,
+ * or another length than recorded, or shorter by now; MLS_E_CHECKSUM: a block's bytes are
+ * not those that were written, with the offset of the block; MLS_E_MEMORY: the maker was
+ * not called if the plan found none; errors of a codec; MLS_E_STOPPED: `progress` or
+ * `maker` returned false.  The status names the tensor, and `*failed` is the index of the
+ * piece: of several failures, that of the first piece.  After a failure the contents of
+ * all destinations are undefined. */
+mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st);
 
 #endif
 #endif

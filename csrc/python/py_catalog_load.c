@@ -325,15 +325,21 @@ static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
     size_t failed = 0;
     making m = {job, &progress, NULL};
     const mls_maker maker = {make_meanwhile, &m};
-    const mls_crc_kernels *crc = verify ? mls_crc_of(job->state->kernels->cpu) : NULL;
-    mls_pool *pool = job->state->pool;
     if (mlspy_progress_init(&progress, callback) < 0) {
         return -1;
     }
+    const mls_read_request request = {
+        .folder = job->folder,
+        .pieces = job->plan.pieces,
+        .count = job->plan.piece_count,
+        .crc = verify ? mls_crc_of(job->state->kernels->cpu) : NULL,
+        .codecs = mlspy_codecs(),
+        .pool = job->state->pool,
+        .progress = &progress.core,
+        .maker = result == NULL ? NULL : &maker,
+    };
     mlspy_progress_begin(&progress);
-    const mls_code code = mls_shards_read_made(
-        job->folder, job->plan.pieces, job->plan.piece_count, crc, mlspy_codecs(), pool,
-        &progress.core, result == NULL ? NULL : &maker, &failed, &st);
+    const mls_code code = mls_shards_read(&request, &failed, &st);
     mlspy_progress_end(&progress);
     if (result != NULL) {
         *result = m.result;

@@ -100,7 +100,7 @@ def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
     found.sort(key=lambda one: (one.report.step is None, one.report.step or 0))
     with suppress(MLStateError):  # what is needed is not known: the problems say why
         rest.leftover = _folder.prune(folder, dry_run=True)
-    rest.strange = _folder.strange_files(folder)
+    rest.strange = _folder.foreign_files(folder)
     return found, rest
 
 

@@ -225,8 +225,13 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
                                    &st) == MLS_OK;
     for (int verified = 0; good && verified < 2; verified++) {
         memset(got, 0xA5, bytes);
-        good = mls_shards_read(pool_fd, pieces, count, verified ? crc : NULL, codecs,
-                               four_threads, NULL, &failed, &st) == MLS_OK &&
+        good = mls_shards_read(&(mls_read_request){.folder = pool_fd,
+                                                   .pieces = pieces,
+                                                   .count = count,
+                                                   .crc = verified ? crc : NULL,
+                                                   .codecs = codecs,
+                                                   .pool = four_threads},
+                               &failed, &st) == MLS_OK &&
                memcmp(got, expected, bytes) == 0;
     }
     free(got);

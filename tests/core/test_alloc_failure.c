@@ -174,8 +174,10 @@ static mls_code read_shard(mls_status *st)
     unsigned char got[2] = {0};
     const mls_piece piece = {.shard = &shard, .to = &wanted, .data = got};
     size_t failed = 77;
-    const mls_code code =
-        mls_shards_read(-1, &piece, 1, &mls_crc_scalar, NULL, NULL, NULL, &failed, st);
+    const mls_code code = mls_shards_read(
+        &(mls_read_request){
+            .folder = -1, .pieces = &piece, .count = 1, .crc = &mls_crc_scalar},
+        &failed, st);
     CHECK(failed == (code == MLS_OK ? 77U : 0U));
     CHECK(code != MLS_OK || memcmp(got, "ld", 2) == 0);
     return code;
@@ -254,7 +256,7 @@ static mls_code parse_index(mls_status *st)
     const mls_code code =
         mls_index_parse(index_text.data, index_text.length, &mls_crc_scalar, &index, st);
     CHECK(code == MLS_OK ? index.shard_count == 5 : index.rank == 77);
-    CHECK((code == MLS_OK) == (index.json != NULL || index.names != NULL));
+    CHECK((code == MLS_OK) == (index.json != NULL));
     if (code == MLS_OK) {
         mls_index_fini(&index);
     }
@@ -267,11 +269,6 @@ static void parsing_an_index_survives_every_failure(void)
     uint32_t sum;
     countdown = 0;
     CHECK(build_index(&index_text, &sum, &st) == MLS_OK);
-    CHECK(fail_each(parse_index) >= 12);
-    countdown = 0;
-    /* a text that is not in our own words is read by another reader */
-    mls_buffer_text(&index_text, " ");
-    (void)mls_seal(index_text.data, index_text.length, &mls_crc_scalar);
     CHECK(fail_each(parse_index) >= 14);
     mls_buffer_fini(&index_text);
 }

@@ -69,7 +69,11 @@ static mls_code read_coded(mls_status *st)
         code = mls_catalog_pieces(&catalog, &catalog.tensors[0], &part, got,
                                   &(mls_piece_room){stored, parts, pieces}, &count, st);
         if (code == MLS_OK) {
-            code = mls_shards_read(pool_fd, pieces, count, crc, &codec.codecs, NULL, NULL,
+            code = mls_shards_read(&(mls_read_request){.folder = pool_fd,
+                                                       .pieces = pieces,
+                                                       .count = count,
+                                                       .crc = crc,
+                                                       .codecs = &codec.codecs},
                                    &failed, st);
         }
         CHECK(code != MLS_OK || memcmp(got, bytes, sizeof got) == 0);

@@ -7,29 +7,29 @@
 
 enum { ROOM = 16384 };
 
-/* A good index, in our own words: a parameter's part, a long one, a state with axes, one
- * without bytes. */
+/* A good index: a parameter's part, a long one, a state with axes, one without bytes. */
+#define FILES                                                                            \
+    "\n\"path\":[\"params/w.safetensors\",\"optim_state/w.safetensors\"],"               \
+    "\n\"bytes\":\"1052720,4120\",\n\"header_crc32c\":\"0123456789abcdef\""
+#define SHARDS                                                                           \
+    "\n\"name\":[\"long\",\"w\",\"w\",\"x.y\"],\n\"kind\":\"0,1,2,3\","                  \
+    "\n\"shape\":\"1048577;4,6;1,12;2;\",\n\"part\":\"0,5,0,2\","                        \
+    "\n\"version\":\"1,7,2,1\""
+#define LAYERS                                                                           \
+    "\n\"file\":\"0,0,1,1\",\n\"offset\":\"4096,1052680,4096,4120\","                    \
+    "\n\"bytes\":\"1048577,16,24,0\","                                                   \
+    "\n\"crc32c\":\"11111111fedcba980000000100000000\","                                 \
+    "\n\"blocks\":\"2222222233333333\""
 static const char good[] = MLS_SEAL_START
-    ",\n\"format\":\"mlstate.index\",\"format_version\":1,"
+    ",\n\"format\":\"mlstate.index\",\"format_version\":3,"
     "\n\"generation\":\"0123456789abcdef\",\"rank\":3,\"world_size\":4,"
-    "\n\"files\":["
-    "\n{\"path\":\"params/"
-    "w.safetensors\",\"bytes\":1052720,\"header_crc32c\":\"01234567\"}"
-    ",\n{\"path\":\"optim_state/w.safetensors\",\"bytes\":4120,\"header_crc32c\":"
-    "\"89abcdef\"}],"
-    "\n\"shards\":["
-    "\n{\"section\":\"params\",\"name\":\"long\",\"dtype\":\"U8\",\"shape\":[1048577],"
-    "\"layout\":[],\"part\":0,\"version\":1,\"file\":0,\"offset\":4096,"
-    "\"bytes\":1048577,\"crc32c\":\"11111111\",\"blocks\":\"2222222233333333\"},"
-    "\n{\"section\":\"params\",\"name\":\"w\",\"dtype\":\"F32\",\"shape\":[4,6],"
-    "\"layout\":[[0,2],[\"flat\",3]],\"part\":5,\"version\":7,\"file\":0,"
-    "\"offset\":1052680,\"bytes\":16,\"crc32c\":\"fedcba98\"},"
-    "\n{\"section\":\"optim_state\",\"name\":\"w\",\"state\":\"col\",\"dtype\":\"F16\","
-    "\"shape\":[1,12],\"layout\":[],\"part\":0,\"axes\":[null,1],\"tier\":\"cold\","
-    "\"version\":2,\"file\":1,\"offset\":4096,\"bytes\":24,\"crc32c\":\"00000001\"},"
-    "\n{\"section\":\"optim_state\",\"name\":\"x.y\",\"state\":\"m\",\"dtype\":\"F64\","
-    "\"shape\":[2],\"layout\":[[0,3]],\"part\":2,\"version\":1,\"file\":1,"
-    "\"offset\":4120,\"bytes\":0,\"crc32c\":\"00000000\"}]}\n";
+    "\n\"files\":{" FILES "},\n\"kinds\":["
+    "\n{\"section\":\"params\",\"dtype\":\"U8\",\"layout\":[]},"
+    "\n{\"section\":\"params\",\"dtype\":\"F32\",\"layout\":[[0,2],[\"flat\",3]]},"
+    "\n{\"section\":\"optim_state\",\"state\":\"col\",\"dtype\":\"F16\",\"layout\":[],"
+    "\"axes\":[null,1],\"tier\":\"cold\"},"
+    "\n{\"section\":\"optim_state\",\"state\":\"m\",\"dtype\":\"F64\","
+    "\"layout\":[[0,3]]}],\n\"shards\":{" SHARDS "},\n\"layers\":{" LAYERS "}}\n";
 
 /* The good index with `to` in place of the first `from`, sealed.  Its length. */
 static size_t change(const char *from, const char *to, char out[ROOM])
@@ -109,30 +109,32 @@ static void what_is_no_index_is_refused(void)
         {"\"format\":\"mlstate.index\"", "\"format\":\"\"", "", "format"},
         {"\"format\":\"mlstate.index\"", "\"format\":7", "", "not a string"},
         {"\"format\":\"mlstate.index\"", "\"form\":1", "", "missing"},
-        {"\"format_version\":1", "\"format_version\":0", "", "newer"},
-        {"\"format_version\":1", "\"format_version\":3", "", "newer"},
-        {"\"format_version\":1", "\"format_version\":-1", "", "newer"},
-        {"\"format_version\":1", "\"format_version\":1.0", "", "newer"},
-        {"\"format_version\":1", "\"format_version\":1e0", "", "newer"},
-        {"\"format_version\":1", "\"format_version\":\"1\"", "", "not a number"},
-        {"\"format_version\":1", "\"format_version\":true", "", "not a number"},
-        {"\"format_version\":1,", "", "", "missing"},
+        {"\"format_version\":3", "\"format_version\":0", "", "version 3"},
+        {"\"format_version\":3", "\"format_version\":1", "", "\"format_version\" 1 is"},
+        {"\"format_version\":3", "\"format_version\":2", "", "\"format_version\" 2 is"},
+        {"\"format_version\":3", "\"format_version\":4", "", "\"format_version\" 4 is"},
+        {"\"format_version\":3", "\"format_version\":-1", "", "version 3"},
+        {"\"format_version\":3", "\"format_version\":3.0", "", "version 3"},
+        {"\"format_version\":3", "\"format_version\":3e0", "", "version 3"},
+        {"\"format_version\":3", "\"format_version\":\"3\"", "", "not a number"},
+        {"\"format_version\":3", "\"format_version\":true", "", "not a number"},
+        {"\"format_version\":3,", "", "", "missing"},
         /* a later version may lack anything else */
-        {"\"format_version\":1,\n\"generation\"", "\"format_version\":3,\"g\"", "",
-         "newer"},
+        {"\"format_version\":3,\n\"generation\"", "\"format_version\":4,\"g\"", "",
+         "version 3"},
         {",\n\"format\"", "}\n{\"format\"", "", "JSON"},
         {",\n\"format\"", "", "", "JSON"},
-        {"]}\n", "]}x", "", "JSON"},
-        {"]}\n", "]", "", "JSON"},
+        {"}}\n", "}}x", "", "JSON"},
+        {"}}\n", "}", "", "JSON"},
         {"\"rank\":3", "\"rank\":3,\"rank\":3", "rank", "twice"},
         {"\"rank\":3", "\"rank\":3,\"checksum\":\"\"", "checksum", "twice"},
         {"\"rank\":3", "\"rank\":3,\"\\u0072ank\":3", "rank", "twice"},
         {"\"rank\":3", "\"rank\":03", "", "JSON"},
         {"\"rank\":3", "\"rank\":NaN", "", "JSON"},
-        {"\"name\":\"w\"", "\"name\":\"\\ud800\"", "", "surrogate"},
-        {"\"name\":\"w\"", "\"name\":\"\xff\"", "", "UTF-8"},
-        {"\"name\":\"w\"", "\"name\":\"\xed\xa0\x80\"", "", "UTF-8"},
-        {"\"name\":\"w\"", "\"name\":\"\n\"", "", "control"},
+        {"\"w\",\"w\"", "\"\\ud800\",\"w\"", "", "surrogate"},
+        {"\"w\",\"w\"", "\"\xff\",\"w\"", "", "UTF-8"},
+        {"\"w\",\"w\"", "\"\xed\xa0\x80\",\"w\"", "", "UTF-8"},
+        {"\"w\",\"w\"", "\"\n\",\"w\"", "", "control"},
         {"\"rank\":3", "\"x\":[[[[[[[[]]]]]]]],\"rank\":3", "", "deep"},
     };
     CHECK_LIES(lies);
@@ -164,19 +166,18 @@ static void heads_that_lie_are_refused(void)
         {"\"world_size\":4", "\"world_size\":3", "", "range"},
         {"\"world_size\":4", "\"world_size\":16777217", "", "range"},
         {"\"world_size\":4", "\"world_size\":[4]", "", "not a number"},
-        {"\"files\":[", "\"file\":[", "", "missing"},
-        {"\"shards\":[", "\"shard\":[", "", "missing"},
-        {"\"files\":[", "\"files\":null,\"old\":[", "", "not an array"},
-        {"\"files\":[", "\"files\":{},\"old\":[", "", "not an array"},
-        {"\"shards\":[", "\"shards\":\"\",\"old\":[", "", "not an array"},
-        {"\"files\":[", "\"files\":[null,", "", "no object"},
-        {"\"files\":[", "\"files\":[[],", "", "no object"},
-        {"\"files\":[", "\"files\":[\"params/v.safetensors\",", "", "no object"},
-        {"\"files\":[", "\"files\":[{},", "", "missing"},
-        {"\"shards\":[", "\"shards\":[null,", "", "no object"},
-        {"\"shards\":[", "\"shards\":[0,", "", "no object"},
-        {"\"shards\":[", "\"shards\":[[],", "", "no object"},
-        {"\"shards\":[", "\"shards\":[{},", "", "missing"},
+        {"\"files\":{", "\"file\":{", "", "missing"},
+        {"\"kinds\":[", "\"kind\":[", "", "missing"},
+        {"\"shards\":{", "\"shard\":{", "", "missing"},
+        {"\"layers\":{", "\"layer\":{", "", "missing"},
+        {"\"files\":{", "\"files\":null,\"old\":{", "", "not an object"},
+        {"\"files\":{", "\"files\":[],\"old\":{", "", "not an object"},
+        {"\"kinds\":[", "\"kinds\":{},\"old\":[", "", "not an array"},
+        {"\"kinds\":[", "\"kinds\":[null,", "", "no object"},
+        {"\"kinds\":[", "\"kinds\":[[],", "", "no object"},
+        {"\"kinds\":[", "\"kinds\":[{},", "", "missing"},
+        {"\"shards\":{", "\"shards\":\"\",\"old\":{", "", "not an object"},
+        {"\"layers\":{", "\"layers\":[],\"old\":{", "", "not an object"},
     };
     CHECK_LIES(lies);
 }
@@ -251,27 +252,80 @@ static void paths_that_lead_elsewhere_are_refused(void)
 static void files_that_lie_are_refused(void)
 {
     static const lie lies[] = {
-        {"{\"path\":\"params/w.safetensors\",", "{", "", "missing"},
+        {"\"path\":", "\"paths\":", "", "missing"},
+        {"\"path\":[", "\"path\":\"\",\"old\":[", "", "not an array"},
         {"\"params/w.safetensors\"", "7", "", "not a string"},
         {"\"params/w.safetensors\"", "[\"params/w.safetensors\"]", "", "not a string"},
-        {"\"bytes\":1052720,", "", "", "missing"},
-        {"\"bytes\":1052720", "\"bytes\":7", "", "range"},
-        {"\"bytes\":1052720", "\"bytes\":-1052720", "", "range"},
-        {"\"bytes\":1052720", "\"bytes\":9223372036854775808", "", "range"},
-        {"\"bytes\":1052720", "\"bytes\":18446744073709551616", "", "range"},
-        {"\"bytes\":1052720", "\"bytes\":1052720.5", "", "range"},
-        {"\"bytes\":1052720", "\"bytes\":\"1052720\"", "", "not a number"},
-        {"\"bytes\":1052720", "\"bytes\":null", "", "not a number"},
-        {"\"bytes\":1052720", "\"bytes\":1052695", "w", "end of the file"},
-        {"\"bytes\":4120", "\"bytes\":4119", "w", "end of the file"},
-        {",\"header_crc32c\":\"01234567\"", "", "", "missing"},
-        {"\"01234567\"", "\"0123456\"", "", "8 hex"},
-        {"\"01234567\"", "\"012345678\"", "", "8 hex"},
-        {"\"01234567\"", "\"0123456X\"", "", "8 hex"},
-        {"\"01234567\"", "\"0123456A\"", "", "8 hex"},
-        {"\"01234567\"", "\"\"", "", "8 hex"},
-        {"\"01234567\"", "19088743", "", "not a string"},
+        {"\"params/w.safetensors\",", "", "", "more values"},
+        {"\"path\":[", "\"path\":[\"params/v.safetensors\",", "", "one value for each"},
+        {"\"bytes\":\"1052720,4120\",", "", "", "missing"},
+        {"\"1052720,4120\"", "[1052720,4120]", "", "not a string"},
+        {"\"1052720,4120\"", "\"\"", "", "one value for each"},
+        {"1052720,4120", "1052720", "", "one value for each"},
+        {"1052720,4120", "1052720,4120,4120", "", "more values"},
+        {"1052720,4120", "1052720,4120,", "", "more values"},
+        {"1052720,4120", "1052720,", "", "range"},
+        {"1052720,4120", ",1052720,4120", "", "range"},
+        {"1052720,4120", "1052720,,4120", "", "range"},
+        {"1052720,4120", "1052720, 4120", "", "range"},
+        {"1052720,4120", "1052720;4120", "", "range"},
+        {"1052720,4120", "01052720,4120", "", "range"},
+        {"1052720,4120", "7,4120", "", "range"},
+        {"1052720,4120", "-1052720,4120", "", "range"},
+        {"1052720,4120", "9223372036854775808,4120", "", "range"},
+        {"1052720,4120", "18446744073709551616,4120", "", "range"},
+        {"1052720,4120", "10000000000000000001052720,4120", "", "range"},
+        {"1052720,4120", "1052720.5,4120", "", "range"},
+        {"1052720,4120", "1052720e0,4120", "", "range"},
+        {"1052720,4120", "1052720\\u0000,4120", "", "range"},
+        {"1052720,4120", "1052695,4120", "w", "end of the file"},
+        {"1052720,4120", "1052720,4119", "w", "end of the file"},
+        {",\n\"header_crc32c\":\"0123456789abcdef\"", "", "", "missing"},
+        {"\"0123456789abcdef\"}", "\"0123456789abcde\"}", "", "8 digits"},
+        {"\"0123456789abcdef\"}", "\"0123456789abcdef0\"}", "", "more values"},
+        {"\"0123456789abcdef\"}", "\"0123456X89abcdef\"}", "", "8 hex"},
+        {"\"0123456789abcdef\"}", "\"0123456A89abcdef\"}", "", "8 hex"},
+        {"\"0123456789abcdef\"}", "\"\"}", "", "8 digits"},
+        {"\"0123456789abcdef\"}", "19088743}", "", "not a string"},
         {"optim_state/w.safetensors", "params/w.safetensors", "", "twice"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void kinds_that_lie_are_refused(void)
+{
+#define F32 "\"section\":\"params\",\"dtype\":\"F32\""
+    static const lie lies[] = {
+        {"{\"section\":\"params\",", "{", "", "missing"},
+        {F32, "\"section\":\"param\",\"dtype\":\"F32\"", "", "section"},
+        {F32, "\"section\":\"\",\"dtype\":\"F32\"", "", "section"},
+        {F32, "\"section\":0,\"dtype\":\"F32\"", "", "not a string"},
+        {F32, F32 ",\"state\":\"m\"", "", "state"},
+        {F32, F32 ",\"state\":\"\"", "", "state"},
+        {"\"state\":\"col\"", "\"state\":\"c.l\"", "", "dot"},
+        {"\"state\":\"col\"", "\"state\":\".\"", "", "dot"},
+        {"\"state\":\"col\"", "\"state\":null", "", "not a string"},
+        {"\"state\":\"m\",", "", "x.y", "dot"},
+        {"\"dtype\":\"F32\",", "", "", "missing"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"f32\"", "", "dtype"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"float32\"", "", "dtype"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"F32\\u0000\"", "", "dtype"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"\"", "", "dtype"},
+        {"\"dtype\":\"F32\"", "\"dtype\":32", "", "not a string"},
+        {"\"tier\":\"cold\"", "\"tier\":\"frozen\"", "", "tier"},
+        {"\"tier\":\"cold\"", "\"tier\":\"\"", "", "tier"},
+        {"\"tier\":\"cold\"", "\"tier\":null", "", "not a string"},
+        {"\"axes\":[null,1]", "\"axes\":[null]", "w", "as many"},
+        {"\"axes\":[null,1]", "\"axes\":[]", "w", "as many"},
+        {"\"axes\":[null,1]", "\"axes\":[null,1,2]", "w", "as many"},
+        {"\"axes\":[null,1]", "\"axes\":[null,16]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,-1]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,1.0]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,\"1\"]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,[]]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,false]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":null", "", "not an array"},
+        {"\"axes\":[null,1]", "\"axes\":\"01\"", "", "not an array"},
     };
     CHECK_LIES(lies);
 }
@@ -279,33 +333,34 @@ static void files_that_lie_are_refused(void)
 static void shards_of_the_wrong_kind_are_refused(void)
 {
     static const lie lies[] = {
-        {"{\"section\":\"params\",", "{", "long", "missing"},
-        {"\"params\",\"name\":\"w\"", "\"param\",\"name\":\"w\"", "w", "section"},
-        {"\"params\",\"name\":\"w\"", "\"\",\"name\":\"w\"", "w", "section"},
-        {"\"params\",\"name\":\"w\"", "0,\"name\":\"w\"", "w", "not a string"},
-        {"\"name\":\"w\",\"dtype\"", "\"dtype\"", "", "missing"},
-        {"\"name\":\"w\"", "\"name\":null", "", "not a string"},
-        {"\"name\":\"w\"", "\"name\":[\"w\"]", "", "not a string"},
-        {"\"name\":\"w\"", "\"name\":\"w\",\"state\":\"m\"", "w", "state"},
-        {"\"name\":\"w\"", "\"name\":\"w\",\"state\":\"\"", "w", "state"},
-        {"\"state\":\"col\"", "\"state\":\"c.l\"", "w", "dot"},
-        {"\"state\":\"col\"", "\"state\":\".\"", "w", "dot"},
-        {"\"state\":\"col\"", "\"state\":null", "w", "not a string"},
-        {"\"state\":\"m\",", "", "x.y", "dot"},
-        {"\"dtype\":\"F32\",", "", "w", "missing"},
-        {"\"dtype\":\"F32\"", "\"dtype\":\"f32\"", "w", "dtype"},
-        {"\"dtype\":\"F32\"", "\"dtype\":\"float32\"", "w", "dtype"},
-        {"\"dtype\":\"F32\"", "\"dtype\":\"F32\\u0000\"", "w", "dtype"},
-        {"\"dtype\":\"F32\"", "\"dtype\":\"\"", "w", "dtype"},
-        {"\"dtype\":\"F32\"", "\"dtype\":32", "w", "not a string"},
-        {"\"tier\":\"cold\"", "\"tier\":\"frozen\"", "w", "tier"},
-        {"\"tier\":\"cold\"", "\"tier\":\"\"", "w", "tier"},
-        {"\"tier\":\"cold\"", "\"tier\":null", "w", "not a string"},
-        {"\"version\":7,", "", "w", "missing"},
-        {"\"version\":7", "\"version\":0", "w", "range"},
-        {"\"version\":7", "\"version\":-7", "w", "range"},
-        {"\"version\":7", "\"version\":9223372036854775808", "w", "range"},
-        {"\"version\":7", "\"version\":\"7\"", "w", "not a number"},
+        {"\"name\":", "\"names\":", "", "missing"},
+        {"\"name\":[", "\"name\":\"\",\"old\":[", "", "not an array"},
+        {"\"name\":[", "\"name\":[\"v\",", "x.y", "one value for each"},
+        {"\"name\":[\"long\",", "\"name\":[", "", "more values"},
+        {"\"w\",\"w\"", "null,\"w\"", "", "not a string"},
+        {"\"w\",\"w\"", "[\"w\"],\"w\"", "", "not a string"},
+        {"\"kind\":", "\"kinds\":", "", "missing"},
+        {"\"0,1,2,3\"", "[0,1,2,3]", "", "not a string"},
+        {"0,1,2,3", "0,4,2,3", "w", "is not one of the kinds"},
+        {"0,1,2,3", "0,18446744073709551615,2,3", "w", "range"},
+        {"0,1,2,3", "0,-1,2,3", "w", "range"},
+        {"0,1,2,3", "0", "w", "one value for each"},
+        {"0,1,2,3", "0,1,2,3,0", "", "more values"},
+        {",\n\"version\":\"1,7,2,1\"", "", "", "missing"},
+        {"1,7,2,1", "1,0,2,1", "w", "range"},
+        {"1,7,2,1", "1,-7,2,1", "w", "range"},
+        {"1,7,2,1", "1,9223372036854775808,2,1", "w", "range"},
+        {"1,7,2,1", "1,7,2", "x.y", "one value for each"},
+        {"1,7,2,1", "1,7,2,1,1", "", "more values"},
+        {"\"1,7,2,1\"", "1721", "", "not a string"},
+        {"\"part\":\"0,5,0,2\",", "", "", "missing"},
+        {"0,5,0,2", "0,6,0,2", "w", "layout"},
+        {"0,5,0,2", "0,-1,0,2", "w", "range"},
+        {"0,5,0,2", "0,5.0,0,2", "w", "range"},
+        {"0,5,0,2", "0,9223372036854775807,0,2", "w", "layout"},
+        {"0,5,0,2", "0,9223372036854775808,0,2", "w", "range"},
+        {"0,5,0,2", "0,5,0", "x.y", "one value for each"},
+        {"0,5,0,2", "0,5,0,2,", "", "more values"},
     };
     CHECK_LIES(lies);
 }
@@ -313,36 +368,41 @@ static void shards_of_the_wrong_kind_are_refused(void)
 static void shapes_that_lie_are_refused(void)
 {
     static const lie lies[] = {
-        {"\"shape\":[4,6],", "", "w", "missing"},
-        {"\"shape\":[4,6]", "\"shape\":24", "w", "not an array"},
-        {"\"shape\":[4,6]", "\"shape\":\"46\"", "w", "not an array"},
-        {"\"shape\":[4,6]", "\"shape\":{\"0\":4,\"1\":6}", "w", "not an array"},
-        {"\"shape\":[4,6]", "\"shape\":[4,\"6\"]", "w", "dimension"},
-        {"\"shape\":[4,6]", "\"shape\":[4,-6]", "w", "dimension"},
-        {"\"shape\":[4,6]", "\"shape\":[4,6.0]", "w", "dimension"},
-        {"\"shape\":[4,6]", "\"shape\":[4,6e0]", "w", "dimension"},
-        {"\"shape\":[4,6]", "\"shape\":[4,null]", "w", "dimension"},
-        {"\"shape\":[4,6]", "\"shape\":[4,[6]]", "w", "dimension"},
-        {"\"shape\":[4,6]", "\"shape\":[4,18446744073709551622]", "w", "dimension"},
-        {"\"shape\":[4,6]", "\"shape\":[4,6,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]", "w", "many"},
-        {"\"shape\":[4,6]", "\"shape\":[4294967296,4294967296]", "w", "memory"},
-        {"\"shape\":[4,6]", "\"shape\":[4,6,3074457345618258603]", "w", "memory"},
-        {"\"shape\":[4,6]", "\"shape\":[2305843009213693952]", "w", "memory"},
-        {"\"shape\":[4,6]", "\"shape\":[0,18446744073709551615]", "w", "memory"},
-        {"\"shape\":[4,6]", "\"shape\":[4294967296,0,4294967296]", "w", "memory"},
-        {"\"shape\":[4,6]", "\"shape\":[4,9]", "w", "bytes"},
-        {"\"shape\":[4,6]", "\"shape\":[]", "w", "layout"},
-        {"\"shape\":[2]", "\"shape\":[3]", "x.y", "bytes"},
-        {"\"bytes\":16", "\"bytes\":15", "w", "bytes"},
-        {"\"bytes\":16", "\"bytes\":17", "w", "bytes"},
-        {"\"bytes\":16", "\"bytes\":0", "w", "bytes"},
-        {"\"bytes\":16", "\"bytes\":96", "w", "end of the file"},
-        {"\"bytes\":16", "\"bytes\":-16", "w", "range"},
-        {"\"bytes\":16", "\"bytes\":18446744073709551615", "w", "end of the file"},
-        {"\"bytes\":16", "\"bytes\":18446744073709551616", "w", "range"},
-        {"\"bytes\":16", "\"bytes\":null", "w", "not a number"},
-        {"\"bytes\":16,", "", "w", "missing"},
-        {"\"bytes\":0", "\"bytes\":8", "x.y", "end of the file"},
+        {"\"shape\":\"1048577;4,6;1,12;2;\",", "", "", "missing"},
+        {"\"1048577;4,6;1,12;2;\"", "[[1048577],[4,6],[1,12],[2]]", "", "not a string"},
+        {";2;", ";2", "x.y", "\";\""},
+        {";2;", ";", "x.y", "\";\""},
+        {";2;", ";2;2;", "", "more values"},
+        {";2;", ";2;;", "", "more values"},
+        {"4,6", "4,-6", "w", "range"},
+        {"4,6", "4,6.0", "w", "range"},
+        {"4,6", "4,6e0", "w", "range"},
+        {"4,6", "4,", "w", "range"},
+        {"4,6", ",6", "w", "range"},
+        {"1,12;2;", "1,12;1,1,;", "x.y", "range"},
+        {"4,6", "4 6", "w", "range"},
+        {"4,6", "4,18446744073709551622", "w", "range"},
+        {"4,6", "4,6,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1", "w", "many"},
+        {"4,6", "4294967296,4294967296", "w", "memory"},
+        {"4,6", "4,6,3074457345618258603", "w", "memory"},
+        {"4,6", "2305843009213693952", "w", "memory"},
+        {"4,6", "0,9223372036854775807", "w", "memory"},
+        {"4,6", "4294967296,0,4294967296", "w", "memory"},
+        {"4,6", "4,9", "w", "bytes"},
+        {"4,6", "", "w", "layout"},
+        {";2;", ";3;", "x.y", "bytes"},
+        {"1048577,16,", "1048577,15,", "w", "bytes"},
+        {"1048577,16,", "1048577,17,", "w", "bytes"},
+        {"1048577,16,", "1048577,0,", "w", "bytes"},
+        {"1048577,16,", "1048577,96,", "w", "end of the file"},
+        {"1048577,16,", "1048577,-16,", "w", "range"},
+        {"1048577,16,", "1048577,9999999999999999999,", "w", "end of the file"},
+        {"1048577,16,", "1048577,18446744073709551616,", "w", "range"},
+        {"1048577,16,24,0", "1048577,16,24", "x.y", "one value for each"},
+        {"1048577,16,24,0", "1048577,16,24,0,0", "", "more values"},
+        {"\"1048577,16,24,0\"", "null", "", "not a string"},
+        {"\"bytes\":\"1048577,16,24,0\",", "", "", "missing"},
+        {"24,0\"", "24,8\"", "x.y", "end of the file"},
     };
     CHECK_LIES(lies);
 }
@@ -351,130 +411,141 @@ static void layouts_that_lie_are_refused(void)
 {
 #define LAYOUT "\"layout\":[[0,2],[\"flat\",3]]"
     static const lie lies[] = {
-        {LAYOUT ",", "", "w", "missing"},
-        {LAYOUT, "\"layout\":null", "w", "not an array"},
-        {LAYOUT, "\"layout\":\"rows\"", "w", "not an array"},
-        {LAYOUT, "\"layout\":[0,2]", "w", "step"},
-        {LAYOUT, "\"layout\":[\"flat\",6]", "w", "step"},
-        {LAYOUT, "\"layout\":[[0]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[0,6,1]]", "w", "step"},
-        {LAYOUT, "\"layout\":[{\"0\":6,\"1\":6}]", "w", "step"},
-        {LAYOUT, "\"layout\":[null]", "w", "step"},
-        {LAYOUT, "\"layout\":[[\"rows\",6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[\"\",6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[\"0\",6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[null,6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[-1,6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[0.0,6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[16,6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[18446744073709551615,6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[0,-6]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[0,\"6\"]]", "w", "step"},
-        {LAYOUT, "\"layout\":[[0,18446744073709551622]]", "w", "step"},
+        {"," LAYOUT, "", "", "missing"},
+        {LAYOUT, "\"layout\":null", "", "not an array"},
+        {LAYOUT, "\"layout\":\"rows\"", "", "not an array"},
+        {LAYOUT, "\"layout\":[0,2]", "", "step"},
+        {LAYOUT, "\"layout\":[\"flat\",6]", "", "step"},
+        {LAYOUT, "\"layout\":[[0]]", "", "step"},
+        {LAYOUT, "\"layout\":[[]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,6,1]]", "", "step"},
+        {LAYOUT, "\"layout\":[{\"0\":6,\"1\":6}]", "", "step"},
+        {LAYOUT, "\"layout\":[null]", "", "step"},
+        {LAYOUT, "\"layout\":[[\"rows\",6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[\"\",6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[\"0\",6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[null,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[-1,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0.0,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[16,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[18446744073709551615,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,-6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,\"6\"]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,18446744073709551622]]", "", "step"},
         {LAYOUT, "\"layout\":[[0,0]]", "w", "layout"},
         {LAYOUT, "\"layout\":[[0,5]]", "w", "layout"},
         {LAYOUT, "\"layout\":[[2,6]]", "w", "layout"},
         {LAYOUT, "\"layout\":[[\"flat\",3],[0,2]]", "w", "layout"},
         {LAYOUT, "\"layout\":[[\"flat\",3],[\"flat\",2]]", "w", "layout"},
-        {LAYOUT, "\"layout\":[[0,1],[0,1],[0,1],[0,2],[\"flat\",3]]", "w", "many"},
+        {LAYOUT, "\"layout\":[[0,1],[0,1],[0,1],[0,2],[\"flat\",3]]", "", "many"},
         {LAYOUT, "\"layout\":[[0,4294967296],[1,4294967296]]", "w", "layout"},
         {LAYOUT, "\"layout\":[]", "w", "layout"},
-        {"\"part\":5,", "", "w", "missing"},
-        {"\"part\":5", "\"part\":6", "w", "layout"},
-        {"\"part\":5", "\"part\":-1", "w", "range"},
-        {"\"part\":5", "\"part\":5.0", "w", "range"},
-        {"\"part\":5", "\"part\":9223372036854775807", "w", "layout"},
-        {"\"part\":5", "\"part\":9223372036854775808", "w", "range"},
-        {"\"part\":5", "\"part\":\"5\"", "w", "not a number"},
-        {"\"axes\":[null,1]", "\"axes\":[null]", "w", "as many"},
-        {"\"axes\":[null,1]", "\"axes\":[]", "w", "as many"},
-        {"\"axes\":[null,1]", "\"axes\":[null,1,2]", "w", "as many"},
-        {"\"axes\":[null,1]", "\"axes\":[null,16]", "w", "axis"},
-        {"\"axes\":[null,1]", "\"axes\":[null,-1]", "w", "axis"},
-        {"\"axes\":[null,1]", "\"axes\":[null,1.0]", "w", "axis"},
-        {"\"axes\":[null,1]", "\"axes\":[null,\"1\"]", "w", "axis"},
-        {"\"axes\":[null,1]", "\"axes\":[null,[]]", "w", "axis"},
-        {"\"axes\":[null,1]", "\"axes\":[null,false]", "w", "axis"},
-        {"\"axes\":[null,1]", "\"axes\":null", "w", "not an array"},
-        {"\"axes\":[null,1]", "\"axes\":\"01\"", "w", "not an array"},
     };
     CHECK_LIES(lies);
 }
 
-static void places_that_lie_are_refused(void)
+static void ranges_that_lie_are_refused(void)
 {
+#define OFFSETS "4096,1052680,4096,4120"
     static const lie lies[] = {
-        {"\"file\":0,\"offset\":1052680", "\"offset\":1052680", "w", "missing"},
-        {"\"file\":0,\"offset\":1052680", "\"file\":2,\"offset\":1052680", "w", "files"},
-        {"\"file\":0,\"offset\":1052680", "\"file\":-1,\"offset\":1052680", "w", "range"},
-        {"\"file\":0,\"offset\":1052680", "\"file\":\"0\",\"offset\":1052680", "w",
-         "not a number"},
-        {"\"file\":0,\"offset\":1052680",
-         "\"file\":18446744073709551615,\"offset\":1052680", "w", "files"},
-        {"\"file\":0,\"offset\":1052680", "\"file\":1,\"offset\":1052680", "w",
-         "end of the file"},
-        {"\"offset\":1052680,", "", "w", "missing"},
-        {"\"offset\":1052680", "\"offset\":7", "w", "range"},
-        {"\"offset\":1052680", "\"offset\":-8", "w", "range"},
-        {"\"offset\":1052680", "\"offset\":1052705", "w", "end of the file"},
-        {"\"offset\":1052680", "\"offset\":9223372036854775807", "w", "end of the file"},
-        {"\"offset\":1052680", "\"offset\":9223372036854775808", "w", "range"},
-        {"\"offset\":1052680", "\"offset\":18446744073709551600", "w", "range"},
-        {"\"offset\":1052680", "\"offset\":1052680.0", "w", "range"},
-        {"\"offset\":1052680", "\"offset\":null", "w", "not a number"},
-        {"\"offset\":4120", "\"offset\":4121", "x.y", "end of the file"},
+        {"\"file\":\"0,0,1,1\",", "", "", "missing"},
+        {"0,0,1,1", "0,2,1,1", "w", "files"},
+        {"0,0,1,1", "0,-1,1,1", "w", "range"},
+        {"0,0,1,1", "0,9999999999999999999,1,1", "w", "files"},
+        {"0,0,1,1", "0,1,1,1", "w", "end of the file"},
+        {"0,0,1,1", "0,0,1", "x.y", "one value for each"},
+        {"0,0,1,1", "0,0,1,1,1", "", "more values"},
+        {"\"0,0,1,1\"", "[0,0,1,1]", "", "not a string"},
+        {"\"offset\":\"" OFFSETS "\",", "", "", "missing"},
+        {OFFSETS, "4096,7,4096,4120", "w", "range"},
+        {OFFSETS, "4096,-8,4096,4120", "w", "range"},
+        {OFFSETS, "4096,1052705,4096,4120", "w", "end of the file"},
+        {OFFSETS, "4096,9223372036854775807,4096,4120", "w", "end of the file"},
+        {OFFSETS, "4096,9223372036854775808,4096,4120", "w", "range"},
+        {OFFSETS, "4096,18446744073709551600,4096,4120", "w", "range"},
+        {OFFSETS, "4096,1052680.0,4096,4120", "w", "range"},
+        {OFFSETS, "4096,1052680,4096,4121", "x.y", "end of the file"},
+        {OFFSETS, "4096,1052680,4096", "x.y", "one value for each"},
+        {OFFSETS, OFFSETS ",4120", "", "more values"},
         /* inside the other one, at its start, over its start, over its end */
-        {"\"offset\":1052680", "\"offset\":8192", "w", "inside another"},
-        {"\"offset\":1052680", "\"offset\":4096", "w", "inside another"},
-        {"\"offset\":1052680", "\"offset\":4088", "long", "inside another"},
-        {"\"offset\":1052680", "\"offset\":1052672", "w", "inside another"},
+        {OFFSETS, "4096,8192,4096,4120", "w", "inside another"},
+        {OFFSETS, "4096,4096,4096,4120", "w", "inside another"},
+        {OFFSETS, "4096,4088,4096,4120", "long", "inside another"},
+        {OFFSETS, "4096,1052672,4096,4120", "w", "inside another"},
     };
     CHECK_LIES(lies);
 }
 
 static void checksums_that_lie_are_refused(void)
 {
-#define BLOCKS "\"blocks\":\"2222222233333333\""
+#define CRCS   "11111111fedcba980000000100000000"
+#define BLOCKS ",\n\"blocks\":\"2222222233333333\""
     static const lie lies[] = {
-        {",\"crc32c\":\"fedcba98\"", "", "w", "missing"},
-        {"\"fedcba98\"", "\"fedcba9\"", "w", "8 hex"},
-        {"\"fedcba98\"", "\"fedcba987\"", "w", "8 hex"},
-        {"\"fedcba98\"", "\"fedcba9g\"", "w", "8 hex"},
-        {"\"fedcba98\"", "\"FEDCBA98\"", "w", "8 hex"},
-        {"\"fedcba98\"", "\"\"", "w", "8 hex"},
-        {"\"fedcba98\"", "4275878552", "w", "not a string"},
-        {"\"00000000\"}]}", "\"00000001\"}]}", "x.y", "no bytes"},
-        {"," BLOCKS, "", "long", "missing"},
-        {BLOCKS, "\"blocks\":\"\"", "long", "MiB"},
-        {BLOCKS, "\"blocks\":\"22222222\"", "long", "MiB"},
-        {BLOCKS, "\"blocks\":\"222222223333333\"", "long", "MiB"},
-        {BLOCKS, "\"blocks\":\"22222222333333334\"", "long", "MiB"},
-        {BLOCKS, "\"blocks\":\"222222223333333344444444\"", "long", "MiB"},
-        {BLOCKS, "\"blocks\":\"222222223333333X\"", "long", "hexadecimal"},
-        {BLOCKS, "\"blocks\":\"222222223333333A\"", "long", "hexadecimal"},
-        {BLOCKS, "\"blocks\":[\"22222222\",\"33333333\"]", "long", "not a string"},
-        {BLOCKS, "\"blocks\":null", "long", "not a string"},
-        {"\"crc32c\":\"fedcba98\"", "\"crc32c\":\"fedcba98\",\"blocks\":\"fedcba98\"",
-         "w", "no longer"},
-        {"\"crc32c\":\"fedcba98\"", "\"crc32c\":\"fedcba98\",\"blocks\":\"\"", "w",
-         "no longer"},
+        {"\"crc32c\":", "\"crc\":", "", "missing"},
+        {CRCS, "11111111fedcba9g0000000100000000", "w", "8 hex"},
+        {CRCS, "11111111FEDCBA980000000100000000", "w", "8 hex"},
+        {CRCS, "11111111fedcba9800000001", "x.y", "too few layers"},
+        {CRCS, CRCS "0", "", "more values"},
+        {CRCS, CRCS "00000000", "", "more values"},
+        {CRCS, "", "long", "too few layers"},
+        {"\"" CRCS "\"", "4275878552", "", "not a string"},
+        {CRCS, "11111111fedcba980000000100000001", "x.y", "no bytes"},
+        {BLOCKS, "", "long", "MiB"},
+        {"2222222233333333", "", "long", "MiB"},
+        {"2222222233333333", "22222222", "long", "MiB"},
+        {"2222222233333333", "222222223333333", "long", "MiB"},
+        {"2222222233333333", "22222222333333334", "", "more values"},
+        {"2222222233333333", "222222223333333344444444", "", "more values"},
+        {"2222222233333333", "222222223333333X", "long", "hexadecimal"},
+        {"2222222233333333", "222222223333333A", "long", "hexadecimal"},
+        {BLOCKS, ",\"blocks\":[\"22222222\",\"33333333\"]", "", "not a string"},
+        {BLOCKS, ",\"blocks\":null", "", "not a string"},
     };
     CHECK_LIES(lies);
+}
+
+/* A message has the place in the text, what was expected there and what was got. */
+static void messages_have_offset_and_values(void)
+{
+    static const struct {
+        const char *from, *to, *at, *text, *expected, *got;
+    } lies[] = {
+        {"0,0,1,1", "0,5,1,1", "5,1,1", "shard of 'w': \"file\" is not one of the files",
+         "below 2", "5"},
+        {"1,7,2,1", "1,x,2,1", "x,2,1", "shard of 'w': \"version\" is no whole number",
+         "1 to 9223372036854775807", "x"},
+        {"4,6", "4,z", "z;", "shard of 'w': \"shape\" is no whole number",
+         "0 to 18446744073709551615", "z"},
+        {"fedcba98", "fedcba9X", "fedcba9X", "shard of 'w': \"crc32c\" are not 8 hex", "",
+         "fedcba9X"},
+        {"\"F64\"", "\"F65\"", "\"F65\"", "\"dtype\" is unknown", "", "\"F65\""},
+        {"\"format_version\":3", "\"format_version\":2", "2,\n\"gen",
+         "\"format_version\" 2 is not supported: this mlstate reads version 3", "3", "2"},
+    };
+    for (size_t i = 0; i < sizeof lies / sizeof lies[0]; i++) {
+        char text[ROOM];
+        mls_status st;
+        const size_t length = change(lies[i].from, lies[i].to, text);
+        CHECK(parse(text, length, &st) == MLS_E_FORMAT);
+        const char *at = strstr(text, lies[i].at);
+        REQUIRE(at != NULL);
+        CHECK(st.offset == (uint64_t)(at - text));
+        CHECK(strncmp(st.text, lies[i].text, strlen(lies[i].text)) == 0);
+        CHECK_TEXT(st.expected, lies[i].expected);
+        CHECK_TEXT(st.got, lies[i].got);
+    }
 }
 
 static void duplicates_are_refused(void)
 {
     static const lie lies[] = {
-        /* the same part twice, with another place and without bytes */
-        {"{\"section\":\"optim_state\",\"name\":\"x.y\"",
-         "{\"section\":\"optim_state\",\"name\":\"x.y\",\"state\":\"m\",\"dtype\":"
-         "\"F64\",\"shape\":[2],\"layout\":[[0,3]],\"part\":2,\"version\":5,\"file\":0,"
-         "\"offset\":4096,\"bytes\":0,\"crc32c\":\"00000000\"},"
-         "{\"section\":\"optim_state\",\"name\":\"x.y\"",
-         "x.y", "twice"},
-        {"\"name\":\"w\"", "\"name\":\"w\",\"name\":\"w\"", "name", "twice"},
-        {"\"name\":\"w\"", "\"name\":\"w\",\"x\":1,\"x\":2", "x", "twice"},
+        /* the same part twice, of other bytes */
+        {"\"kind\":\"0,1,2,3\",\n\"shape\":\"1048577;4,6;1,12;2;\",\n\"part\":\"0,5,0,"
+         "2\"",
+         "\"kind\":\"0,1,1,3\",\n\"shape\":\"1048577;4,6;6,6;2;\",\n\"part\":\"0,5,5,2\"",
+         "w", "twice"},
+        {"\"name\":[", "\"name\":[],\"name\":[", "name", "twice"},
+        {"\"name\":[", "\"x\":1,\"x\":2,\"name\":[", "x", "twice"},
     };
     CHECK_LIES(lies);
 }
@@ -539,11 +610,13 @@ static const test_case tests[] = {
     TEST(heads_that_lie_are_refused),
     TEST(paths_that_lead_elsewhere_are_refused),
     TEST(files_that_lie_are_refused),
+    TEST(kinds_that_lie_are_refused),
     TEST(shards_of_the_wrong_kind_are_refused),
     TEST(shapes_that_lie_are_refused),
     TEST(layouts_that_lie_are_refused),
-    TEST(places_that_lie_are_refused),
+    TEST(ranges_that_lie_are_refused),
     TEST(checksums_that_lie_are_refused),
+    TEST(messages_have_offset_and_values),
     TEST(duplicates_are_refused),
     TEST(every_value_may_be_anything_else),
     TEST(every_piece_that_is_missing_is_missed),

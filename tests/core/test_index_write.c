@@ -15,17 +15,27 @@ static void an_index_is_these_bytes_on_every_machine(void)
 {
     static const char expected[] =
         "{\"checksum\":\"00000000\",\n"
-        "\"format\":\"mlstate.index\",\"format_version\":1,\n"
+        "\"format\":\"mlstate.index\",\"format_version\":3,\n"
         "\"generation\":\"0123456789abcdef\",\"rank\":1,\"world_size\":4,\n"
-        "\"files\":[\n"
-        "{\"path\":\"optim_state/w=2em.1-4.0123456789abcdef-1.safetensors\","
-        "\"bytes\":2101280,\"header_crc32c\":\"00c0ffee\"}],\n"
-        "\"shards\":[\n"
-        "{\"section\":\"optim_state\",\"name\":\"w\",\"state\":\"m\",\"dtype\":\"BF16\","
-        "\"shape\":[4194432,1],\"layout\":[[0,4],[\"flat\",1]],\"part\":1,"
-        "\"axes\":[0,null],\"tier\":\"cold\",\"version\":7,\"file\":0,\"offset\":4096,"
-        "\"bytes\":2097216,\"crc32c\":\"12345678\","
-        "\"blocks\":\"000000010000000200000003\"}]}\n";
+        "\"files\":{\n"
+        "\"path\":[\"optim_state/w=2em.1-4.0123456789abcdef-1.safetensors\"],\n"
+        "\"bytes\":\"2101280\",\n"
+        "\"header_crc32c\":\"00c0ffee\"},\n"
+        "\"kinds\":[\n"
+        "{\"section\":\"optim_state\",\"state\":\"m\",\"dtype\":\"BF16\","
+        "\"layout\":[[0,4],[\"flat\",1]],\"axes\":[0,null],\"tier\":\"cold\"}],\n"
+        "\"shards\":{\n"
+        "\"name\":[\"w\"],\n"
+        "\"kind\":\"0\",\n"
+        "\"shape\":\"4194432,1;\",\n"
+        "\"part\":\"1\",\n"
+        "\"version\":\"7\"},\n"
+        "\"layers\":{\n"
+        "\"file\":\"0\",\n"
+        "\"offset\":\"4096\",\n"
+        "\"bytes\":\"2097216\",\n"
+        "\"crc32c\":\"12345678\",\n"
+        "\"blocks\":\"000000010000000200000003\"}}\n";
     const size_t shape[] = {4194432, 1};
     const signed char axes[] = {0, MLS_NO_AXIS};
     const uint32_t crcs[] = {1, 2, 3};
@@ -94,10 +104,46 @@ static void an_index_of_nothing_is_one(void)
     mls_buffer_fini(&text);
 }
 
+/* Many kinds: each shard gets one that is its own, and the text stays in proportion. */
+static void shards_of_any_number_of_kinds_are_written(void)
+{
+    enum { COUNT = 100, FILE_BYTES = 4096 + 2 * COUNT };
+    mls_index_file file = {.path = "optim_state/w.safetensors", .bytes = FILE_BYTES};
+    mls_index_shard shards[COUNT] = {0};
+    char states[COUNT][4];
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(states[i], sizeof states[i], "%02zu", i < 50 ? i : i - 50);
+        shards[i].id = (mls_tensor_id){MLS_OPTIM_STATE, text_of(i < 50 ? "a" : "b"),
+                                       text_of(states[i]), true};
+        shards[i].version = 1;
+        shards[i].offset = 4096 + 2 * i;
+        shards[i].bytes = 2;
+    }
+    const mls_index index = {.generation = "0123456789abcdef",
+                             .world_size = 1,
+                             .files = &file,
+                             .file_count = 1,
+                             .shards = shards,
+                             .shard_count = COUNT};
+    mls_index back;
+    mls_buffer text = {0};
+    mls_status st;
+    uint32_t whole;
+    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &st) == MLS_OK);
+    REQUIRE(back.shard_count == COUNT);
+    for (size_t i = 0; i < COUNT; i++) {
+        CHECK(mls_index_compare(&back.shards[i], &shards[i]) == 0);
+    }
+    mls_index_fini(&back);
+    mls_buffer_fini(&text);
+}
+
 static const test_case tests[] = {
     TEST(an_index_is_these_bytes_on_every_machine),
     TEST(a_shard_is_described_without_its_place),
     TEST(an_index_of_nothing_is_one),
+    TEST(shards_of_any_number_of_kinds_are_written),
 };
 
 int main(void)

@@ -191,8 +191,12 @@ static void parts_are_read_to_their_targets(void)
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
     CHECK(f.plan.piece_count == 3 && rows->count == 2 && whole->first == 2);
     REQUIRE(mls_load_plan_place_all(&f.plan, targets, &st) == MLS_OK);
-    REQUIRE(mls_shards_read(pool_fd, f.plan.pieces, f.plan.piece_count, crc, NULL,
-                            four_threads, NULL, &failed, &st) == MLS_OK);
+    const mls_read_request request = {.folder = pool_fd,
+                                      .pieces = f.plan.pieces,
+                                      .count = f.plan.piece_count,
+                                      .crc = crc,
+                                      .pool = four_threads};
+    REQUIRE(mls_shards_read(&request, &failed, &st) == MLS_OK);
     mls_load_plan_scatter(&f.plan, targets, kernels);
     CHECK(memcmp(packed, f.data, sizeof packed) == 0);
     for (size_t i = 0; i < ROWS * COLUMNS; i++) {

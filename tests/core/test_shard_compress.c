@@ -522,16 +522,25 @@ static void errors_while_reading(void)
         t.codec.failure = codes[i % 4];
         t.codec.decode_fails_at = i / 4 == 0 ? 1 : 4;
         failed = 77;
-        CHECK(mls_shards_read(pool_fd, pieces, count, crc, &t.codec.codecs, four_threads,
-                              NULL, &failed, &st) == codes[i % 4]);
+        CHECK(mls_shards_read(&(mls_read_request){.folder = pool_fd,
+                                                  .pieces = pieces,
+                                                  .count = count,
+                                                  .crc = crc,
+                                                  .codecs = &t.codec.codecs,
+                                                  .pool = four_threads},
+                              &failed, &st) == codes[i % 4]);
         CHECK(failed == 0);
         CHECK_TEXT(st.name, "w");
         CHECK(st.has_offset == (codes[i % 4] == MLS_E_FORMAT));
         CHECK(strstr(st.text, "tensor 'w', file 'optim_state/") == st.text);
         CHECK(codes[i % 4] == MLS_E_STOPPED || strstr(st.text, "zstd is broken") != NULL);
     }
-    CHECK(mls_shards_read(pool_fd, pieces, count, crc, NULL, four_threads, NULL, &failed,
-                          &st) == MLS_E_VALUE);
+    CHECK(mls_shards_read(&(mls_read_request){.folder = pool_fd,
+                                              .pieces = pieces,
+                                              .count = count,
+                                              .crc = crc,
+                                              .pool = four_threads},
+                          &failed, &st) == MLS_E_VALUE);
     CHECK(strstr(st.text, "nothing here decodes zstd") != NULL);
     mls_catalog_fini(&catalog);
     free(got);

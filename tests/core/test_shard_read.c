@@ -168,6 +168,13 @@ static void drop(mls_stored_shard *shard)
     free((void *)(uintptr_t)shard->part);
 }
 
+/* A request to read pieces of the folder and compare checksums, by the pool's threads. */
+static mls_read_request request_of(const mls_piece *pieces, size_t count, mls_pool *pool)
+{
+    return (mls_read_request){
+        .folder = folder, .pieces = pieces, .count = count, .crc = crc, .pool = pool};
+}
+
 /* Read one piece with the calling thread only. */
 static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void *data,
                          bool verify, mls_status *st)
@@ -175,8 +182,9 @@ static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void
     const mls_piece piece = {.shard = shard, .to = to, .data = data};
     size_t failed = 99;
     const int before = dup(folder);
-    const mls_code code = mls_shards_read(folder, &piece, 1, verify ? crc : NULL, NULL,
-                                          NULL, NULL, &failed, st);
+    mls_read_request request = request_of(&piece, 1, NULL);
+    request.crc = verify ? crc : NULL;
+    const mls_code code = mls_shards_read(&request, &failed, st);
     CHECK(failed == (code == MLS_OK ? 99U : 0U));
     const int after = dup(folder);
     CHECK(after == before + 1); /* nothing stayed open */
@@ -282,8 +290,9 @@ static void read_parts(stored_tensor *t, const mls_layout *layout, bool verify,
                 .shard = &t->shards[j], .to = &t->wanted[i], .data = t->places[i]};
         }
     }
-    CHECK(mls_shards_read(folder, t->pieces, pieces, verify ? crc : NULL, NULL, pool,
-                          NULL, &failed, &st) == MLS_OK);
+    mls_read_request request = request_of(t->pieces, pieces, pool);
+    request.crc = verify ? crc : NULL;
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
     for (size_t i = 0; i < parts; i++) {
         const size_t bytes = pack(&t->wanted[i], t->bytes, t->item, expected) * t->item;
         CHECK(memcmp(t->places[i], expected, bytes) == 0);
@@ -393,8 +402,9 @@ static void columns_of_a_large_matrix_are_gathered(void)
         size_t failed, wrong = 0;
         CHECK(mls_layout_part(&columns, 2, matrix, cuts[i / 2] - 1, &to, &st) == MLS_OK);
         const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
-        CHECK(mls_shards_read(folder, &piece, 1, i % 2 == 0 ? crc : NULL, NULL, pool,
-                              NULL, &failed, &st) == MLS_OK);
+        mls_read_request request = request_of(&piece, 1, pool);
+        request.crc = i % 2 == 0 ? crc : NULL;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
         for (size_t row = 0; row < matrix[0]; row++) {
             wrong += memcmp(got + row * width, data + row * matrix[1] + start, width) != 0
                          ? 1
@@ -487,8 +497,10 @@ static void many_small_pieces_share_few_files(void)
         memset(c->got, 0, SMALL * SMALL_BYTES);
         short_reads = i < 2 ? 0 : SMALL_BYTES / 2; /* then one by one */
         atomic_store(&calls, 0);
-        CHECK(mls_shards_read(folder, c->pieces, SMALL, verify ? crc : NULL, NULL,
-                              c->pool, &progress, &failed, &st) == MLS_OK);
+        mls_read_request request = request_of(c->pieces, SMALL, c->pool);
+        request.crc = verify ? crc : NULL;
+        request.progress = &progress;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
         CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
         CHECK(atomic_load(&seen.bytes) == SMALL * SMALL_BYTES);
         CHECK(atomic_load(&seen.calls) < 50); /* not one for each piece */
@@ -512,8 +524,8 @@ static void the_first_damaged_piece_is_reported(void)
                c->shards[first].crcs[0]) {
             first++;
         }
-        CHECK(mls_shards_read(folder, c->pieces, SMALL, crc, NULL, c->pool, NULL, &failed,
-                              &st) == MLS_E_CHECKSUM);
+        mls_read_request request = request_of(c->pieces, SMALL, c->pool);
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
         CHECK(failed == first && st.has_offset);
         CHECK(st.offset == c->shards[first].offset);
     }
@@ -528,9 +540,10 @@ static void progress_stops_the_work(void)
         watcher seen = {.allowed = allowed};
         const mls_progress progress = {.report = watch, .context = &seen};
         size_t failed = SMALL;
-        CHECK(mls_shards_read(folder, c->pieces, SMALL, crc, NULL,
-                              allowed < 3 ? NULL : c->pool, &progress, &failed,
-                              &st) == MLS_E_STOPPED);
+        mls_read_request request =
+            request_of(c->pieces, SMALL, allowed < 3 ? NULL : c->pool);
+        request.progress = &progress;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
         CHECK(st.code == MLS_E_STOPPED && failed < SMALL);
         CHECK_TEXT(st.name, "weight");
         CHECK(atomic_load(&seen.calls) < allowed + 4);
@@ -592,9 +605,9 @@ static void places_may_be_made_while_others_are_read_to(void)
         const bool alone = i >= 2;
         m = (place_maker){.allowed = SMALL, .waits = i == 0};
         take_pieces(&m, c, i % 2 == 0);
-        CHECK(mls_shards_read_made(folder, m.pieces, SMALL, crc, NULL,
-                                   alone ? NULL : c->pool, NULL, &maker, &failed,
-                                   &st) == MLS_OK);
+        mls_read_request request = request_of(m.pieces, SMALL, alone ? NULL : c->pool);
+        request.maker = &maker;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
         CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
         CHECK(!m.waits || m.early > 0);
         CHECK(!alone || m.early == 0);
@@ -612,14 +625,16 @@ static void places_that_cannot_be_made_stop_the_reading(void)
     for (size_t allowed = 0; allowed < SMALL; allowed += SMALL / 3) {
         m = (place_maker){.allowed = allowed};
         take_pieces(&m, c, true);
-        CHECK(mls_shards_read_made(folder, m.pieces, SMALL, crc, NULL,
-                                   allowed == 0 ? NULL : c->pool, NULL, &maker, &failed,
-                                   &st) == MLS_E_STOPPED);
+        mls_read_request request =
+            request_of(m.pieces, SMALL, allowed == 0 ? NULL : c->pool);
+        request.maker = &maker;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
         CHECK(st.code == MLS_E_STOPPED);
     }
     m = (place_maker){.allowed = 0};
-    CHECK(mls_shards_read_made(folder, NULL, 0, crc, NULL, NULL, NULL, &maker, &failed,
-                               &st) == MLS_E_STOPPED);
+    mls_read_request request = request_of(NULL, 0, NULL);
+    request.maker = &maker;
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
     crowd_free(c);
 }
 
@@ -676,8 +691,8 @@ static void the_first_damaged_block_is_reported(void)
     const mls_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
     for (int i = 0; i < 5; i++) {
         size_t failed = 99;
-        CHECK(mls_shards_read(folder, pieces, 1, crc, NULL, pool, NULL, &failed, &st) ==
-              MLS_E_CHECKSUM);
+        mls_read_request request = request_of(pieces, 1, pool);
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
         CHECK(failed == 0 && st.offset == PAYLOAD + 3 * BLOCK);
     }
     mls_pool_free(pool);
@@ -752,12 +767,11 @@ static void records_that_point_beyond_the_file_are_refused(void)
     const mls_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got},
                                 {.shard = &shard, .to = shard.part, .data = got + 100},
                                 {.shard = &liar, .to = shard.part, .data = got + 200}};
-    CHECK(mls_shards_read(folder, pieces, 3, crc, NULL, NULL, NULL, &failed, &st) ==
-          MLS_E_FORMAT);
+    mls_read_request request = request_of(pieces, 3, NULL);
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_FORMAT);
     CHECK(failed == 2 && got[0] == 1);
     CHECK(put("real", "x", 1, PAYLOAD));
-    CHECK(mls_shards_read(folder, pieces, 3, crc, NULL, NULL, NULL, &failed, &st) ==
-          MLS_E_CHECKSUM);
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
     CHECK(failed == 0);
     drop(&shard);
 }
@@ -802,10 +816,12 @@ static void nothing_in_common_opens_no_file(void)
     CHECK(read_one(&shard, &to, got, true, &st) == MLS_OK);
     part.begin = 40; /* and an empty shard */
     const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
-    CHECK(mls_shards_read(folder, &piece, 1, crc, NULL, NULL, &progress, &failed, &st) ==
-          MLS_OK);
-    CHECK(mls_shards_read(folder, NULL, 0, crc, NULL, NULL, &progress, &failed, &st) ==
-          MLS_OK);
+    mls_read_request request = request_of(&piece, 1, NULL);
+    request.progress = &progress;
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+    request = request_of(NULL, 0, NULL);
+    request.progress = &progress;
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
     CHECK(atomic_load(&seen.calls) == 0 && failed == 99);
 }
 

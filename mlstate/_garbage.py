@@ -1,8 +1,7 @@
-"""Deleting what a save of many ranks replaced: each rank what it wrote itself.
+"""Garbage collection after a commit of many ranks: each rank deletes its own files.
 
-A rank's index names files of that rank alone, whose names say so; only its own index of a
-later root may name them too. So a rank finds what nobody needs any more in its own indexes,
-and no rank reads those of all.
+A rank's index names files of that rank only, and only the rank's index of a later root may name
+the same files. So a rank finds its garbage in its own indexes, and reads no other rank's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_OURS = "mlstate "  # how `writer` starts where files are named as above
+_OURS = "mlstate "  # start of `writer` if files are named as above
 
 
 class Generation(NamedTuple):
@@ -28,13 +27,13 @@ class Generation(NamedTuple):
     world_size: int
 
 
-def rooted(folder: str) -> list[Manifest]:
-    """All roots of a folder, each generation once.
+def read_all_roots(folder: str) -> list[Manifest]:
+    """Return all roots of a folder, each generation once.
 
     Raises
     ------
     FormatError, StoreError
-        A root cannot be read, or another program wrote it: then nobody knows what is needed.
+        A root cannot be read, or another program wrote it: the needed files are unknown.
     """
     found: dict[str, Manifest] = {}
     for name in (*(root.path for root in _folder.list_roots(folder)), _folder.MANIFEST):
@@ -46,8 +45,10 @@ def rooted(folder: str) -> list[Manifest]:
     return list(found.values())
 
 
-def sort_out(before: Iterable[Manifest], now: Iterable[Manifest]) -> dict[str, list[Generation]]:
-    """Which generations are gone, and which are kept, for every rank to know."""
+def generations_to_delete(
+    before: Iterable[Manifest], now: Iterable[Manifest]
+) -> dict[str, list[Generation]]:
+    """Return which generations are gone and which are kept, as a message to all ranks."""
     worlds = {m.generation: m.world_size for m in before}
     kept = {m.generation: m.world_size for m in now}
     gone = {name: world for name, world in worlds.items() if name not in kept}
@@ -57,8 +58,8 @@ def sort_out(before: Iterable[Manifest], now: Iterable[Manifest]) -> dict[str, l
     }
 
 
-def _files(folder: str, which: Generation, rank: int) -> tuple[str, set[str]]:
-    """The index of one rank, and the files that it names."""
+def _index_files(folder: str, which: Generation, rank: int) -> tuple[str, set[str]]:
+    """Return the path of one rank's index, and the files that it names."""
     path = f"index/{which.generation}.{rank}.json"
     data = _folder.read_bytes(folder, path)
     catalog = _core.Catalog((data,), (os.path.join(folder, path),))
@@ -70,35 +71,35 @@ def _files(folder: str, which: Generation, rank: int) -> tuple[str, set[str]]:
     return path, set(catalog.files())
 
 
-def drop_mine(
+def delete_own_files(
     folder: str, rank: int, world_size: int, gone: list[Generation], kept: list[Generation]
 ) -> list[str]:
-    """Delete what a rank wrote for generations that are gone; also for ranks that are no more.
+    """Delete a rank's files of generations that are gone, and those of ranks beyond the group.
 
-    What was deleted stays deleted: the folders are synced.
+    The folders are synced: no deleted file comes back after a power failure.
 
     Raises
     ------
     FormatError, StoreError
-        An index cannot be read. Nothing of that rank was deleted.
+        An index cannot be read. No file of that rank was deleted.
     """
-    dropped = []
+    deleted = []
     worlds = [which.world_size for which in gone]
     for mine in range(rank, max(worlds, default=0), world_size):
         needed: set[str] = set()
         for which in kept:
             if mine < which.world_size:
-                needed |= _files(folder, which, mine)[1]
+                needed |= _index_files(folder, which, mine)[1]
         dead: list[str] = []
         for which in gone:
             if mine < which.world_size:
-                path, files = _files(folder, which, mine)
+                path, files = _index_files(folder, which, mine)
                 dead += sorted(files - needed)
                 dead.append(path)
         own = f"-{mine}.safetensors"
         dead = [name for name in dict.fromkeys(dead) if name.endswith((own, ".json"))]
-        dropped += _folder.remove_files(folder, dead)
-    # no later save looks for files that come back when the power fails: they must not
-    for part in sorted({os.path.dirname(name) for name in dropped}):
+        deleted += _folder.remove_files(folder, dead)
+    # no later save looks for files that come back after a power failure
+    for part in sorted({os.path.dirname(name) for name in deleted}):
         _core.folder_sync(os.path.join(folder, part))
-    return dropped
+    return deleted

@@ -1,4 +1,4 @@
-"""Values that JSON can say, and gives back as they were, but for tuples, which become lists."""
+"""Values that JSON can represent and returns unchanged, except that tuples become lists."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 DEEPEST = 100  # a manifest, which has it a few levels down, is nested 128 deep at most
 
 
-def check_sayable(value: Any, where: str, *, finite: bool = True) -> None:
+def check_json_values(value: Any, where: str, *, finite: bool = True) -> None:
     """
-    Refuse what JSON cannot say or would give back as something else.
+    Refuse a value that JSON cannot represent, or would return as another value.
 
     Parameters
     ----------
     value : object
-        What is to be said.
+        The value.
     where : str
-        What it is in, such as ``metadata``: errors say the path from there.
+        The name of the value, such as ``metadata``: errors give the path from there.
     finite : bool, default True
-        Refuse NaN and infinities, which are no numbers of JSON.
+        Refuse NaN and infinities, which JSON does not have.
 
     Raises
     ------
     TypeError
-        A value is no text, number, list or dict, or a dict in it has a key that is no str.
+        A value is not a str, number, list or dict, or a key of a dict is not a str.
     ValueError
-        A number is not finite, a text is no UTF-8, or the value is nested more than
+        A number is not finite, a str is not valid UTF-8, or the value is nested more than
         ``DEEPEST`` deep.
     """
     try:
@@ -38,7 +38,7 @@ def check_sayable(value: Any, where: str, *, finite: bool = True) -> None:
 
 
 class _TooDeepError(Exception):
-    """There are more levels than may be."""
+    """The value has too many levels."""
 
 
 def _check(value: Any, where: str, finite: bool, levels: int) -> None:
@@ -77,7 +77,7 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
 
 
 def _hint(value: Any) -> str:
-    """What a value can be given as instead, where that can be told."""
+    """Return an expression that converts a value to one that JSON has; "" if unknown."""
     if isinstance(value, set | frozenset):
         return "sorted(...)"
     kind = getattr(getattr(value, "dtype", None), "kind", "")  # NumPy's numbers and arrays

@@ -66,10 +66,10 @@ def test_folders_are_synced_before_the_lock_is_let_go(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_synced_is_told_and_looked_through_next_time(tmp_path, monkeypatch):
     path, noted = tmp_path / "ckpt", []
     first = save(path, 1)
-    drop, note = mlstate._save.drop_mine, _lock.WriterLock.note
+    delete, note = mlstate._commit.delete_own_files, _lock.WriterLock.note
 
-    def drop_unsynced(folder, rank, *args):
-        drop(folder, rank, *args)
+    def delete_unsynced(folder, rank, *args):
+        delete(folder, rank, *args)
         if rank == 1:
             raise mlstate.StoreError(f"{folder}: cannot sync the folder")
 
@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_synced_is_told_and_looked_through_next_time(tmp
         _lock.WriterLock, "note", lambda lock, text: (noted.append(text), note(lock, text))[1]
     )
     with monkeypatch.context() as patches:
-        patches.setattr(mlstate._save, "drop_mine", drop_unsynced)
+        patches.setattr(mlstate._commit, "delete_own_files", delete_unsynced)
         with pytest.warns(UserWarning, match="old files .* rank 1: .*cannot sync"):
             second = save(path, 2)
     assert noted == [second]  # the lock still says that a save did not end
