@@ -84,9 +84,9 @@ setup(
     ext_modules=[
         Extension(
             "mlstate._core",
-            sources=files("csrc/core/*.c", "csrc/python/*.c"),
-            depends=files("csrc/core/*.h", "csrc/python/*.h"),
-            include_dirs=["csrc/core"],
+            sources=files("csrc/core/**/*.c", "csrc/python/**/*.c"),
+            depends=files("csrc/core/**/*.h", "csrc/python/**/*.h"),
+            include_dirs=["csrc/core", "csrc/python"],
             define_macros=[
                 ("_GNU_SOURCE", None),
                 ("_DARWIN_C_SOURCE", None),

@@ -299,7 +299,7 @@ class Messages(Way):
         }
 
     def call(self) -> None:
-        from mlstate._guard import ENDED, Head, all_agree, digest_of, settings_text
+        from mlstate.fsdp._consistency_check import ENDED, Head, all_agree, digest_of, settings_text
 
         for _ in range(self.inner):
             digest = digest_of(self.first, settings_text(self.settings))

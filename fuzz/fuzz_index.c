@@ -6,11 +6,11 @@
  *       csrc/core/{index*,layers,frames,seal,json,buffer,layout,text,dtype}.c \
  *       csrc/core/{safetensors_read,size,fsio,mem,status,pool,cpu}.c csrc/core/crc32c*.c
  */
-#include "index.h"
+#include "checkpoint/index/index.h"
 
-#include "safetensors.h"
-#include "seal.h"
-#include "size.h"
+#include "safetensors/safetensors.h"
+#include "io/json_checksum.h"
+#include "base/size.h"
 
 #include <stdlib.h>
 #include <string.h>

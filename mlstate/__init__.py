@@ -89,7 +89,7 @@ _MODULES = (
 )
 _NAMES = {
     "_info": ("info",),
-    "_plain_file": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
+    "_safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
     "checkpoint": ("TieredState", "load", "save", "verify"),
     "errors": (
         "CapacityError",

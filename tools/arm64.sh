@@ -104,8 +104,8 @@ build_module
 echo "ok  arm64: the extension is compiled"
 
 if [ $# = 0 ]; then
-    set -- tests/test_kv.py tests/test_kv_state.py tests/test_state.py tests/test_state_diff.py \
-        tests/test_load_into.py tests/test_checkpoint.py tests/test_overwrite.py
+    set -- tests/kv/test_transition.py tests/kv/test_kv_state.py tests/state/test_state.py tests/state/test_diff.py \
+        tests/state/test_load_into.py tests/checkpoint/test_checkpoint.py tests/checkpoint/files/test_overwrite.py
 fi
 cd "$here/work"
 export PYTHONPATH=$here/work:$here/site HOME=$here/work

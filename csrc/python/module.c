@@ -4,20 +4,20 @@
  * says why.
  */
 #define MLSPY_IMPORT_NUMPY
-#include "python_api.h"
+#include "common/python_api.h"
 
-#include "activation_bindings.h"
-#include "args.h"
-#include "checkpoint_bindings.h"
-#include "common_bindings.h"
-#include "errors.h"
-#include "gradients_bindings.h"
-#include "kv_bindings.h"
-#include "module_state.h"
-#include "state_bindings.h"
+#include "activation/activation_bindings.h"
+#include "common/args.h"
+#include "checkpoint/checkpoint_bindings.h"
+#include "common/common_bindings.h"
+#include "common/errors.h"
+#include "gradients/gradients_bindings.h"
+#include "kv/kv_bindings.h"
+#include "common/module_state.h"
+#include "state/state_bindings.h"
 
-#include "cpu.h"
-#include "pool.h"
+#include "runtime/cpu_features.h"
+#include "runtime/thread_pool.h"
 
 #include <inttypes.h>
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from .._chain import Chain
-    from .._convert import Parts
-    from .._recompute import RecomputeReport
+    from ..activation._chain import Chain
+    from ..activation._recompute_check import RecomputeReport
+    from ..checkpoint._files.convert import Parts
 
 # Frameworks by the module that users import, with the integration that registers each.
 _INTEGRATIONS = {"torch": "mlstate.integrations.torch"}

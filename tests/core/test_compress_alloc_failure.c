@@ -1,12 +1,12 @@
 /* Every allocation fails once, as in test_alloc_failure.c, in coding shards, in laying
  * coded rows over coded ones, and in reading them. */
-#include "catalog.h"
-#include "failing_alloc.h"
-#include "index.h"
-#include "runner.h"
-#include "shard_read.h"
-#include "shards.h"
-#include "toy_codec.h"
+#include "checkpoint/ranks/merged_index.h"
+#include "support/failing_alloc.h"
+#include "checkpoint/index/index.h"
+#include "support/runner.h"
+#include "checkpoint/read/shard_read.h"
+#include "support/shards.h"
+#include "support/toy_codec.h"
 
 #include <unistd.h>
 

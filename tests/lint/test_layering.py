@@ -62,8 +62,10 @@ def test_bindings_include_their_own_and_the_cores_headers(path):
 
 def test_core_headers_do_not_include_each_other_in_a_circle():
     graph = {
-        path.name: [name for bracket, name in includes(path) if bracket == '"']
-        for path in house.CORE.glob("*.h")
+        path.relative_to(house.CORE).as_posix(): [
+            name for bracket, name in includes(path) if bracket == '"'
+        ]
+        for path in house.CORE.rglob("*.h")
     }
     done = set()
     while len(done) < len(graph):

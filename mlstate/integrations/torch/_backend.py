@@ -12,27 +12,16 @@ from typing import TYPE_CHECKING, Any
 # ruff: noqa: F401
 # mypy: implicit-reexport
 if TYPE_CHECKING:  # so that mypy compares these names with the protocol
-    from ._activation_manager import apply_strategy, cuda_memory
-    from ._apply import apply_plan
-    from ._backward import (
-        begin_pass,
-        hook_module,
-        parameters_of,
-        reduce_on_device,
-        why_not_reduced,
-    )
-    from ._chain import profile_chain
-    from ._files import read_dcp, read_pt, write_dcp, write_pt
-    from ._kv import move_kv
-    from ._memory import note_written, write_into_tensor
-    from ._operators import operator_contexts
-    from ._optimizer import optimizer_dict, optimizer_state
-    from ._pickle import reduce_state
-    from ._recompute_check import check_recompute
-    from ._reduce import add_gradient, copy_of, item_bytes, norm_partial, readable, tensor_in
-    from ._sharded import module_state, needs_all_ranks, optimizer_parts, part_of
-    from ._state import arrays_of, tensors_of, why_not_plain
-    from ._tiers import (
+    from ._activation.apply_plan import apply_plan
+    from ._activation.operators import operator_contexts
+    from ._activation.profile_chain import profile_chain
+    from ._activation.recompute_check import check_recompute
+    from ._activation.strategies import apply_strategy, cuda_memory
+    from ._checkpoint.files import read_dcp, read_pt, write_dcp, write_pt
+    from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
+    from ._checkpoint.optimizer import optimizer_dict, optimizer_state
+    from ._checkpoint.sharded import module_state, needs_all_ranks, optimizer_parts, part_of
+    from ._checkpoint.tiers import (
         accelerator,
         give_memory,
         has_given_away,
@@ -41,33 +30,51 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         on_device,
         tensors_of_optimizer,
     )
-    from ._training import fill_module, fill_optimizer, saved_module, saved_optimizer
+    from ._gradients.backward import (
+        begin_pass,
+        hook_module,
+        parameters_of,
+        reduce_on_device,
+        why_not_reduced,
+    )
+    from ._gradients.reduce import (
+        add_gradient,
+        copy_of,
+        item_bytes,
+        norm_partial,
+        readable,
+        tensor_in,
+    )
+    from ._tensors.kv import move_kv
+    from ._tensors.memory import note_written, write_into_tensor
+    from ._tensors.pickle import reduce_state
+    from ._tensors.state import arrays_of, tensors_of, why_not_plain
 
 # fmt: off
 _NAMES = {
-    "_activation_manager": ("apply_strategy", "cuda_memory"),
-    "_apply": ("apply_plan",),
-    "_backward": (
+    "_activation.strategies": ("apply_strategy", "cuda_memory"),
+    "_activation.apply_plan": ("apply_plan",),
+    "_gradients.backward": (
         "begin_pass", "hook_module", "parameters_of", "reduce_on_device", "why_not_reduced",
     ),
-    "_chain": ("profile_chain",),
-    "_files": ("read_dcp", "read_pt", "write_dcp", "write_pt"),
-    "_kv": ("move_kv",),
-    "_memory": ("note_written", "write_into_tensor"),
-    "_operators": ("operator_contexts",),
-    "_optimizer": ("optimizer_dict", "optimizer_state"),
-    "_pickle": ("reduce_state",),
-    "_recompute_check": ("check_recompute",),
-    "_reduce": (
+    "_activation.profile_chain": ("profile_chain",),
+    "_checkpoint.files": ("read_dcp", "read_pt", "write_dcp", "write_pt"),
+    "_tensors.kv": ("move_kv",),
+    "_tensors.memory": ("note_written", "write_into_tensor"),
+    "_activation.operators": ("operator_contexts",),
+    "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
+    "_tensors.pickle": ("reduce_state",),
+    "_activation.recompute_check": ("check_recompute",),
+    "_gradients.reduce": (
         "add_gradient", "copy_of", "item_bytes", "norm_partial", "readable", "tensor_in",
     ),
-    "_sharded": ("module_state", "needs_all_ranks", "optimizer_parts", "part_of"),
-    "_state": ("arrays_of", "tensors_of", "why_not_plain"),
-    "_tiers": (
+    "_checkpoint.sharded": ("module_state", "needs_all_ranks", "optimizer_parts", "part_of"),
+    "_tensors.state": ("arrays_of", "tensors_of", "why_not_plain"),
+    "_checkpoint.tiers": (
         "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
         "on_device", "tensors_of_optimizer",
     ),
-    "_training": (
+    "_checkpoint.load_targets": (
         "fill_module", "fill_optimizer", "saved_module", "saved_optimizer",
     ),
 }
