@@ -8,9 +8,9 @@
  */
 #include "checkpoint/index/index.h"
 
-#include "safetensors/safetensors.h"
-#include "io/json_checksum.h"
 #include "base/size.h"
+#include "io/json_checksum.h"
+#include "safetensors/safetensors.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -38,7 +38,7 @@ static void check_path(const char *path)
 }
 
 /* A list of extents: ascending, apart, none empty, none behind the end. */
-static size_t check_extents(const mls_extent *list, size_t count, size_t elements)
+static size_t check_extents(const mls_row_range *list, size_t count, size_t elements)
 {
     size_t end = 0, sum = 0;
     for (size_t i = 0; i < count; i++) {
@@ -54,14 +54,14 @@ static size_t check_extents(const mls_extent *list, size_t count, size_t element
  * codes, together the bytes of the layer. */
 static void check_frames(const mls_layer *layer, size_t size, size_t held)
 {
-    const mls_frames *frames = layer->frames;
-    const size_t count = mls_frames_count(held * size);
+    const mls_compressed_frames *frames = layer->frames;
+    const size_t count = mls_compressed_frames_count(held * size);
     require(frames->codec < MLS_CODEC_COUNT && frames->item == size);
     require(count > 0 && frames->bytes == held * size);
     for (size_t i = 0; i < count; i++) {
-        const size_t begin = mls_frame_begin(frames, i);
+        const size_t begin = mls_compressed_frame_begin(frames, i);
         require(frames->ends[i] > begin);
-        require(frames->ends[i] - begin <= mls_frame_bytes(frames, i));
+        require(frames->ends[i] - begin <= mls_compressed_frame_bytes(frames, i));
     }
     require(frames->ends[count - 1] == layer->bytes);
 }
@@ -156,7 +156,7 @@ static void check_index(const mls_index *x)
 /* What is written of an index reads as that index, and is written as before. */
 static void check_round_trip(const mls_index *x)
 {
-    mls_buffer first = {0}, second = {0};
+    mls_json_writer first = {0}, second = {0};
     mls_index back;
     mls_status st;
     uint32_t sum;
@@ -167,8 +167,8 @@ static void check_round_trip(const mls_index *x)
     require(first.length == second.length &&
             memcmp(first.data, second.data, first.length) == 0);
     mls_index_fini(&back);
-    mls_buffer_fini(&first);
-    mls_buffer_fini(&second);
+    mls_json_writer_fini(&first);
+    mls_json_writer_fini(&second);
 }
 
 static void try_parse(const char *text, size_t length)
@@ -189,14 +189,14 @@ static void try_parse(const char *text, size_t length)
 /* Fuzzers do not guess checksums: the start is put over theirs, and sealed. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    const size_t start = sizeof MLS_SEAL_START - 1;
+    const size_t start = sizeof MLS_JSON_CHECKSUM_START - 1;
     char *text = malloc(size + 1); /* so that reading behind the end is noticed */
     require(text != NULL);
     memcpy(text, data, size);
     try_parse(text, size);
     if (size >= start) {
-        memcpy(text, MLS_SEAL_START, start);
-        (void)mls_seal(text, size, crc);
+        memcpy(text, MLS_JSON_CHECKSUM_START, start);
+        (void)mls_json_checksum_set(text, size, crc);
         try_parse(text, size);
     }
     free(text);

@@ -2,7 +2,8 @@
  * is walked whole, so that a wrong length or link shows.
  *
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core fuzz/fuzz_json.c \
- *       csrc/core/io/json_reader.c csrc/core/base/memory.c csrc/core/base/status.c csrc/core/base/string_view.c
+ *       csrc/core/io/json_reader.c csrc/core/base/memory.c csrc/core/base/status.c
+ * csrc/core/base/string_view.c
  */
 #include "io/json_reader.h"
 
@@ -22,7 +23,7 @@ static void check_node(const mls_json *doc, mls_json_node node, size_t size)
 {
     size_t members = 0;
     uint64_t number;
-    const mls_text text = mls_json_text(doc, node), key = mls_json_key(doc, node);
+    const mls_str text = mls_json_text(doc, node), key = mls_json_key(doc, node);
     require(mls_json_offset(doc, node) < size);
     require(mls_utf8_valid(key.data, key.length) && key.length <= size);
     require(mls_utf8_valid(text.data, text.length) && text.length <= size);

@@ -43,7 +43,7 @@ static void check_file(const mls_safetensors *file, const uint8_t *data, size_t 
     }
     require(total == size - 8 - mls_load_le64(data));
     for (size_t i = 0; i < file->metadata_count; i++) {
-        const mls_text_pair *pair = &file->metadata[i];
+        const mls_str_pair *pair = &file->metadata[i];
         require(mls_utf8_valid(pair->key.data, pair->key.length));
         require(mls_utf8_valid(pair->value.data, pair->value.length));
     }

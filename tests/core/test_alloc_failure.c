@@ -2,34 +2,34 @@
  * files and checkpoints, in making and comparing trees of names, and in counting layers.
  * Each must end in MLS_E_MEMORY with nothing leaked, the outputs untouched and the old
  * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
-#include "checkpoint/ranks/merged_index.h"
-#include "support/failing_alloc.h"
-#include "io/file.h"
+#include "activation/strategy.h"
+#include "base/memory.h"
 #include "checkpoint/index/index.h"
+#include "checkpoint/index/shard_header.h"
+#include "checkpoint/ranks/index_pattern.h"
+#include "checkpoint/ranks/load_plan.h"
+#include "checkpoint/ranks/merged_index.h"
+#include "checkpoint/read/shard_read.h"
+#include "checkpoint/read/verify.h"
+#include "checkpoint/tiers/tier_policy.h"
+#include "checkpoint/write/shard_list.h"
+#include "checkpoint/write/write_plan.h"
+#include "io/file.h"
+#include "io/json_checksum.h"
 #include "io/json_reader.h"
 #include "planning/knapsack.h"
+#include "planning/plan.h"
+#include "planning/schedule_search.h"
+#include "safetensors/safetensors.h"
 #include "state/load_into.h"
-#include "checkpoint/ranks/load_plan.h"
-#include "base/memory.h"
 #include "state/name_match.h"
 #include "state/name_tree.h"
 #include "state/name_tree_preview.h"
-#include "checkpoint/ranks/index_pattern.h"
-#include "planning/plan.h"
-#include "support/random_chain.h"
 #include "state/rename_rules.h"
+#include "support/failing_alloc.h"
+#include "support/random_chain.h"
 #include "support/runner.h"
-#include "safetensors/safetensors.h"
-#include "io/json_checksum.h"
-#include "planning/schedule_search.h"
-#include "checkpoint/index/shard_header.h"
-#include "checkpoint/write/shard_list.h"
-#include "checkpoint/write/write_plan.h"
-#include "checkpoint/read/shard_read.h"
 #include "support/shards.h"
-#include "activation/strategy.h"
-#include "checkpoint/tiers/tier_policy.h"
-#include "checkpoint/read/verify.h"
 
 #include <unistd.h>
 
@@ -116,7 +116,7 @@ static mls_code write_state(mls_status *st)
     strided.strides[0] = 4;
     strided.strides[1] = 12;
     const mls_named_tensor tensors[] = {{text("packed"), &packed}, {text("t"), &strided}};
-    const mls_text_pair pair = {text("key"), text("value")};
+    const mls_str_pair pair = {text("key"), text("value")};
     const mls_safetensors_content content = {
         .tensors = tensors, .count = 2, .metadata = &pair, .metadata_count = 1};
     const mls_code code = mls_safetensors_write(
@@ -172,7 +172,7 @@ static mls_code read_shard(mls_status *st)
                                     .name = text("x")};
     const mls_part wanted = {.rank = 1, .start = {1}, .length = {2}, .end = 2};
     unsigned char got[2] = {0};
-    const mls_piece piece = {.shard = &shard, .to = &wanted, .data = got};
+    const mls_read_range piece = {.shard = &shard, .to = &wanted, .data = got};
     size_t failed = 77;
     const mls_code code = mls_shards_read(
         &(mls_read_request){
@@ -198,10 +198,10 @@ static const signed char index_axes[] = {0, MLS_NO_AXIS};
 static const uint32_t index_crcs[] = {1, 2};
 
 /* Two files; shards with axes, with blocks, and so many that the text has to grow. */
-static mls_code build_index(mls_buffer *b, uint32_t *sum, mls_status *st)
+static mls_code build_index(mls_json_writer *b, uint32_t *sum, mls_status *st)
 {
     static const size_t long_shape[] = {(1 << 20) + 1};
-    static const mls_text names[] = {{"a", 1}, {"b", 1}, {"c", 1}, {"d", 1}, {"e", 1}};
+    static const mls_str names[] = {{"a", 1}, {"b", 1}, {"c", 1}, {"d", 1}, {"e", 1}};
     mls_index_file files[] = {{.path = "params/x.safetensors", .bytes = 2 << 20},
                               {.path = "params/y.safetensors", .bytes = 2 << 20}};
     mls_index_shard shards[5];
@@ -235,11 +235,11 @@ static mls_code build_index(mls_buffer *b, uint32_t *sum, mls_status *st)
 
 static mls_code build_and_drop(mls_status *st)
 {
-    mls_buffer b = {0};
+    mls_json_writer b = {0};
     uint32_t sum = 77;
     const mls_code code = build_index(&b, &sum, st);
     CHECK(code == MLS_OK || sum == 77);
-    mls_buffer_fini(&b);
+    mls_json_writer_fini(&b);
     return code;
 }
 
@@ -248,7 +248,7 @@ static void building_an_index_survives_every_failure(void)
     CHECK(fail_each(build_and_drop) >= 3);
 }
 
-static mls_buffer index_text; /* what the next job reads */
+static mls_json_writer index_text; /* what the next job reads */
 
 static mls_code parse_index(mls_status *st)
 {
@@ -270,7 +270,7 @@ static void parsing_an_index_survives_every_failure(void)
     countdown = 0;
     CHECK(build_index(&index_text, &sum, &st) == MLS_OK);
     CHECK(fail_each(parse_index) >= 14);
-    mls_buffer_fini(&index_text);
+    mls_json_writer_fini(&index_text);
 }
 
 /* ---- checkpoints ---- */
@@ -302,17 +302,17 @@ static mls_code plan_shards(mls_status *st)
     mls_shard_item items[4];
     make_items(items);
     const mls_shard_job job = second_job(items);
-    mls_shard_plan plan = {.file_count = 77};
-    mls_code code = mls_shard_plan_init(&plan, &job, st);
+    mls_write_plan plan = {.file_count = 77};
+    mls_code code = mls_write_plan_init(&plan, &job, st);
     if (code == MLS_OK) {
         plan.planned[0].same = plan.planned[0].before != NULL;
-        code = mls_shard_plan_keep(&plan, st);
-        code = code == MLS_OK ? mls_shard_plan_place(&plan, st) : code;
+        code = mls_write_plan_reuse(&plan, st);
+        code = code == MLS_OK ? mls_write_plan_assign_files(&plan, st) : code;
         CHECK(code != MLS_OK || plan.file_count == 3);
         for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
-            code = mls_shard_plan_lay_out(&plan, &plan.files[i], st);
+            code = mls_write_plan_lay_out(&plan, &plan.files[i], st);
         }
-        mls_shard_plan_fini(&plan);
+        mls_write_plan_fini(&plan);
     }
     CHECK(plan.files == NULL && plan.index.shards == NULL);
     return code;
@@ -396,11 +396,11 @@ static mls_code list_shards(mls_status *st)
 {
     const mls_index none = {.rank = 1};
     const mls_index *const indexes[] = {&committed, &none};
-    mls_catalog catalog = {.tensor_count = 77};
-    const mls_code code = mls_catalog_init(&catalog, indexes, 2, st);
+    mls_merged_index catalog = {.tensor_count = 77};
+    const mls_code code = mls_merged_index_init(&catalog, indexes, 2, st);
     CHECK(catalog.tensor_count == (code == MLS_OK ? 4 : 77));
     if (code == MLS_OK) {
-        mls_catalog_fini(&catalog);
+        mls_merged_index_fini(&catalog);
     }
     return code;
 }
@@ -408,23 +408,24 @@ static mls_code list_shards(mls_status *st)
 /* The pattern of what was committed, and the places of a tensor. */
 static mls_code find_shards(mls_status *st)
 {
-    mls_pattern pattern = {.group_count = 77};
-    mls_buffer bytes = {.most = 1 << 20}, places = {.most = 1 << 20};
-    mls_code code = mls_pattern_init(&committed, &pattern, st);
+    mls_index_pattern pattern = {.group_count = 77};
+    mls_json_writer bytes = {.most = 1 << 20}, places = {.most = 1 << 20};
+    mls_code code = mls_index_pattern_init(&committed, &pattern, st);
     CHECK(code == MLS_OK ? pattern.known : pattern.group_count == 77);
     if (code == MLS_OK) {
-        mls_pattern_bytes(&committed, &pattern, &bytes);
-        mls_pattern_places(&committed, &pattern, 1, &committed.shards[0].id, &places);
+        mls_index_pattern_bytes(&committed, &pattern, &bytes);
+        mls_index_pattern_places(&committed, &pattern, 1, &committed.shards[0].id,
+                                 &places);
         code = bytes.code != MLS_OK ? bytes.code : places.code;
         CHECK(code == MLS_OK || code == MLS_E_MEMORY);
         CHECK(code != MLS_OK || (bytes.length > 0 && places.length > 0));
         if (code != MLS_OK) {
             mls_fail(st, code, "no memory");
         }
-        mls_pattern_fini(&pattern);
+        mls_index_pattern_fini(&pattern);
     }
-    mls_buffer_fini(&bytes);
-    mls_buffer_fini(&places);
+    mls_json_writer_fini(&bytes);
+    mls_json_writer_fini(&places);
     return code;
 }
 
@@ -435,12 +436,12 @@ static mls_code plan_load(mls_status *st)
     const mls_cutting whole = {0};
     const long kept = countdown;
     const char *file;
-    mls_catalog catalog;
+    mls_merged_index catalog;
     mls_load_plan plan;
     mls_load_target target = {0};
     static unsigned char memory[1 << 20];
     countdown = 0; /* list_shards tries the catalog */
-    CHECK(mls_catalog_init(&catalog, indexes, 1, st) == MLS_OK);
+    CHECK(mls_merged_index_init(&catalog, indexes, 1, st) == MLS_OK);
     countdown = kept;
     mls_code code = mls_load_plan_init(&plan, &catalog, 1, st);
     CHECK(code == MLS_OK || plan.wanted == NULL);
@@ -456,17 +457,17 @@ static mls_code plan_load(mls_status *st)
     }
     mls_load_target_fini(&target);
     mls_load_plan_fini(&plan);
-    mls_catalog_fini(&catalog);
+    mls_merged_index_fini(&catalog);
     return code;
 }
 
 /* Each on a checkpoint that was committed. */
 static mls_code make_header(mls_status *st)
 {
-    mls_buffer header = {.most = 1 << 20};
+    mls_json_writer header = {.most = 1 << 20};
     const mls_code code = mls_shard_header(&committed, 0, &mls_crc_scalar, &header, st);
     CHECK((code == MLS_OK) == (header.length > 0));
-    mls_buffer_fini(&header);
+    mls_json_writer_fini(&header);
     return code;
 }
 
@@ -510,13 +511,13 @@ static mls_code plan_loading(mls_status *st)
     CHECK(mls_tensor_init(&large_from, from, MLS_U8, 2, shape, &unused) == MLS_OK);
     CHECK(mls_tensor_init(&tied_to, to + (5 << 20), MLS_U8, 2, less, &unused) == MLS_OK);
     CHECK(mls_tensor_init(&tied_from, from, MLS_U8, 2, less, &unused) == MLS_OK);
-    const mls_load_pair pairs[] = {{text("one"), &tied_to, &tied_from},
-                                   {text("two"), &tied_to, &tied_from},
-                                   {text("large"), &large_to, &large_from}};
-    mls_load *plan = NULL;
-    const mls_code code = mls_load_new(pairs, 3, false, &plan, st);
+    const mls_load_into_pair pairs[] = {{text("one"), &tied_to, &tied_from},
+                                        {text("two"), &tied_to, &tied_from},
+                                        {text("large"), &large_to, &large_from}};
+    mls_load_into *plan = NULL;
+    const mls_code code = mls_load_into_new(pairs, 3, false, &plan, st);
     CHECK((code == MLS_OK) == (plan != NULL));
-    mls_load_free(plan);
+    mls_load_into_free(plan);
     return code;
 }
 
@@ -530,12 +531,12 @@ static void planning_to_load_survives_every_failure(void)
 /* A name deep enough for the array of nodes to grow. */
 static mls_code make_tree(mls_status *st)
 {
-    const mls_text list[] = {text("a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z"),
-                             text("a.b.c"), text("b")};
-    mls_names *names = NULL;
-    const mls_code code = mls_names_new(list, 3, &names, st);
+    const mls_str list[] = {text("a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z"),
+                            text("a.b.c"), text("b")};
+    mls_name_tree *names = NULL;
+    const mls_code code = mls_name_tree_new(list, 3, &names, st);
     CHECK((code == MLS_OK) == (names != NULL));
-    mls_names_free(names);
+    mls_name_tree_free(names);
     return code;
 }
 
@@ -544,13 +545,13 @@ static void a_tree_of_names_survives_every_failure(void)
     CHECK(fail_each(make_tree) >= 4);
 }
 
-static mls_names *outlined; /* what the next job reads */
+static mls_name_tree *outlined; /* what the next job reads */
 
 static mls_code outline_names(mls_status *st)
 {
-    mls_outline_row *rows = NULL;
+    mls_name_tree_preview_row *rows = NULL;
     size_t count = 77;
-    const mls_code code = mls_outline_new(outlined, 120, 12, &rows, &count, st);
+    const mls_code code = mls_name_tree_preview_new(outlined, 120, 12, &rows, &count, st);
     CHECK((code == MLS_OK) == (rows != NULL) && count == (code == MLS_OK ? 3 : 77));
     mls_free(rows);
     return code;
@@ -558,22 +559,22 @@ static mls_code outline_names(mls_status *st)
 
 static void outlining_names_survives_every_failure(void)
 {
-    const mls_text list[] = {text("a.b"), text("a.c")};
+    const mls_str list[] = {text("a.b"), text("a.c")};
     mls_status st;
     outlined = NULL;
     countdown = 0;
-    CHECK(mls_names_new(list, 2, &outlined, &st) == MLS_OK);
+    CHECK(mls_name_tree_new(list, 2, &outlined, &st) == MLS_OK);
     CHECK(fail_each(outline_names) == 4);
-    mls_names_free(outlined);
+    mls_name_tree_free(outlined);
 }
 
 static mls_code explain_names(mls_status *st)
 {
-    const mls_text unexpected[] = {text("module._orig_mod.a"), text("module.b"),
-                                   text("module._orig_mod.c._fsdp_wrapped_module.w")};
-    const mls_text missing[] = {text("a"), text("b"), text("c.w")};
+    const mls_str unexpected[] = {text("module._orig_mod.a"), text("module.b"),
+                                  text("module._orig_mod.c._fsdp_wrapped_module.w")};
+    const mls_str missing[] = {text("a"), text("b"), text("c.w")};
     mls_explanation found = {.rule_count = 77};
-    const mls_code code = mls_names_explain(unexpected, 3, missing, 3, &found, st);
+    const mls_code code = mls_name_tree_explain(unexpected, 3, missing, 3, &found, st);
     CHECK(found.rule_count == (code == MLS_OK ? 3 : 77));
     if (code == MLS_OK) {
         mls_explanation_fini(&found);
@@ -589,23 +590,23 @@ static void explaining_names_survives_every_failure(void)
 /* Lists in different orders, for which a table is made. */
 static mls_code match_names(mls_status *st)
 {
-    const mls_text a[] = {{"a", 1}, {"b", 1}}, b[] = {{"b", 1}, {"a", 1}};
+    const mls_str a[] = {{"a", 1}, {"b", 1}}, b[] = {{"b", 1}, {"a", 1}};
     size_t partners[2], rest[2], count;
     return mls_names_match(a, 2, b, 2, partners, rest, &count, st);
 }
 
 static mls_code sum_names(mls_status *st)
 {
-    const mls_text one = {"a.b", 3};
-    const mls_outline_sum leaf = {1, "int8"};
-    mls_names *names = NULL;
-    mls_outline_sum *sums = NULL;
-    mls_code code = mls_names_new(&one, 1, &names, st);
+    const mls_str one = {"a.b", 3};
+    const mls_name_tree_preview_sum leaf = {1, "int8"};
+    mls_name_tree *names = NULL;
+    mls_name_tree_preview_sum *sums = NULL;
+    mls_code code = mls_name_tree_new(&one, 1, &names, st);
     if (code == MLS_OK) {
-        code = mls_outline_sums(names, &leaf, &sums, st);
+        code = mls_name_tree_preview_sums(names, &leaf, &sums, st);
         CHECK((code == MLS_OK) == (sums != NULL));
         mls_free(sums);
-        mls_names_free(names);
+        mls_name_tree_free(names);
     }
     return code;
 }

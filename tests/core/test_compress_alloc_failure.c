@@ -1,10 +1,10 @@
 /* Every allocation fails once, as in test_alloc_failure.c, in coding shards, in laying
  * coded rows over coded ones, and in reading them. */
-#include "checkpoint/ranks/merged_index.h"
-#include "support/failing_alloc.h"
 #include "checkpoint/index/index.h"
-#include "support/runner.h"
+#include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/read/shard_read.h"
+#include "support/failing_alloc.h"
+#include "support/runner.h"
 #include "support/shards.h"
 #include "support/toy_codec.h"
 
@@ -12,8 +12,8 @@
 
 static const size_t shape[] = {300000};
 static unsigned char bytes[300000];
-static mls_index coded;       /* that was committed: "c" */
-static mls_buffer index_text; /* of it */
+static mls_index coded;            /* that was committed: "c" */
+static mls_json_writer index_text; /* of it */
 static toy codec;
 
 /* Of what is coded a row changed, another one is coded now: samples, frames, and the room
@@ -58,16 +58,17 @@ static mls_code read_coded(mls_status *st)
 {
     static unsigned char got[300000];
     const mls_index *const indexes[] = {&coded};
-    mls_catalog catalog = {0};
+    mls_merged_index catalog = {0};
     mls_stored_shard stored[1];
     mls_part parts[1];
-    mls_piece pieces[1];
+    mls_read_range pieces[1];
     size_t count = 0, failed = 77;
-    mls_code code = mls_catalog_init(&catalog, indexes, 1, st);
+    mls_code code = mls_merged_index_init(&catalog, indexes, 1, st);
     if (code == MLS_OK) {
         const mls_part part = mls_index_part(&coded.shards[0]);
-        code = mls_catalog_pieces(&catalog, &catalog.tensors[0], &part, got,
-                                  &(mls_piece_room){stored, parts, pieces}, &count, st);
+        code = mls_merged_index_pieces(&catalog, &catalog.tensors[0], &part, got,
+                                       &(mls_read_scratch){stored, parts, pieces}, &count,
+                                       st);
         if (code == MLS_OK) {
             code = mls_shards_read(&(mls_read_request){.folder = pool_fd,
                                                        .pieces = pieces,
@@ -77,7 +78,7 @@ static mls_code read_coded(mls_status *st)
                                    &failed, st);
         }
         CHECK(code != MLS_OK || memcmp(got, bytes, sizeof got) == 0);
-        mls_catalog_fini(&catalog);
+        mls_merged_index_fini(&catalog);
     }
     return code;
 }
@@ -115,7 +116,7 @@ static void compressed_checkpoints_survive_every_failure(void)
         CHECK(fail_each(parse_coded) >= 11);
         CHECK(fail_each(read_coded) >= 6);
         CHECK(fail_each(write_coded) >= 40);
-        mls_buffer_fini(&index_text);
+        mls_json_writer_fini(&index_text);
     }
     mls_index_fini(&coded);
     leave_pool();

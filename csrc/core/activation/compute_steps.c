@@ -14,7 +14,7 @@ int64_t mls_backward_makes(const mls_chain *chain, size_t i)
  * offloaded: so a load is paid for where the offload is, and all the rest is common to
  * all schedules.
  */
-double mls_run_extra(const mls_chain *chain, const mls_action *run)
+double mls_run_extra(const mls_chain *chain, const mls_compute_step *run)
 {
     const double bytes = (double)chain->saved_bytes[run->index];
     switch (run->kind) {
@@ -30,12 +30,13 @@ double mls_run_extra(const mls_chain *chain, const mls_action *run)
 /* ---- lists ---- */
 
 /* What was dropped where is forgotten: tidying finds it again, or better. */
-size_t mls_runs_of(const mls_step *steps, size_t count, mls_action *out)
+size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out)
 {
     size_t taken = 0;
     for (size_t i = 0; i < count; i++) {
         if (steps[i].kind != MLS_STEP_DROP) {
-            out[taken++] = (mls_action){.kind = steps[i].kind, .index = steps[i].index};
+            out[taken++] =
+                (mls_compute_step){.kind = steps[i].kind, .index = steps[i].index};
         }
     }
     return taken;
@@ -53,7 +54,7 @@ typedef struct demand {
 
 /* Whether the run makes anything that is wanted; what it makes is wanted no more before
  * it. */
-static bool take_output(demand *d, mls_action *run)
+static bool take_output(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
     switch (run->kind) {
@@ -81,7 +82,7 @@ static bool take_output(demand *d, mls_action *run)
 }
 
 /* Ask for what the run reads, unless it lies inside what is saved. */
-static void ask_input(demand *d, mls_action *run)
+static void ask_input(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
     if (run->kind == MLS_STEP_OFFLOAD || run->kind == MLS_STEP_LOAD || i == 0 ||
@@ -94,14 +95,14 @@ static void ask_input(demand *d, mls_action *run)
 
 /* A forward that is left out asks for nothing either, so chains of them go in one pass.
  * The runs that stay gather at the end of the array, where there is always room. */
-bool mls_runs_tidy(const mls_chain *chain, mls_action *runs, size_t *count,
-                   unsigned char *scratch)
+bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
+                            unsigned char *scratch)
 {
-    memset(scratch, 0, mls_runs_scratch(chain));
+    memset(scratch, 0, mls_compute_steps_scratch(chain));
     demand d = {.wanted = scratch, .saved = scratch + chain->blocks + 1};
     size_t kept = *count;
     for (size_t t = *count; t-- > 0;) {
-        mls_action run = runs[t];
+        mls_compute_step run = runs[t];
         run.drops = false;
         if (take_output(&d, &run)) {
             ask_input(&d, &run);
@@ -115,8 +116,8 @@ bool mls_runs_tidy(const mls_chain *chain, mls_action *runs, size_t *count,
 
 /* What a run drops goes right behind it: held longer, it would count against the budget
  * of all that follows. */
-mls_code mls_runs_write(const mls_action *runs, size_t count, mls_schedule *out,
-                        mls_status *st)
+mls_code mls_compute_steps_write(const mls_compute_step *runs, size_t count,
+                                 mls_schedule *out, mls_status *st)
 {
     for (size_t t = 0; t < count; t++) {
         const size_t i = (size_t)runs[t].index;

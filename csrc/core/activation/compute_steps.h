@@ -4,8 +4,8 @@
  * by its other steps, its runs: each activation is dropped right after the run that needs
  * it last, and a forward whose output nobody needs is left out.
  */
-#ifndef MLS_RUNS_H
-#define MLS_RUNS_H
+#ifndef MLS_COMPUTE_STEPS_H
+#define MLS_COMPUTE_STEPS_H
 
 #include "activation/chain.h"
 
@@ -14,13 +14,13 @@
 
 /* A step that is no drop; `drops` says that its activation is dropped right after it:
  * that which it reads, or after an offload that which stays. */
-typedef struct mls_action {
+typedef struct mls_compute_step {
     int32_t kind, index;
     bool drops;
-} mls_action;
+} mls_compute_step;
 
 /* Bytes of scratch that a chain needs here. */
-static inline size_t mls_runs_scratch(const mls_chain *chain)
+static inline size_t mls_compute_steps_scratch(const mls_chain *chain)
 {
     return 2 * (chain->blocks + 1);
 }
@@ -38,19 +38,19 @@ int64_t mls_backward_makes(const mls_chain *chain, size_t i);
 /* Seconds of a run that a schedule could do without: those of a forward, and of an
  * offload with the load that follows from it.  All other seconds are the same whatever
  * the schedule. */
-double mls_run_extra(const mls_chain *chain, const mls_action *run);
+double mls_run_extra(const mls_chain *chain, const mls_compute_step *run);
 
 /* The runs of a schedule, not tidy; returns how many.  `out` has room for `count`. */
-size_t mls_runs_of(const mls_step *steps, size_t count, mls_action *out);
+size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out);
 
 /* Leave out forwards that nobody needs, and place the drops: in place, and `*count`
  * falls. False: an activation is needed that no run makes; the runs are of no use then.
  */
-bool mls_runs_tidy(const mls_chain *chain, mls_action *runs, size_t *count,
-                   unsigned char *scratch);
+bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
+                            unsigned char *scratch);
 
 /* Append runs and their drops to a schedule.  MLS_E_MEMORY. */
-mls_code mls_runs_write(const mls_action *runs, size_t count, mls_schedule *out,
-                        mls_status *st);
+mls_code mls_compute_steps_write(const mls_compute_step *runs, size_t count,
+                                 mls_schedule *out, mls_status *st);
 
 #endif

@@ -48,7 +48,7 @@ static bool same_bytes(const char *a, const char *b, size_t length)
 }
 
 /* The layer's own name against a key's; the whole hash first. */
-static bool is_layer(const mls_layer_table *table, const mls_table_layer *layer,
+static bool is_layer(const mls_layer_map *table, const mls_table_layer *layer,
                      const mls_layer_key *key)
 {
     return layer->hash == key->hash && layer->name_length == key->name.length &&
@@ -58,7 +58,7 @@ static bool is_layer(const mls_layer_table *table, const mls_table_layer *layer,
 
 /* The slot of the layer, or the empty one where it belongs.  The table has slots, and
  * half of them are empty. */
-static mls_layer_slot *slot_of(const mls_layer_table *table, const mls_layer_key *key)
+static mls_layer_slot *slot_of(const mls_layer_map *table, const mls_layer_key *key)
 {
     const uint32_t hash = mixed(key->hash);
     const size_t mask = table->slot_count - 1;
@@ -73,7 +73,7 @@ static mls_layer_slot *slot_of(const mls_layer_table *table, const mls_layer_key
 }
 
 /* An empty table has no slots to look at. */
-mls_table_layer *mls_layer_find(const mls_layer_table *table, const mls_layer_key *key)
+mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key *key)
 {
     if (table->slot_count == 0) {
         return NULL;
@@ -84,7 +84,7 @@ mls_table_layer *mls_layer_find(const mls_layer_table *table, const mls_layer_ke
 
 /* Twice as many slots, all layers put into them anew: their hashes are all different
  * layers', so the first empty slot is theirs. */
-static bool grow_slots(mls_layer_table *table, size_t slot_count)
+static bool grow_slots(mls_layer_map *table, size_t slot_count)
 {
     mls_layer_slot *slots = mls_alloc(slot_count, sizeof *slots);
     if (slots == NULL) {
@@ -106,7 +106,7 @@ static bool grow_slots(mls_layer_table *table, size_t slot_count)
 
 /* Room for one more layer and its slot.  What was enlarged stays so on failure, which
  * does no harm. */
-static bool reserve_layer(mls_layer_table *table)
+static bool reserve_layer(mls_layer_map *table)
 {
     if (table->count == table->room) {
         const size_t room = table->room == 0 ? FIRST_ROOM : 2 * table->room;
@@ -123,7 +123,7 @@ static bool reserve_layer(mls_layer_table *table)
 
 /* Room for the bytes of one more name.  Twice what is needed, so that text is copied in
  * proportion to its length, however many names come one by one. */
-static bool reserve_text(mls_layer_table *table, size_t length)
+static bool reserve_text(mls_layer_map *table, size_t length)
 {
     size_t needed, room;
     if (!mls_size_add(table->text_bytes, length, &needed)) {
@@ -147,7 +147,7 @@ static bool reserve_text(mls_layer_table *table, size_t length)
 
 /* All memory is asked for before anything is written: on failure no layer is half there.
  */
-mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key,
+mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
                        mls_table_layer **out, mls_status *st)
 {
     mls_table_layer *known = mls_layer_find(table, key);
@@ -176,8 +176,8 @@ mls_code mls_layer_add(mls_layer_table *table, const mls_layer_key *key,
 }
 
 /* A layer that is added plain by a failing call does no harm: it has no mark. */
-mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
-                            mls_layer_mark mark, mls_status *st)
+mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
+                              mls_layer_choice mark, mls_status *st)
 {
     mls_table_layer *layer = NULL;
     const mls_code code = mls_layer_add(table, key, &layer, st);
@@ -195,17 +195,17 @@ mls_code mls_layer_set_mark(mls_layer_table *table, const mls_layer_key *key,
 }
 
 /* An empty name may lie in a table without text. */
-mls_text mls_layer_name(const mls_layer_table *table, const mls_table_layer *layer)
+mls_str mls_layer_name(const mls_layer_map *table, const mls_table_layer *layer)
 {
-    return (mls_text){.data = table->text == NULL ? "" : table->text + layer->name_at,
-                      .length = layer->name_length};
+    return (mls_str){.data = table->text == NULL ? "" : table->text + layer->name_at,
+                     .length = layer->name_length};
 }
 
 /* Zeroed, a table can be used anew. */
-void mls_layer_table_fini(mls_layer_table *table)
+void mls_layer_map_fini(mls_layer_map *table)
 {
     mls_free(table->layers);
     mls_free(table->slots);
     mls_free(table->text);
-    *table = (mls_layer_table){0};
+    *table = (mls_layer_map){0};
 }

@@ -39,7 +39,7 @@ int mls_decide_interval(mls_strategy *s, const mls_layer_question *q, mls_status
 int mls_decide_selective(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     (void)st;
-    return mls_layer_mark_of(&s->named, &q->layer) == MLS_LAYER_CHECKPOINT;
+    return mls_layer_choice_of(&s->named, &q->layer) == MLS_LAYER_CHECKPOINT;
 }
 
 /* What has exactly the limit is large. */
@@ -75,7 +75,7 @@ static mls_code meet(mls_strategy *s, const mls_layer_key *key, size_t bytes,
     if (code != MLS_OK) {
         return code;
     }
-    (*out)->mark = mls_layer_mark_of(&s->named, key);
+    (*out)->mark = mls_layer_choice_of(&s->named, key);
     (*out)->bytes = bytes;
     s->total_bytes = total;
     return MLS_OK;
@@ -132,7 +132,7 @@ mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
 
 void mls_strategy_reset(mls_strategy *s, int64_t now)
 {
-    mls_layer_table_fini(&s->seen);
+    mls_layer_map_fini(&s->seen);
     s->total_bytes = 0;
     s->collecting = true;
     s->checkpointed = 0;
@@ -180,8 +180,8 @@ mls_code mls_strategy_restore_layer(mls_strategy *s, const mls_layer_key *layer,
 
 void mls_strategy_fini(mls_strategy *s)
 {
-    mls_layer_table_fini(&s->seen);
-    mls_layer_table_fini(&s->named);
+    mls_layer_map_fini(&s->seen);
+    mls_layer_map_fini(&s->named);
     *s = (mls_strategy){0};
 }
 

@@ -50,18 +50,18 @@ typedef struct mls_layer_question {
 } mls_layer_question;
 
 typedef struct mls_strategy {
-    int64_t number;        /* above 0, or 0: none was given */
-    mls_layer_table named; /* by the user, with marks; constant once made */
-    int64_t checkpointed;  /* layers so far, of those that count them */
+    int64_t number;       /* above 0, or 0: none was given */
+    mls_layer_map named;  /* by the user, with marks; constant once made */
+    int64_t checkpointed; /* layers so far, of those that count them */
 
     float max_share;     /* of the memory, above 0 and at most 1 */
     int64_t interval;    /* 1 to 10, follows the memory */
     int64_t adjusted_at; /* ticks of the last adjustment */
     int64_t high;        /* adjustments under high pressure, none in between */
 
-    mls_layer_table seen; /* by smart: first size, calls, mark as in `named` */
-    size_t total_bytes;   /* sum of the first sizes */
-    bool collecting;      /* no layer beyond index 10 was seen */
+    mls_layer_map seen; /* by smart: first size, calls, mark as in `named` */
+    size_t total_bytes; /* sum of the first sizes */
+    bool collecting;    /* no layer beyond index 10 was seen */
 } mls_strategy;
 
 /* 1: checkpoint the layer, 0: do not, -1: `st` says why it could not be decided, and the

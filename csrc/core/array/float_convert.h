@@ -10,8 +10,8 @@
  * Specification 1.0, E8M0 as in its Microscaling Formats 1.0; the FNUZ forms have one
  * zero, no infinity, and NaN where negative zero would be.
  */
-#ifndef MLS_CONVERT_H
-#define MLS_CONVERT_H
+#ifndef MLS_FLOAT_CONVERT_H
+#define MLS_FLOAT_CONVERT_H
 
 #include <stdint.h>
 #include <string.h>

@@ -19,7 +19,7 @@ static size_t magnitude(ptrdiff_t stride)
 }
 
 /* Insert an axis so that the first view's strides stay in falling order. */
-static void insert_axis(mls_walk *w, size_t length, ptrdiff_t a_stride,
+static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
                         ptrdiff_t b_stride)
 {
     int place = w->rank;
@@ -36,7 +36,7 @@ static void insert_axis(mls_walk *w, size_t length, ptrdiff_t a_stride,
 }
 
 /* Merge each axis into the one inside it where one step out equals a walk along it. */
-static void merge_axes(mls_walk *w)
+static void merge_axes(mls_strided_iter *w)
 {
     int kept = 0;
     for (int axis = 1; axis < w->rank; axis++) {
@@ -55,7 +55,7 @@ static void merge_axes(mls_walk *w)
 }
 
 /* The innermost axis is taken off last: what is left are the axes that next counts. */
-bool mls_walk_init(mls_walk *w, const mls_tensor *a, const mls_tensor *b)
+bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b)
 {
     w->rank = 0;
     for (int axis = 0; axis < a->rank; axis++) {
@@ -83,7 +83,7 @@ bool mls_walk_init(mls_walk *w, const mls_tensor *a, const mls_tensor *b)
 /* ---- stepping ---- */
 
 /* The innermost axis is the lowest digit of the run's number. */
-void mls_walk_seek(mls_walk *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
+void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;
     for (int axis = w->rank - 1; axis >= 0; axis--) {

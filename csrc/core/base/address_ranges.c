@@ -4,7 +4,7 @@
 #include "base/address_ranges.h"
 
 /* The end of the run of rising addresses that starts at `from`. */
-static size_t run_end(const mls_span *spans, size_t from, size_t count)
+static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
 {
     size_t at = from < count ? from + 1 : count;
     while (at < count && spans[at - 1].low <= spans[at].low) {
@@ -14,7 +14,8 @@ static size_t run_end(const mls_span *spans, size_t from, size_t count)
 }
 
 /* Merge two sorted runs, [0, half) and [half, count), into `to`. */
-static void merge_runs(const mls_span *from, size_t half, size_t count, mls_span *to)
+static void merge_runs(const mls_address_range *from, size_t half, size_t count,
+                       mls_address_range *to)
 {
     size_t left = 0, right = half;
     for (size_t i = 0; i < count; i++) {
@@ -25,7 +26,8 @@ static void merge_runs(const mls_span *from, size_t half, size_t count, mls_span
 }
 
 /* Runs are merged by two, to and fro, until there is one. */
-mls_span *mls_spans_sort(mls_span *spans, mls_span *spare, size_t count)
+mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
+                                           mls_address_range *spare, size_t count)
 {
     size_t runs;
     do {
@@ -35,7 +37,7 @@ mls_span *mls_spans_sort(mls_span *spans, mls_span *spare, size_t count)
             end = run_end(spans, middle, count);
             merge_runs(spans + at, middle - at, end - at, spare + at);
         }
-        mls_span *const sorted = spare;
+        mls_address_range *const sorted = spare;
         spare = spans;
         spans = sorted;
     } while (runs > 1);
@@ -44,11 +46,11 @@ mls_span *mls_spans_sort(mls_span *spans, mls_span *spare, size_t count)
 
 /* If nothing before overlapped, all spans before end where the last one ends or earlier:
  * it is enough to compare neighbours. */
-bool mls_spans_tied(const mls_span *sorted, size_t count, const size_t *kinds, bool *tied,
-                    size_t *pair)
+bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
+                             const size_t *kinds, bool *tied, size_t *pair)
 {
     for (size_t i = 1; i < count; i++) {
-        const mls_span *a = &sorted[i - 1], *b = &sorted[i];
+        const mls_address_range *a = &sorted[i - 1], *b = &sorted[i];
         if (b->low >= a->high) {
             continue;
         }

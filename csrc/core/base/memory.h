@@ -3,8 +3,8 @@
  * Heap blocks are for the core's own small bookkeeping; tensor data belongs to the
  * caller.  Page ranges hold what must grow in place and start as untouched zero pages.
  */
-#ifndef MLS_MEM_H
-#define MLS_MEM_H
+#ifndef MLS_MEMORY_H
+#define MLS_MEMORY_H
 
 #include "base/status.h"
 

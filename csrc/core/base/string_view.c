@@ -76,7 +76,7 @@ size_t mls_utf8_put(char *out, unsigned long code)
 
 /* Byte by byte: the keys and words that are looked for are short, and most others differ
  * in the first byte. */
-bool mls_text_is(mls_text text, const char *expected)
+bool mls_str_is(mls_str text, const char *expected)
 {
     size_t same = 0;
     while (same < text.length && expected[same] != '\0' &&
@@ -87,14 +87,14 @@ bool mls_text_is(mls_text text, const char *expected)
 }
 
 /* The same memory is the same text: names are often shared. */
-bool mls_text_equal(mls_text a, mls_text b)
+bool mls_str_equal(mls_str a, mls_str b)
 {
     return a.length == b.length &&
            (a.data == b.data || a.length == 0 || memcmp(a.data, b.data, a.length) == 0);
 }
 
 /* Of two that agree as far as they go, the shorter comes first. */
-int mls_text_compare(mls_text a, mls_text b)
+int mls_str_compare(mls_str a, mls_str b)
 {
     const size_t common = a.length < b.length ? a.length : b.length;
     const int order = common == 0 ? 0 : memcmp(a.data, b.data, common);
@@ -102,14 +102,14 @@ int mls_text_compare(mls_text a, mls_text b)
 }
 
 /* memcmp wants no NULL, not even for no bytes. */
-bool mls_text_starts(mls_text text, mls_text prefix)
+bool mls_str_starts(mls_str text, mls_str prefix)
 {
     return text.length >= prefix.length &&
            (prefix.length == 0 || memcmp(text.data, prefix.data, prefix.length) == 0);
 }
 
 /* One way to write each number, so that one list is one text. */
-bool mls_text_next_number(const char **at, const char *end, uint64_t *out)
+bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
 {
     const char *p = *at;
     uint64_t value = 0;
@@ -157,7 +157,7 @@ static uint64_t tail_word(const char *data, size_t length)
 }
 
 /* Byte order does not matter: no hash leaves the process. */
-uint64_t mls_text_hash(uint64_t seed, mls_text text)
+uint64_t mls_str_hash(uint64_t seed, mls_str text)
 {
     uint64_t hash = mix(seed, text.length);
     const char *data = text.data;

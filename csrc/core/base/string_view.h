@@ -3,8 +3,8 @@
  * Names of tensors and states, keys and values of metadata: all of them are borrowed runs
  * of bytes, which may hold NUL characters and are not terminated.
  */
-#ifndef MLS_TEXT_H
-#define MLS_TEXT_H
+#ifndef MLS_STRING_VIEW_H
+#define MLS_STRING_VIEW_H
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -12,10 +12,10 @@
 #include <string.h>
 
 /* Borrowed; `data` may be NULL where `length` is 0. */
-typedef struct mls_text {
+typedef struct mls_str {
     const char *data;
     size_t length;
-} mls_text;
+} mls_str;
 
 /* Bytes of the UTF-8 character that `bytes` starts with (1 to 4), or 0 where it is none:
  * cut off by `room`, overlong, a surrogate, beyond U+10FFFF. */
@@ -29,25 +29,25 @@ size_t mls_utf8_put(char *out, unsigned long code);
 bool mls_utf8_valid(const char *text, size_t length);
 
 /* Whether `text` is exactly the C string `expected`. */
-bool mls_text_is(mls_text text, const char *expected);
+bool mls_str_is(mls_str text, const char *expected);
 
 /* Whether two texts are the same bytes. */
-bool mls_text_equal(mls_text a, mls_text b);
+bool mls_str_equal(mls_str a, mls_str b);
 
 /* Below, at or above 0: by bytes, which for UTF-8 is the order of code points, on every
  * machine and in every locale. */
-int mls_text_compare(mls_text a, mls_text b);
+int mls_str_compare(mls_str a, mls_str b);
 
 /* Whether `text` starts with all of `prefix`; true for an empty one. */
-bool mls_text_starts(mls_text text, mls_text prefix);
+bool mls_str_starts(mls_str text, mls_str prefix);
 
 /* A hash of all bytes of a text, for tables in memory: it differs between machines. */
-uint64_t mls_text_hash(uint64_t seed, mls_text text);
+uint64_t mls_str_hash(uint64_t seed, mls_str text);
 
 /* How many of the eight characters at `text` are plain before the first that is not, all
  * looked at together: no quote, no backslash, no DEL, nothing below a space or beyond
  * ASCII.  In JSON such a character can only stand for itself. */
-static inline size_t mls_text_eight_plain(const char *text)
+static inline size_t mls_str_eight_plain(const char *text)
 {
     static const uint64_t ones = 0x0101010101010101U;
     uint64_t x;
@@ -69,6 +69,6 @@ static inline size_t mls_text_eight_plain(const char *text)
  * one does: lists of numbers that are one string.  False: there is none, or not in its
  * only form (no sign, no zeros in front), or nothing behind the comma, or it is 2^64 or
  * more. */
-bool mls_text_next_number(const char **at, const char *end, uint64_t *out);
+bool mls_str_next_number(const char **at, const char *end, uint64_t *out);
 
 #endif

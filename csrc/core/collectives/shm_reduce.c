@@ -30,9 +30,9 @@ static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
 {
     uint64_t divisor;
     memcpy(&divisor, &r->divisor, sizeof divisor);
-    print = mls_local_mix(print, (uint64_t)r->dtype | (uint64_t)r->out_dtype << 8 |
-                                     (uint64_t)r->op << 16);
-    return mls_local_mix(print, divisor);
+    print = mls_shm_mix(print, (uint64_t)r->dtype | (uint64_t)r->out_dtype << 8 |
+                                   (uint64_t)r->op << 16);
+    return mls_shm_mix(print, divisor);
 }
 
 /* Take the cache line of an address to write to from whoever has it; a wish. */
@@ -52,7 +52,7 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
             __builtin_prefetch((const void *)((uintptr_t)from + line));
             claim((const void *)((uintptr_t)to + line));
         }
-        memcpy(to + at, from + at, mls_local_least(bytes - at, STEP));
+        memcpy(to + at, from + at, mls_shm_least(bytes - at, STEP));
     }
 }
 
@@ -61,10 +61,10 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
 /* The group has the cursors of the writer, one for each rank; the reader has one for its
  * own share. */
 typedef struct scatter {
-    mls_local *g;
+    mls_shm *g;
     mls_segment *segments;
     size_t count;
-    mls_local_cursor reader;
+    mls_shm_cursor reader;
     bool is_tallied; /* the tallies of the segments are wanted */
 } scatter;
 
@@ -78,7 +78,7 @@ typedef struct stretch {
 } stretch;
 
 /* Stand at the first segment that has elements left for `rank`; false at the end. */
-static bool settle(const scatter *s, size_t rank, mls_local_cursor *c)
+static bool settle(const scatter *s, size_t rank, mls_shm_cursor *c)
 {
     while (c->segment < s->count) {
         const size_t *counts = s->segments[c->segment].counts;
@@ -100,7 +100,7 @@ static bool settle(const scatter *s, size_t rank, mls_local_cursor *c)
 /* The next stretch of `rank`'s shares into a piece of which `*used` bytes are taken;
  * false where it is full or nothing is left.  Shares are cut at whole blocks of a tally.
  */
-static bool next_stretch(const scatter *s, size_t rank, mls_local_cursor *c, size_t *used,
+static bool next_stretch(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
                          stretch *out)
 {
     if (!settle(s, rank, c)) {
@@ -111,7 +111,7 @@ static bool next_stretch(const scatter *s, size_t rank, mls_local_cursor *c, siz
     const size_t room = (s->g->piece_bytes - *used) / item;
     size_t length = segment->counts[rank] - c->at;
     if (length > room) {
-        length = room - room % MLS_TALLY_BLOCK;
+        length = room - room % MLS_NORM_BLOCK;
     }
     if (length == 0) {
         return false;
@@ -123,7 +123,7 @@ static bool next_stretch(const scatter *s, size_t rank, mls_local_cursor *c, siz
                      .offset = *used};
     c->at += length;
     const size_t end = *used + length * item;
-    *used = mls_local_least((end + 63) / 64 * 64, s->g->piece_bytes);
+    *used = mls_shm_least((end + 63) / 64 * 64, s->g->piece_bytes);
     return true;
 }
 
@@ -140,14 +140,14 @@ static const unsigned char *own(const scatter *s, const stretch *part)
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
-    const mls_local *g = s->g;
+    const mls_shm *g = s->g;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         size_t used = 0;
         stretch part;
         while (next_stretch(s, rank, &s->g->cursors[rank], &used, &part)) {
             if (rank != g->rank) {
                 const mls_dtype dtype = s->segments[part.segment].reduction.dtype;
-                copy_ahead(slot + mls_local_piece_of(g, g->rank, rank) + part.offset,
+                copy_ahead(slot + mls_shm_piece_of(g, g->rank, rank) + part.offset,
                            own(s, &part), part.length * mls_dtype_of(dtype)->item_bytes);
             }
         }
@@ -171,9 +171,9 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
     scatter *s = context;
-    const mls_local *g = s->g;
+    const mls_shm *g = s->g;
     const mls_destination destination = {.bytes = share_bytes(s)};
-    const void *sources[MLS_LOCAL_MAX_RANKS];
+    const void *sources[MLS_SHM_MAX_RANKS];
     size_t used = 0;
     stretch part;
     while (next_stretch(s, g->rank, &s->reader, &used, &part)) {
@@ -182,8 +182,8 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
         for (size_t rank = 0; rank < g->shape.world; rank++) {
             sources[rank] = rank == g->rank
                                 ? own(s, &part)
-                                : mls_local_slot(g, rank, step) +
-                                      mls_local_piece_of(g, rank, g->rank) + part.offset;
+                                : mls_shm_slot(g, rank, step) +
+                                      mls_shm_piece_of(g, rank, g->rank) + part.offset;
         }
         mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
                        (unsigned char *)segment->out + part.start * item, part.length,
@@ -234,14 +234,14 @@ static void fill_addresses(void *context, unsigned char *slot)
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     scatter *s = context;
-    mls_local *g = s->g;
+    mls_shm *g = s->g;
     const mls_destination destination = {.bytes = share_bytes(s)};
-    if (!mls_local_begin_direct(g)) {
-        return mls_local_blamed(g, MLS_LOCAL_REDUCE_SCATTER, "", st);
+    if (!mls_shm_begin_direct(g)) {
+        return mls_shm_failed_rank(g, MLS_SHM_REDUCE_SCATTER, "", st);
     }
     for (size_t i = 0; i < s->count; i++) {
         mls_segment *segment = &s->segments[i];
-        const void *sources[MLS_LOCAL_MAX_RANKS];
+        const void *sources[MLS_SHM_MAX_RANKS];
         size_t start = 0;
         if (segment->counts[g->rank] == 0) {
             continue; /* an array without elements may be NULL */
@@ -251,72 +251,72 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
         }
         start *= mls_dtype_of(segment->reduction.dtype)->item_bytes;
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            sources[rank] = mls_local_address(g, rank, step, i) + start;
+            sources[rank] = mls_shm_address(g, rank, step, i) + start;
         }
         mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
                        segment->out, segment->counts[g->rank], destination,
                        s->is_tallied ? &segment->tally : NULL);
     }
-    mls_local_end_direct(g);
+    mls_shm_end_direct(g);
     return MLS_OK;
 }
 
 /* All that decides the contents of the slots, and the bits of the sums. */
-static uint64_t print_segments(const mls_local *g, const mls_local_call *call,
+static uint64_t print_segments(const mls_shm *g, const mls_shm_call *call,
                                const mls_segment *segments, size_t count)
 {
-    uint64_t print = mls_local_mix(mls_local_mix_text(0, call->text), count);
+    uint64_t print = mls_shm_mix(mls_shm_mix_text(0, call->text), count);
     for (size_t i = 0; i < count; i++) {
         print = mix_reduction(print, &segments[i].reduction);
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            print = mls_local_mix(print, segments[i].counts[rank]);
+            print = mls_shm_mix(print, segments[i].counts[rank]);
         }
     }
     return print;
 }
 
 /* The steps of a scatter through the slots; `s` is set to its beginning. */
-static mls_local_flow scatter_flow(scatter *s, mls_local_kind kind, uint64_t print)
+static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);
-    return (mls_local_flow){.kind = kind,
-                            .fingerprint = print,
-                            .source = NOBODY,
-                            .fill = fill_scatter,
-                            .drain = drain_scatter,
-                            .more = more_scatter,
-                            .context = s};
+    return (mls_shm_flow){.kind = kind,
+                          .fingerprint = print,
+                          .source = NOBODY,
+                          .fill = fill_scatter,
+                          .drain = drain_scatter,
+                          .more = more_scatter,
+                          .context = s};
 }
 
 /* Nothing is sent before all reductions were checked. */
-mls_code mls_local_reduce_scatter(mls_local *g, const mls_local_call *call,
-                                  mls_segment *segments, size_t count, bool is_tallied,
-                                  mls_status *st)
+mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
+                                mls_segment *segments, size_t count, bool is_tallied,
+                                mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         const mls_code code = mls_reduce_check(&segments[i].reduction, st);
         if (code != MLS_OK) {
             return code;
         }
-        segments[i].tally = (mls_tally){0};
+        segments[i].tally = (mls_norm_partial){0};
     }
     scatter s = {.g = g, .segments = segments, .count = count, .is_tallied = is_tallied};
-    mls_local_flow flow = scatter_flow(&s, MLS_LOCAL_REDUCE_SCATTER,
-                                       print_segments(g, call, segments, count));
+    mls_shm_flow flow = scatter_flow(&s, MLS_SHM_REDUCE_SCATTER,
+                                     print_segments(g, call, segments, count));
     if (count > g->shape.slot_bytes / sizeof(void *) ||
-        !mls_local_is_direct(g, bytes_of(&s))) {
-        return mls_local_run(g, &flow, call, st);
+        !mls_shm_is_direct(g, bytes_of(&s))) {
+        return mls_shm_run(g, &flow, call, st);
     }
     flow.fill = fill_addresses;
     flow.drain = sum_addressed;
-    return mls_local_run_direct(g, &flow, call, st);
+    return mls_shm_run_direct(g, &flow, call, st);
 }
 
 /* ---- all_reduce ---- */
 
 /* A small array is sent to all ranks, and each reduces all of it. */
 typedef struct total {
-    mls_local *g;
+    mls_shm *g;
     const void *data;
     void *out;
     size_t n, bytes;
@@ -327,7 +327,7 @@ typedef struct total {
 static void fill_total(void *context, unsigned char *slot)
 {
     const total *s = context;
-    mls_local_copy(s->g, slot, s->data, s->bytes);
+    mls_shm_copy(s->g, slot, s->data, s->bytes);
 }
 
 /* `out` may be this rank's own array: the kernels allow that. */
@@ -335,9 +335,9 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
     const total *s = context;
-    const void *sources[MLS_LOCAL_MAX_RANKS];
+    const void *sources[MLS_SHM_MAX_RANKS];
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-        sources[rank] = rank == s->g->rank ? s->data : mls_local_slot(s->g, rank, step);
+        sources[rank] = rank == s->g->rank ? s->data : mls_shm_slot(s->g, rank, step);
     }
     mls_reduce_run(s->g->kernels, s->reduction, sources, s->g->shape.world, s->out, s->n,
                    mls_cached(), NULL);
@@ -351,7 +351,7 @@ static void share_out(size_t n, size_t world, size_t *counts)
     const size_t each = ((n + world - 1) / world + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
     size_t left = n;
     for (size_t rank = 0; rank < world; rank++) {
-        counts[rank] = mls_local_least(left, each);
+        counts[rank] = mls_shm_least(left, each);
         left -= counts[rank];
     }
 }
@@ -381,41 +381,41 @@ static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
 {
     enum { PIECE = 64 * 1024 }; /* elements, which stay in the cache */
     const total *s = context;
-    mls_local *g = s->g;
+    mls_shm *g = s->g;
     const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
-    size_t counts[MLS_LOCAL_MAX_RANKS];
+    size_t counts[MLS_SHM_MAX_RANKS];
     const size_t start = find_share(s, counts), share = counts[g->rank];
-    if (!mls_local_begin_direct(g)) {
-        return mls_local_blamed(g, MLS_LOCAL_ALL_REDUCE, "", st);
+    if (!mls_shm_begin_direct(g)) {
+        return mls_shm_failed_rank(g, MLS_SHM_ALL_REDUCE, "", st);
     }
     for (size_t done = 0; done < share; done += PIECE) {
-        const size_t n = mls_local_least(share - done, PIECE), at = start + done * item;
-        const void *sources[MLS_LOCAL_MAX_RANKS];
-        unsigned char *outs[MLS_LOCAL_MAX_RANKS];
+        const size_t n = mls_shm_least(share - done, PIECE), at = start + done * item;
+        const void *sources[MLS_SHM_MAX_RANKS];
+        unsigned char *outs[MLS_SHM_MAX_RANKS];
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            sources[rank] = mls_local_address(g, rank, step, 0) + at;
-            outs[rank] = mls_local_address(g, rank, step, 1);
+            sources[rank] = mls_shm_address(g, rank, step, 0) + at;
+            outs[rank] = mls_shm_address(g, rank, step, 1);
         }
         unsigned char *mine = outs[g->rank] + at;
         mls_reduce_run(g->kernels, s->reduction, sources, g->shape.world, mine, n,
                        mls_cached(), NULL);
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            mls_local_copy_direct(g, outs[rank] + at, mine, n * item, s->bytes);
+            mls_shm_copy_direct(g, outs[rank] + at, mine, n * item, s->bytes);
         }
     }
-    mls_local_end_direct(g);
+    mls_shm_end_direct(g);
     return MLS_OK;
 }
 
 /* A large array: each rank reduces a share into its place in `out`, and all gather them.
  * That is safe if `out` is the array itself: a rank overwrites its own share after it
  * read it, and the shares of others after it sent them. */
-static mls_code reduce_large(const total *s, const mls_local_call *call, uint64_t print,
+static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t print,
                              mls_status *st)
 {
-    mls_local *g = s->g;
+    mls_shm *g = s->g;
     const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
-    size_t counts[MLS_LOCAL_MAX_RANKS], sizes[MLS_LOCAL_MAX_RANKS];
+    size_t counts[MLS_SHM_MAX_RANKS], sizes[MLS_SHM_MAX_RANKS];
     unsigned char *mine = (unsigned char *)s->out + find_share(s, counts);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         sizes[rank] = counts[rank] * item;
@@ -423,22 +423,22 @@ static mls_code reduce_large(const total *s, const mls_local_call *call, uint64_
     mls_segment segment = {
         .data = s->data, .counts = counts, .out = mine, .reduction = *s->reduction};
     scatter parts = {.g = g, .segments = &segment, .count = 1};
-    const mls_local_flow flow = scatter_flow(&parts, MLS_LOCAL_ALL_REDUCE, print);
-    mls_local_clock clock;
-    mls_code code = mls_local_begin(g, &flow, call, &clock, st);
+    const mls_shm_flow flow = scatter_flow(&parts, MLS_SHM_ALL_REDUCE, print);
+    mls_shm_clock clock;
+    mls_code code = mls_shm_begin(g, &flow, call, &clock, st);
     if (code == MLS_OK) {
-        code = mls_local_continue(g, &flow, &clock, st);
+        code = mls_shm_continue(g, &flow, &clock, st);
     }
     if (code == MLS_OK) {
-        code = mls_local_gather_on(g, flow.kind, mine, sizes, s->out, &clock, st);
+        code = mls_shm_gather_on(g, flow.kind, mine, sizes, s->out, &clock, st);
     }
     return code;
 }
 
 /* Small is what fits a slot and is summed by all sooner than it would be sent again. */
-mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const void *data,
-                              void *out, size_t n, const mls_reduction *reduction,
-                              mls_status *st)
+mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *data,
+                            void *out, size_t n, const mls_reduction *reduction,
+                            mls_status *st)
 {
     enum { SMALL = 64 * 1024 };
     const mls_code code = mls_reduce_check(reduction, st);
@@ -446,27 +446,27 @@ mls_code mls_local_all_reduce(mls_local *g, const mls_local_call *call, const vo
         return code;
     }
     const uint64_t print =
-        mix_reduction(mls_local_mix(mls_local_mix_text(0, call->text), n), reduction);
+        mix_reduction(mls_shm_mix(mls_shm_mix_text(0, call->text), n), reduction);
     const size_t bytes = n * mls_dtype_of(reduction->dtype)->item_bytes;
     total s = {
         .g = g, .data = data, .out = out, .n = n, .bytes = bytes, .reduction = reduction};
-    const bool direct = mls_local_is_direct(g, bytes);
+    const bool direct = mls_shm_is_direct(g, bytes);
     if (!direct && bytes * g->shape.world > SMALL) {
         return reduce_large(&s, call, print, st);
     }
-    const mls_local_flow flow = {
-        .kind = MLS_LOCAL_ALL_REDUCE,
+    const mls_shm_flow flow = {
+        .kind = MLS_SHM_ALL_REDUCE,
         .fingerprint = print,
         .source = NOBODY,
         .fill = direct ? fill_pair : fill_total,
         .drain = direct ? sum_for_all : drain_total,
         .context = &s,
     };
-    return direct ? mls_local_run_direct(g, &flow, call, st)
-                  : mls_local_run(g, &flow, call, st);
+    return direct ? mls_shm_run_direct(g, &flow, call, st)
+                  : mls_shm_run(g, &flow, call, st);
 }
 
 #else
 /* See shm_group.c. */
-typedef int mls_local_reduce_unused;
+typedef int mls_shm_reduce_unused;
 #endif

@@ -55,12 +55,12 @@ static inline void relax(void)
 /* ---- who is not there yet ---- */
 
 /* The first rank that has not published the step that is read next. */
-static int unpublished(const mls_local *g, int source)
+static int unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
     const size_t end = source < 0 ? g->shape.world : first + 1;
     for (size_t rank = first; rank < end; rank++) {
-        if (atomic_load(&mls_local_area_of(g, rank)->published) <= g->read) {
+        if (atomic_load(&mls_shm_area_of(g, rank)->published) <= g->read) {
             return (int)rank;
         }
     }
@@ -69,10 +69,10 @@ static int unpublished(const mls_local *g, int source)
 
 /* The first rank that still needs the last slots that this one wrote, all but `most - 1`
  * of them: the one that is written next where `most` is all that there are. */
-static int unconsumed(const mls_local *g, size_t most)
+static int unconsumed(const mls_shm *g, size_t most)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
-        const uint64_t consumed = atomic_load(&mls_local_area_of(g, rank)->consumed);
+        const uint64_t consumed = atomic_load(&mls_shm_area_of(g, rank)->consumed);
         if (consumed + most <= g->written) {
             return (int)rank;
         }
@@ -81,7 +81,7 @@ static int unconsumed(const mls_local *g, size_t most)
 }
 
 /* The rank that keeps this one from doing anything it wishes to. */
-static int missing(const mls_local *g, wish w)
+static int missing(const mls_shm *g, wish w)
 {
     int who = NOBODY;
     if (w.settles) {
@@ -119,9 +119,9 @@ static void sleep_on(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 }
 
 /* Whether the process of a rank has ended: nobody holds its lock. */
-static bool is_dead(const mls_local *g, size_t rank)
+static bool is_dead(const mls_shm *g, size_t rank)
 {
-    struct flock lock = mls_local_lock_on(rank);
+    struct flock lock = mls_shm_lock_on(rank);
     if (g->fd < 0 || rank == g->rank) {
         return false;
     }
@@ -131,12 +131,12 @@ static bool is_dead(const mls_local *g, size_t rank)
 /* ---- giving up ---- */
 
 /* How a rank stands to the operation, for the message of one that waited in vain. */
-static void describe(const mls_local *g, mls_local_kind kind, size_t rank, char *text,
+static void describe(const mls_shm *g, mls_shm_kind kind, size_t rank, char *text,
                      size_t room)
 {
-    const uint64_t doing = atomic_load(&mls_local_area_of(g, rank)->doing);
+    const uint64_t doing = atomic_load(&mls_shm_area_of(g, rank)->doing);
     const uint64_t number = doing >> 8;
-    const char *name = mls_local_kind_name(kind);
+    const char *name = mls_shm_kind_name(kind);
     if (number >= g->number) {
         snprintf(text, room, "rank %zu is in %s but does not go on", rank, name);
     } else if (number == 0) {
@@ -147,38 +147,38 @@ static void describe(const mls_local *g, mls_local_kind kind, size_t rank, char 
                  "rank %zu has not called %s (its last operation was number %llu, %s; "
                  "this is number %llu)",
                  rank, name, (unsigned long long)number,
-                 mls_local_kind_name((mls_local_kind)(doing & 0xFF)),
+                 mls_shm_kind_name((mls_shm_kind)(doing & 0xFF)),
                  (unsigned long long)g->number);
     }
 }
 
 /* Declare the group broken over `who`, and fail. */
-static mls_code give_up(mls_local *g, mls_local_kind kind, mls_local_why why, size_t who,
+static mls_code give_up(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t who,
                         const char *more, mls_status *st)
 {
-    mls_local_break(
+    mls_shm_mark_broken(
         g,
-        (mls_local_blame){.why = why, .reporter = g->rank, .culprit = who, .kind = kind});
-    return mls_local_blamed(g, kind, more, st);
+        (mls_shm_blame){.why = why, .reporter = g->rank, .culprit = who, .kind = kind});
+    return mls_shm_failed_rank(g, kind, more, st);
 }
 
 /* The deadline has passed while `who` was waited for. */
-static mls_code time_out(mls_local *g, const mls_local_clock *clock, mls_local_kind kind,
+static mls_code time_out(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
                          size_t who, mls_status *st)
 {
     char text[MLS_TEXT_BYTES / 2], more[MLS_TEXT_BYTES];
     describe(g, kind, who, text, sizeof text);
     snprintf(more, sizeof more, "not done after %g s: %s", clock->call->timeout, text);
-    return give_up(g, kind, MLS_LOCAL_TIMEOUT, who, more, st);
+    return give_up(g, kind, MLS_SHM_TIMEOUT, who, more, st);
 }
 
 /* Who waits long, or works long, looks up: is the group whole, is there time, does the
  * caller want to go on? */
-static mls_code look_up(mls_local *g, mls_local_clock *clock, mls_local_kind kind,
-                        int who, mls_status *st)
+static mls_code look_up(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, int who,
+                        mls_status *st)
 {
-    if (atomic_load(&mls_local_header_of(g)->broken) != 0) {
-        return mls_local_blamed(g, kind, "", st);
+    if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
+        return mls_shm_failed_rank(g, kind, "", st);
     }
     const int64_t time = now();
     if (time >= clock->deadline && who != NOBODY) {
@@ -191,7 +191,7 @@ static mls_code look_up(mls_local *g, mls_local_clock *clock, mls_local_kind kin
     if (clock->call->poll(clock->call->context)) {
         return MLS_OK;
     }
-    (void)give_up(g, kind, MLS_LOCAL_INTERRUPTED, g->rank, "", st);
+    (void)give_up(g, kind, MLS_SHM_INTERRUPTED, g->rank, "", st);
     st->code = MLS_E_STOPPED;
     return MLS_E_STOPPED;
 }
@@ -199,24 +199,23 @@ static mls_code look_up(mls_local *g, mls_local_clock *clock, mls_local_kind kin
 /* A rank that is waited for may have left, or died.  The lock is asked before the state:
  * who leaves changes them in the other order.  What it had published counts, so that the
  * wish is looked at once more. */
-static mls_code check_life(mls_local *g, mls_local_kind kind, wish w, int who,
-                           mls_status *st)
+static mls_code check_life(mls_shm *g, mls_shm_kind kind, wish w, int who, mls_status *st)
 {
-    const mls_local_area *area = mls_local_area_of(g, (size_t)who);
+    const mls_shm_area *area = mls_shm_area_of(g, (size_t)who);
     const bool dead = is_dead(g, (size_t)who);
     const uint32_t state = atomic_load(&area->state);
-    if (state == MLS_LOCAL_ABSENT || (state == MLS_LOCAL_JOINED && !dead) ||
+    if (state == MLS_SHM_ABSENT || (state == MLS_SHM_JOINED && !dead) ||
         missing(g, w) != who) {
         return MLS_OK;
     }
-    const bool left = state == MLS_LOCAL_CLOSED;
-    return give_up(g, kind, left ? MLS_LOCAL_LEFT : MLS_LOCAL_DIED, (size_t)who, "", st);
+    const bool left = state == MLS_SHM_CLOSED;
+    return give_up(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)who, "", st);
 }
 
 /* ---- waiting ---- */
 
 /* Look again and again for a while; whether there is something to do. */
-static bool spin(const mls_local *g, wish w)
+static bool spin(const mls_shm *g, wish w)
 {
     const int64_t end = g->spins == 0 ? 0 : now() + g->spins;
     do {
@@ -226,7 +225,7 @@ static bool spin(const mls_local *g, wish w)
             }
             relax();
         }
-        if (atomic_load(&mls_local_header_of(g)->broken) != 0) {
+        if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
             return false;
         }
     } while (now() < end);
@@ -234,13 +233,13 @@ static bool spin(const mls_local *g, wish w)
 }
 
 /* Return when one of the wishes can be had. */
-static mls_code wait_for(mls_local *g, mls_local_clock *clock, mls_local_kind kind,
-                         wish w, mls_status *st)
+static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, wish w,
+                         mls_status *st)
 {
     if (missing(g, w) == NOBODY || spin(g, w)) {
         return MLS_OK;
     }
-    mls_local_area *mine = mls_local_area_of(g, g->rank);
+    mls_shm_area *mine = mls_shm_area_of(g, g->rank);
     for (;;) {
         const uint32_t value = atomic_load(&mine->bell);
         atomic_store(&mine->sleeping, 1);
@@ -266,35 +265,35 @@ static mls_code wait_for(mls_local *g, mls_local_clock *clock, mls_local_kind ki
 /* ---- steps ---- */
 
 /* Fill the next slot and show it. */
-static void publish(mls_local *g, const mls_local_flow *flow)
+static void publish(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
-        flow->fill(flow->context, mls_local_slot(g, g->rank, g->written));
+        flow->fill(flow->context, mls_shm_slot(g, g->rank, g->written));
     }
     g->written++;
-    atomic_store(&mls_local_area_of(g, g->rank)->published, g->written);
-    mls_local_ring(g);
+    atomic_store(&mls_shm_area_of(g, g->rank)->published, g->written);
+    mls_shm_wake(g);
 }
 
 /* Done with everybody's slots of the step that was read. */
-static void consume(mls_local *g)
+static void consume(mls_shm *g)
 {
     g->read++;
-    atomic_store(&mls_local_area_of(g, g->rank)->consumed, g->read);
-    mls_local_ring(g);
+    atomic_store(&mls_shm_area_of(g, g->rank)->consumed, g->read);
+    mls_shm_wake(g);
 }
 
 /* Read a step.  Where that fails the others go on without this rank: the group is
  * broken. */
-static mls_code drain(mls_local *g, const mls_local_flow *flow, mls_status *st)
+static mls_code drain(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     const mls_code code =
         flow->drain == NULL ? MLS_OK : flow->drain(flow->context, g->read, st);
     if (code != MLS_OK && code != MLS_E_PEER) {
-        mls_local_break(g, (mls_local_blame){.why = MLS_LOCAL_FAILED,
-                                             .reporter = g->rank,
-                                             .culprit = g->rank,
-                                             .kind = flow->kind});
+        mls_shm_mark_broken(g, (mls_shm_blame){.why = MLS_SHM_FAILED,
+                                               .reporter = g->rank,
+                                               .culprit = g->rank,
+                                               .kind = flow->kind});
         return code;
     }
     consume(g);
@@ -302,10 +301,10 @@ static mls_code drain(mls_local *g, const mls_local_flow *flow, mls_status *st)
 }
 
 /* Say what this rank is about to do, beside the slot that its first step will fill. */
-static void take_note(mls_local *g, const mls_local_flow *flow, const char *text)
+static void take_note(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
-    mls_local_area *area = mls_local_area_of(g, g->rank);
-    mls_local_note *note = &area->notes[g->written % g->shape.depth];
+    mls_shm_area *area = mls_shm_area_of(g, g->rank);
+    mls_shm_record *note = &area->notes[g->written % g->shape.depth];
     g->number++;
     atomic_store(&area->doing, g->number << 8 | (uint64_t)flow->kind);
     note->number = g->number;
@@ -315,11 +314,11 @@ static void take_note(mls_local *g, const mls_local_flow *flow, const char *text
 }
 
 /* Refuse a call that does not go with that of another rank: the first that differs. */
-static mls_code differs(const mls_local *g, const mls_local_note *mine, size_t rank,
-                        const mls_local_note *other, mls_status *st)
+static mls_code differs(const mls_shm *g, const mls_shm_record *mine, size_t rank,
+                        const mls_shm_record *other, mls_status *st)
 {
-    const char *name = mls_local_kind_name((mls_local_kind)mine->kind);
-    const char *theirs = mls_local_kind_name((mls_local_kind)other->kind);
+    const char *name = mls_shm_kind_name((mls_shm_kind)mine->kind);
+    const char *theirs = mls_shm_kind_name((mls_shm_kind)other->kind);
     if (mine->kind == other->kind && strcmp(mine->text, other->text) == 0) {
         mls_fail(st, MLS_E_PEER,
                  "%s on rank %zu: rank %zu called it with other shapes, counts or "
@@ -339,12 +338,12 @@ static mls_code differs(const mls_local *g, const mls_local_note *mine, size_t r
 
 /* All have published: compare the notes.  Where they are not all alike, each rank finds
  * one that differs from its own. */
-static mls_code compare(const mls_local *g, mls_status *st)
+static mls_code compare(const mls_shm *g, mls_status *st)
 {
     const size_t at = (size_t)(g->read % g->shape.depth);
-    const mls_local_note *mine = &mls_local_area_of(g, g->rank)->notes[at];
+    const mls_shm_record *mine = &mls_shm_area_of(g, g->rank)->notes[at];
     for (size_t rank = 0; rank < g->shape.world; rank++) {
-        const mls_local_note *other = &mls_local_area_of(g, rank)->notes[at];
+        const mls_shm_record *other = &mls_shm_area_of(g, rank)->notes[at];
         if (other->fingerprint != mine->fingerprint || other->kind != mine->kind) {
             return differs(g, mine, rank, other, st);
         }
@@ -353,34 +352,33 @@ static mls_code compare(const mls_local *g, mls_status *st)
 }
 
 /* Whether this process may use the group at all. */
-static mls_code check_usable(mls_local *g, mls_local_kind kind, mls_status *st)
+static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
-    const char *name = mls_local_kind_name(kind);
+    const char *name = mls_shm_kind_name(kind);
     if (g->process != getpid()) {
         return mls_fail(st, MLS_E_PEER,
                         "%s on rank %zu: this process was forked from the one that "
                         "joined the group; join a group of its own",
                         name, g->rank);
     }
-    if (atomic_load(&mls_local_header_of(g)->broken) != 0) {
-        return mls_local_blamed(g, kind, "", st);
+    if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
+        return mls_shm_failed_rank(g, kind, "", st);
     }
     return MLS_OK;
 }
 
 /* Nothing else is published before all notes were compared. */
-mls_code mls_local_begin(mls_local *g, const mls_local_flow *flow,
-                         const mls_local_call *call, mls_local_clock *clock,
-                         mls_status *st)
+mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
+                       mls_shm_clock *clock, mls_status *st)
 {
     mls_code code = check_usable(g, flow->kind, st);
     if (code != MLS_OK) {
         return code;
     }
     const int64_t start = now();
-    *clock = (mls_local_clock){.call = call,
-                               .deadline = start + (int64_t)(call->timeout * 1e9),
-                               .polled = start};
+    *clock = (mls_shm_clock){.call = call,
+                             .deadline = start + (int64_t)(call->timeout * 1e9),
+                             .polled = start};
     code = wait_for(g, clock, flow->kind, (wish){.writes = true}, st);
     if (code != MLS_OK) {
         return code;
@@ -400,8 +398,8 @@ mls_code mls_local_begin(mls_local *g, const mls_local_flow *flow,
 }
 
 /* Writing comes first: others wait for it. */
-mls_code mls_local_continue(mls_local *g, const mls_local_flow *flow,
-                            mls_local_clock *clock, mls_status *st)
+mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
+                          mls_status *st)
 {
     for (;;) {
         const bool more = flow->more != NULL && flow->more(flow->context);
@@ -428,17 +426,17 @@ mls_code mls_local_continue(mls_local *g, const mls_local_flow *flow,
 }
 
 /* Operations of one kind of steps. */
-mls_code mls_local_run(mls_local *g, const mls_local_flow *flow,
-                       const mls_local_call *call, mls_status *st)
+mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
+                     mls_status *st)
 {
-    mls_local_clock clock;
-    const mls_code code = mls_local_begin(g, flow, call, &clock, st);
-    return code == MLS_OK ? mls_local_continue(g, flow, &clock, st) : code;
+    mls_shm_clock clock;
+    const mls_code code = mls_shm_begin(g, flow, call, &clock, st);
+    return code == MLS_OK ? mls_shm_continue(g, flow, &clock, st) : code;
 }
 
 /* ---- arrays of other threads, by their addresses ---- */
 
-bool mls_local_is_direct(const mls_local *g, size_t bytes)
+bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
 {
     enum { LEAST = 256 << 10 }; /* smaller ones are sent sooner than waited for */
     return g->fd < 0 && g->shape.world > 1 && bytes >= LEAST;
@@ -446,38 +444,38 @@ bool mls_local_is_direct(const mls_local *g, size_t bytes)
 
 /* A rank that breaks the group reads `direct` afterwards, and one that copies reads
  * `broken` afterwards: one of them sees the other. */
-bool mls_local_begin_direct(mls_local *g)
+bool mls_shm_begin_direct(mls_shm *g)
 {
-    atomic_store(&mls_local_area_of(g, g->rank)->direct, 1);
-    if (atomic_load(&mls_local_header_of(g)->broken) != 0) {
-        mls_local_end_direct(g);
+    atomic_store(&mls_shm_area_of(g, g->rank)->direct, 1);
+    if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
+        mls_shm_end_direct(g);
         return false;
     }
     return true;
 }
 
-void mls_local_end_direct(mls_local *g)
+void mls_shm_end_direct(mls_shm *g)
 {
-    atomic_store(&mls_local_area_of(g, g->rank)->direct, 0);
+    atomic_store(&mls_shm_area_of(g, g->rank)->direct, 0);
 }
 
 /* Wait until no thread accesses an array of this rank, whose operation failed.  The group
  * is broken, so none begins to; one that does waits for no rank, and ends soon. */
-static void await_direct(const mls_local *g)
+static void await_direct(const mls_shm *g)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
-        while (rank != g->rank && atomic_load(&mls_local_area_of(g, rank)->direct) != 0) {
+        while (rank != g->rank && atomic_load(&mls_shm_area_of(g, rank)->direct) != 0) {
             sched_yield();
         }
     }
 }
 
 /* The last wait is for the others to finish with this rank's arrays. */
-mls_code mls_local_run_direct(mls_local *g, const mls_local_flow *flow,
-                              const mls_local_call *call, mls_status *st)
+mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
+                            const mls_shm_call *call, mls_status *st)
 {
-    mls_local_clock clock;
-    mls_code code = mls_local_begin(g, flow, call, &clock, st);
+    mls_shm_clock clock;
+    mls_code code = mls_shm_begin(g, flow, call, &clock, st);
     if (code == MLS_OK) {
         code = wait_for(g, &clock, flow->kind, (wish){.settles = true}, st);
     }
@@ -489,5 +487,5 @@ mls_code mls_local_run_direct(mls_local *g, const mls_local_flow *flow,
 
 #else
 /* Neither futexes nor record locks: see file.h. */
-typedef int mls_local_wait_unused;
+typedef int mls_shm_wait_unused;
 #endif

@@ -20,10 +20,10 @@
  */
 #include "coreml/mlpackage.h"
 
-#include "io/json_reader.h"
 #include "base/memory.h"
-#include "coreml/protobuf_reader.h"
 #include "base/size.h"
+#include "coreml/protobuf_reader.h"
+#include "io/json_reader.h"
 
 #include <string.h>
 
@@ -57,40 +57,43 @@ static const struct {
 /* ---- names ---- */
 
 /* A name of 1 to MLS_ML_MAX_NAME_BYTES bytes; `what` says whose. */
-static mls_code read_name(mls_pb bytes, const char *what, mls_text *out, mls_status *st)
+static mls_code read_name(mls_protobuf bytes, const char *what, mls_str *out,
+                          mls_status *st)
 {
     const char *text = (const char *)bytes.data;
     if (bytes.length == 0 || bytes.length > MLS_ML_MAX_NAME_BYTES) {
-        return mls_pb_fail(st, mls_pb_offset(&bytes),
-                           "%s has %zu bytes, where 1 to %d are allowed", what,
-                           bytes.length, MLS_ML_MAX_NAME_BYTES);
+        return mls_protobuf_fail(st, mls_protobuf_offset(&bytes),
+                                 "%s has %zu bytes, where 1 to %d are allowed", what,
+                                 bytes.length, MLS_ML_MAX_NAME_BYTES);
     }
     /* a NUL would cut the name short wherever C strings are used */
     if (!mls_utf8_valid(text, bytes.length) || memchr(text, 0, bytes.length) != NULL) {
-        return mls_pb_fail(st, mls_pb_offset(&bytes), "%s is not UTF-8 text", what);
+        return mls_protobuf_fail(st, mls_protobuf_offset(&bytes), "%s is not UTF-8 text",
+                                 what);
     }
-    *out = (mls_text){text, bytes.length};
+    *out = (mls_str){text, bytes.length};
     return MLS_OK;
 }
 
 /* The one name that every function and state has, in field `number` of its message;
  * `what` says whose.  A missing name is a failure as well: nothing could refer to its
  * owner. */
-static mls_code find_name(mls_pb message, uint32_t number, const char *what,
-                          mls_text *out, mls_status *st)
+static mls_code find_name(mls_protobuf message, uint32_t number, const char *what,
+                          mls_str *out, mls_status *st)
 {
-    mls_pb bytes = {0};
+    mls_protobuf bytes = {0};
     bool found;
-    const mls_code code = mls_pb_only(message, number, what, &bytes, &found, st);
+    const mls_code code = mls_protobuf_only(message, number, what, &bytes, &found, st);
     if (code != MLS_OK) {
         return code;
     }
     return found ? read_name(bytes, what, out, st)
-                 : mls_pb_fail(st, mls_pb_offset(&message), "%s is missing", what);
+                 : mls_protobuf_fail(st, mls_protobuf_offset(&message), "%s is missing",
+                                     what);
 }
 
 /* Names are compared by their bytes, as protobuf does: no Unicode normalisation. */
-static bool same_name(mls_text a, mls_text b)
+static bool same_name(mls_str a, mls_str b)
 {
     return a.length == b.length && memcmp(a.data, b.data, a.length) == 0;
 }
@@ -103,7 +106,7 @@ static bool same_name(mls_text a, mls_text b)
 
 /* Put the state's name into a failure that was filled in before; the caller returns it.
  */
-static mls_code blame_state(mls_status *st, mls_text name)
+static mls_code blame_state(mls_status *st, mls_str name)
 {
     mls_status_name(st, name.data, name.length);
     return st->code;
@@ -116,15 +119,16 @@ static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offs
 {
     const unsigned long long at = offset;
     if (state->rank == MLS_ML_MAX_RANK) {
-        return mls_pb_fail(st, at, "state %.*s has more than %d dimensions",
-                           NAME_ARGS(state->name), MLS_ML_MAX_RANK);
+        return mls_protobuf_fail(st, at, "state %.*s has more than %d dimensions",
+                                 NAME_ARGS(state->name), MLS_ML_MAX_RANK);
     }
     size_t dimension = 0;
     if (value == 0 || value > INT64_MAX || !mls_size_from_u64(value, &dimension)) {
-        mls_pb_fail(st, at,
-                    "state %.*s: dimension %d is %lld; a state's dimensions are fixed "
-                    "and positive",
-                    NAME_ARGS(state->name), state->rank, (long long)value);
+        mls_protobuf_fail(
+            st, at,
+            "state %.*s: dimension %d is %lld; a state's dimensions are fixed "
+            "and positive",
+            NAME_ARGS(state->name), state->rank, (long long)value);
         mls_status_expected(st, "a positive dimension");
         mls_status_got(st, "%lld", (long long)value);
         return st->code;
@@ -135,20 +139,21 @@ static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offs
 
 /* A repeated number: packed into one field or not, as the writer liked.  Both forms may
  * even alternate; the dimensions are those of all of them, in order. */
-static mls_code read_shape(mls_pb_field field, mls_ml_state *state, mls_status *st)
+static mls_code read_shape(mls_protobuf_field field, mls_ml_state *state, mls_status *st)
 {
-    if (field.wire == MLS_PB_VARINT) {
+    if (field.wire == MLS_PROTOBUF_VARINT) {
         return add_dimension(state, field.value, field.offset, st);
     }
-    mls_pb packed = field.bytes;
-    if (field.wire != MLS_PB_BYTES) {
-        return mls_pb_fail(st, field.offset, "state %.*s: its shape has wire type %d",
-                           NAME_ARGS(state->name), (int)field.wire);
+    mls_protobuf packed = field.bytes;
+    if (field.wire != MLS_PROTOBUF_BYTES) {
+        return mls_protobuf_fail(st, field.offset,
+                                 "state %.*s: its shape has wire type %d",
+                                 NAME_ARGS(state->name), (int)field.wire);
     }
-    while (!mls_pb_done(&packed)) {
-        const uint64_t offset = mls_pb_offset(&packed);
+    while (!mls_protobuf_done(&packed)) {
+        const uint64_t offset = mls_protobuf_offset(&packed);
         uint64_t value;
-        mls_code code = mls_pb_varint(&packed, &value, st);
+        mls_code code = mls_protobuf_varint(&packed, &value, st);
         if (code == MLS_OK) {
             code = add_dimension(state, value, offset, st);
         }
@@ -169,10 +174,11 @@ static mls_code read_dtype(uint64_t number, uint64_t offset, mls_ml_state *state
             return MLS_OK;
         }
     }
-    mls_pb_fail(st, offset,
-                "state %.*s has the data type %llu, which is unknown; known are float16 "
-                "65552, float32 65568, float64 65600, int32 131104, int8 131080",
-                NAME_ARGS(state->name), (unsigned long long)number);
+    mls_protobuf_fail(
+        st, offset,
+        "state %.*s has the data type %llu, which is unknown; known are float16 "
+        "65552, float32 65568, float64 65600, int32 131104, int8 131080",
+        NAME_ARGS(state->name), (unsigned long long)number);
     mls_status_expected(st, "a known data type");
     mls_status_got(st, "data type %llu", (unsigned long long)number);
     return st->code;
@@ -190,21 +196,21 @@ static mls_code check_array(const mls_ml_state *state, uint64_t offset, mls_stat
     if (fits) {
         return MLS_OK;
     }
-    return mls_pb_fail(st, offset, "state %.*s has %s", NAME_ARGS(state->name),
-                       state->rank == 0 ? "no shape"
-                                        : "a shape whose bytes exceed the address space");
+    return mls_protobuf_fail(
+        st, offset, "state %.*s has %s", NAME_ARGS(state->name),
+        state->rank == 0 ? "no shape" : "a shape whose bytes exceed the address space");
 }
 
 /* ArrayFeatureType -> dtype and shape.  Its flexible shapes (ranges, enumerations) are
  * not read: Core ML does not allow them for states. */
-static mls_code read_array(mls_pb array, mls_ml_state *state, mls_status *st)
+static mls_code read_array(mls_protobuf array, mls_ml_state *state, mls_status *st)
 {
-    const uint64_t start = mls_pb_offset(&array);
+    const uint64_t start = mls_protobuf_offset(&array);
     uint64_t number = 0;
     uint64_t offset = start;
-    while (!mls_pb_done(&array)) {
-        mls_pb_field field;
-        mls_code code = mls_pb_next(&array, &field, st);
+    while (!mls_protobuf_done(&array)) {
+        mls_protobuf_field field;
+        mls_code code = mls_protobuf_next(&array, &field, st);
         if (code == MLS_OK && field.number == FIELD_ARRAY_SHAPE) {
             code = read_shape(field, state, st);
         }
@@ -212,7 +218,7 @@ static mls_code read_array(mls_pb array, mls_ml_state *state, mls_status *st)
             return code;
         }
         if (field.number == FIELD_ARRAY_DTYPE) {
-            number = field.wire == MLS_PB_VARINT ? field.value : 0;
+            number = field.wire == MLS_PROTOBUF_VARINT ? field.value : 0;
             offset = field.offset;
         }
     }
@@ -221,38 +227,40 @@ static mls_code read_array(mls_pb array, mls_ml_state *state, mls_status *st)
 }
 
 /* Open the message two levels down: FeatureType.stateType.arrayType. */
-static mls_code open_array(mls_pb type, mls_pb *out, bool *found, mls_status *st)
+static mls_code open_array(mls_protobuf type, mls_protobuf *out, bool *found,
+                           mls_status *st)
 {
-    mls_pb state_type;
+    mls_protobuf state_type;
     mls_code code =
-        mls_pb_only(type, FIELD_TYPE_STATE, "a state type", &state_type, found, st);
+        mls_protobuf_only(type, FIELD_TYPE_STATE, "a state type", &state_type, found, st);
     if (code == MLS_OK && *found) {
-        code =
-            mls_pb_only(state_type, FIELD_STATE_ARRAY, "an array type", out, found, st);
+        code = mls_protobuf_only(state_type, FIELD_STATE_ARRAY, "an array type", out,
+                                 found, st);
     }
     return code;
 }
 
 /* FeatureDescription -> a state.  The name is read first, wherever it stands, so that
  * whatever is wrong afterwards can be told by name.  `out` is untouched on failure. */
-static mls_code read_state(mls_pb feature, mls_ml_state *out, mls_status *st)
+static mls_code read_state(mls_protobuf feature, mls_ml_state *out, mls_status *st)
 {
     mls_ml_state state = {.rank = 0};
-    mls_pb bytes = {0};
+    mls_protobuf bytes = {0};
     bool found;
     mls_code code =
         find_name(feature, FIELD_FEATURE_NAME, "the name of a state", &state.name, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_pb_only(feature, FIELD_FEATURE_TYPE, "a type", &bytes, &found, st);
+    code = mls_protobuf_only(feature, FIELD_FEATURE_TYPE, "a type", &bytes, &found, st);
     if (code == MLS_OK && found) {
         code = open_array(bytes, &bytes, &found, st);
     }
     if (code == MLS_OK) {
         code = found ? read_array(bytes, &state, st)
-                     : mls_pb_fail(st, mls_pb_offset(&feature),
-                                   "state %.*s has no array type", NAME_ARGS(state.name));
+                     : mls_protobuf_fail(st, mls_protobuf_offset(&feature),
+                                         "state %.*s has no array type",
+                                         NAME_ARGS(state.name));
     }
     if (code != MLS_OK) {
         return blame_state(st, state.name);
@@ -281,13 +289,13 @@ static mls_code make_room(void **items, size_t count, size_t size, mls_status *s
 /* Append the state in `feature` to the last function of the package.  Looking for its
  * name among the earlier ones is quadratic, but the limits keep the worst file to some 16
  * million comparisons of lengths. */
-static mls_code add_state(mls_mlpackage *package, mls_pb feature, mls_status *st)
+static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_status *st)
 {
     mls_ml_function *function = &package->functions[package->function_count - 1];
-    const unsigned long long at = mls_pb_offset(&feature);
+    const unsigned long long at = mls_protobuf_offset(&feature);
     if (function->states == MLS_ML_MAX_STATES ||
         package->state_count == MLS_ML_MAX_ALL_STATES) {
-        return mls_pb_fail(st, at, "more than %zu states", package->state_count);
+        return mls_protobuf_fail(st, at, "more than %zu states", package->state_count);
     }
     mls_ml_state state;
     mls_code code = read_state(feature, &state, st);
@@ -296,7 +304,8 @@ static mls_code add_state(mls_mlpackage *package, mls_pb feature, mls_status *st
     }
     for (size_t i = 0; i < function->states; i++) {
         if (same_name(package->states[function->first + i].name, state.name)) {
-            mls_pb_fail(st, at, "two states are called %.*s", NAME_ARGS(state.name));
+            mls_protobuf_fail(st, at, "two states are called %.*s",
+                              NAME_ARGS(state.name));
             return blame_state(st, state.name);
         }
     }
@@ -312,16 +321,17 @@ static mls_code add_state(mls_mlpackage *package, mls_pb feature, mls_status *st
 
 /* Append a function that has no states yet; its states will be the next ones added.
  * `offset` is where errors point. */
-static mls_code add_function(mls_mlpackage *package, mls_text name, uint64_t offset,
+static mls_code add_function(mls_mlpackage *package, mls_str name, uint64_t offset,
                              mls_status *st)
 {
     const unsigned long long at = offset;
     if (package->function_count == MLS_ML_MAX_FUNCTIONS) {
-        return mls_pb_fail(st, at, "more than %d functions", MLS_ML_MAX_FUNCTIONS);
+        return mls_protobuf_fail(st, at, "more than %d functions", MLS_ML_MAX_FUNCTIONS);
     }
     for (size_t i = 0; i < package->function_count; i++) {
         if (same_name(package->functions[i].name, name)) {
-            return mls_pb_fail(st, at, "two functions are called %.*s", NAME_ARGS(name));
+            return mls_protobuf_fail(st, at, "two functions are called %.*s",
+                                     NAME_ARGS(name));
         }
     }
     void *functions = package->functions;
@@ -339,20 +349,21 @@ static mls_code add_function(mls_mlpackage *package, mls_text name, uint64_t off
 
 /* What to do with one sub-message.  A visitor may add to the package, and nothing else.
  */
-typedef mls_code (*visitor)(mls_mlpackage *package, mls_pb message, mls_status *st);
+typedef mls_code (*visitor)(mls_mlpackage *package, mls_protobuf message, mls_status *st);
 
 /* Visit every field `number` of a message in order; `what` names one in errors.  The
  * fields of other numbers are checked for their bounds and passed by. */
-static mls_code visit_each(mls_mlpackage *package, mls_pb message, uint32_t number,
+static mls_code visit_each(mls_mlpackage *package, mls_protobuf message, uint32_t number,
                            const char *what, visitor visit, mls_status *st)
 {
-    while (!mls_pb_done(&message)) {
-        mls_pb_field field;
-        mls_code code = mls_pb_next(&message, &field, st);
+    while (!mls_protobuf_done(&message)) {
+        mls_protobuf_field field;
+        mls_code code = mls_protobuf_next(&message, &field, st);
         if (code == MLS_OK && field.number == number) {
-            code = field.wire == MLS_PB_BYTES
-                       ? visit(package, field.bytes, st)
-                       : mls_pb_fail(st, field.offset, "%s is not of its type", what);
+            code =
+                field.wire == MLS_PROTOBUF_BYTES
+                    ? visit(package, field.bytes, st)
+                    : mls_protobuf_fail(st, field.offset, "%s is not of its type", what);
         }
         if (code != MLS_OK) {
             return code;
@@ -363,13 +374,14 @@ static mls_code visit_each(mls_mlpackage *package, mls_pb message, uint32_t numb
 
 /* FunctionDescription: the name first, wherever it stands, since the states are added to
  * a function that exists. */
-static mls_code read_function(mls_mlpackage *package, mls_pb function, mls_status *st)
+static mls_code read_function(mls_mlpackage *package, mls_protobuf function,
+                              mls_status *st)
 {
-    mls_text name = {0};
+    mls_str name = {0};
     mls_code code =
         find_name(function, FIELD_FUNCTION_NAME, "the name of a function", &name, st);
     if (code == MLS_OK) {
-        code = add_function(package, name, mls_pb_offset(&function), st);
+        code = add_function(package, name, mls_protobuf_offset(&function), st);
     }
     return code != MLS_OK ? code
                           : visit_each(package, function, FIELD_FUNCTION_STATE, "a state",
@@ -378,13 +390,15 @@ static mls_code read_function(mls_mlpackage *package, mls_pb function, mls_statu
 
 /* Choose the function that Core ML runs when none is asked for.  An only function needs
  * no word about it; several without a default are a model that can still be read. */
-static mls_code choose_default(mls_mlpackage *package, mls_pb description, mls_status *st)
+static mls_code choose_default(mls_mlpackage *package, mls_protobuf description,
+                               mls_status *st)
 {
     package->default_function = package->function_count;
-    mls_pb bytes = {0};
+    mls_protobuf bytes = {0};
     bool found;
-    const mls_code code = mls_pb_only(description, FIELD_DESCRIPTION_DEFAULT,
-                                      "the default function's name", &bytes, &found, st);
+    const mls_code code =
+        mls_protobuf_only(description, FIELD_DESCRIPTION_DEFAULT,
+                          "the default function's name", &bytes, &found, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -393,39 +407,40 @@ static mls_code choose_default(mls_mlpackage *package, mls_pb description, mls_s
             package->function_count == 1 ? 0 : package->function_count;
         return MLS_OK;
     }
-    const mls_text wanted = {(const char *)bytes.data, bytes.length};
+    const mls_str wanted = {(const char *)bytes.data, bytes.length};
     for (size_t i = 0; i < package->function_count; i++) {
         if (same_name(package->functions[i].name, wanted)) {
             package->default_function = i;
             return MLS_OK;
         }
     }
-    return mls_pb_fail(st, mls_pb_offset(&bytes),
-                       "the default function is none of the model's functions");
+    return mls_protobuf_fail(st, mls_protobuf_offset(&bytes),
+                             "the default function is none of the model's functions");
 }
 
 /* The visitor of states where none may be. */
-static mls_code refuse_state(mls_mlpackage *package, mls_pb feature, mls_status *st)
+static mls_code refuse_state(mls_mlpackage *package, mls_protobuf feature, mls_status *st)
 {
     (void)package;
-    return mls_pb_fail(st, mls_pb_offset(&feature),
-                       "a state that belongs to no function, in a model with functions");
+    return mls_protobuf_fail(
+        st, mls_protobuf_offset(&feature),
+        "a state that belongs to no function, in a model with functions");
 }
 
 /* ModelDescription: functions in a first pass, since their absence decides whether the
  * states of the description itself count.  They then belong to the one function, which
  * Core ML and its converters call "main". */
-static mls_code read_description(mls_mlpackage *package, mls_pb description,
+static mls_code read_description(mls_mlpackage *package, mls_protobuf description,
                                  mls_status *st)
 {
-    static const mls_text main_name = {"main", 4};
+    static const mls_str main_name = {"main", 4};
     /* states outside of functions are an error until it is known that there are no
      * functions */
     visitor visit = refuse_state;
     mls_code code = visit_each(package, description, FIELD_DESCRIPTION_FUNCTION,
                                "a function", read_function, st);
     if (code == MLS_OK && package->function_count == 0) {
-        code = add_function(package, main_name, mls_pb_offset(&description), st);
+        code = add_function(package, main_name, mls_protobuf_offset(&description), st);
         visit = add_state;
     }
     if (code == MLS_OK) {
@@ -467,28 +482,29 @@ static mls_code read_memory(const source *from, uint64_t offset, unsigned char *
 
 /* The field whose tag lies at `offset`: reads its header alone, checks that its payload
  * lies inside the source, and gives the offset of the payload. */
-static mls_code peek_field(const source *from, uint64_t offset, mls_pb_field *field,
+static mls_code peek_field(const source *from, uint64_t offset, mls_protobuf_field *field,
                            uint64_t *payload, mls_status *st)
 {
-    unsigned char header[MLS_PB_HEADER_BYTES];
+    unsigned char header[MLS_PROTOBUF_HEADER_BYTES];
     const uint64_t left = from->size - offset;
     const size_t bytes = left < sizeof header ? (size_t)left : sizeof header;
     mls_code code = from->read(from, offset, header, bytes, st);
     if (code != MLS_OK) {
         return code;
     }
-    mls_pb message = mls_pb_init(header, bytes, offset);
-    code = mls_pb_header(&message, field, st);
+    mls_protobuf message = mls_protobuf_init(header, bytes, offset);
+    code = mls_protobuf_header(&message, field, st);
     if (code != MLS_OK) {
         return code;
     }
-    *payload = mls_pb_offset(&message);
-    if (field->wire == MLS_PB_BYTES && field->value > from->size - *payload) {
+    *payload = mls_protobuf_offset(&message);
+    if (field->wire == MLS_PROTOBUF_BYTES && field->value > from->size - *payload) {
         const unsigned long long rest = from->size - *payload;
-        mls_pb_fail(st, offset,
-                    "field %u claims %llu bytes, but the file has %llu more; it is "
-                    "damaged or not a Core ML specification",
-                    (unsigned)field->number, (unsigned long long)field->value, rest);
+        mls_protobuf_fail(st, offset,
+                          "field %u claims %llu bytes, but the file has %llu more; it is "
+                          "damaged or not a Core ML specification",
+                          (unsigned)field->number, (unsigned long long)field->value,
+                          rest);
         mls_status_expected(st, "at most %llu bytes", rest);
         mls_status_got(st, "%llu bytes", (unsigned long long)field->value);
         return st->code;
@@ -505,21 +521,21 @@ static mls_code find_description(const source *from, uint64_t *start, uint64_t *
     bool found = false;
     uint64_t offset = 0;
     for (int i = 0; offset < from->size; i++) {
-        mls_pb_field field;
+        mls_protobuf_field field;
         uint64_t payload;
         if (i == MLS_ML_MAX_FIELDS) {
-            return mls_pb_fail(st, offset,
-                               "more than %d fields: not a Core ML specification", i);
+            return mls_protobuf_fail(
+                st, offset, "more than %d fields: not a Core ML specification", i);
         }
         const mls_code code = peek_field(from, offset, &field, &payload, st);
         if (code != MLS_OK) {
             return code;
         }
-        const bool bytes = field.wire == MLS_PB_BYTES;
+        const bool bytes = field.wire == MLS_PROTOBUF_BYTES;
         if (field.number == FIELD_MODEL_DESCRIPTION) {
             if (found || !bytes) {
-                return mls_pb_fail(st, offset, "the model's description %s",
-                                   found ? "appears twice" : "is not of its type");
+                return mls_protobuf_fail(st, offset, "the model's description %s",
+                                         found ? "appears twice" : "is not of its type");
             }
             found = true;
             *start = payload;
@@ -528,9 +544,10 @@ static mls_code find_description(const source *from, uint64_t *start, uint64_t *
         offset = payload + (bytes ? field.value : 0);
     }
     return found ? MLS_OK
-                 : mls_pb_fail(st, from->size,
-                               "the file ends without a model's description; it is not a "
-                               "Core ML specification");
+                 : mls_protobuf_fail(
+                       st, from->size,
+                       "the file ends without a model's description; it is not a "
+                       "Core ML specification");
 }
 
 /* Fetch the description alone and read it.  Its bytes are kept: the names lie in them. */
@@ -545,8 +562,9 @@ static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status 
     }
     /* the file is at least this long, but a sparse one costs its maker nothing */
     if (length > MLS_ML_MAX_DESCRIPTION) {
-        return mls_pb_fail(st, start, "a description of %llu bytes, where %d are allowed",
-                           (unsigned long long)length, MLS_ML_MAX_DESCRIPTION);
+        return mls_protobuf_fail(st, start,
+                                 "a description of %llu bytes, where %d are allowed",
+                                 (unsigned long long)length, MLS_ML_MAX_DESCRIPTION);
     }
     /* from here on the package owns it: mls_mlpackage_fini releases all on failure */
     package.text = mls_alloc((size_t)length, 1);
@@ -556,7 +574,8 @@ static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status 
     }
     code = from->read(from, start, package.text, (size_t)length, st);
     if (code == MLS_OK) {
-        const mls_pb description = mls_pb_init(package.text, (size_t)length, start);
+        const mls_protobuf description =
+            mls_protobuf_init(package.text, (size_t)length, start);
         code = read_description(&package, description, st);
     }
     if (code != MLS_OK) {
@@ -635,7 +654,7 @@ static bool part_is_plain(const char *part, size_t length)
 }
 
 /* Whether a manifest's path stays inside its package: relative, of plain components. */
-static bool path_is_safe(mls_text path)
+static bool path_is_safe(mls_str path)
 {
     if (path.length > MLS_ML_MAX_NAME_BYTES) {
         return false;
@@ -676,25 +695,25 @@ static mls_json_node find_item(const mls_json *doc, mls_json_node items,
 }
 
 /* rootModelIdentifier -> itemInfoEntries[that].path; shares the document's memory. */
-static mls_code find_root(const mls_json *doc, mls_text *out, mls_status *st)
+static mls_code find_root(const mls_json *doc, mls_str *out, mls_status *st)
 {
     const mls_json_node root = member(doc, 0, "rootModelIdentifier", MLS_JSON_STRING);
     const mls_json_node items = member(doc, 0, "itemInfoEntries", MLS_JSON_OBJECT);
     if (root == MLS_JSON_NONE || items == MLS_JSON_NONE) {
-        return mls_pb_fail(st, 0,
-                           "no rootModelIdentifier or no itemInfoEntries: not the "
-                           "manifest of a Core ML package");
+        return mls_protobuf_fail(st, 0,
+                                 "no rootModelIdentifier or no itemInfoEntries: not the "
+                                 "manifest of a Core ML package");
     }
     const mls_json_node path =
         member(doc, find_item(doc, items, root), "path", MLS_JSON_STRING);
     if (path == MLS_JSON_NONE) {
-        return mls_pb_fail(st, mls_json_offset(doc, root),
-                           "the root model has no entry with a path");
+        return mls_protobuf_fail(st, mls_json_offset(doc, root),
+                                 "the root model has no entry with a path");
     }
-    const mls_text text = mls_json_text(doc, path);
+    const mls_str text = mls_json_text(doc, path);
     if (!path_is_safe(text)) {
-        mls_pb_fail(st, mls_json_offset(doc, path),
-                    "the root model's path is not inside the package");
+        mls_protobuf_fail(st, mls_json_offset(doc, path),
+                          "the root model's path is not inside the package");
         mls_status_expected(st, "a relative path without . or ..");
         mls_status_got(st, "%.*s", NAME_ARGS(text));
         return st->code;
@@ -705,7 +724,7 @@ static mls_code find_root(const mls_json *doc, mls_text *out, mls_status *st)
 
 /* "folder/middle" + the text, as a string.  Gives: free with mls_free.  A folder given
  * with a slash at its end gets a second one, which means nothing. */
-static char *join(const char *folder, const char *middle, mls_text last)
+static char *join(const char *folder, const char *middle, mls_str last)
 {
     const size_t head = strlen(folder);
     const size_t body = strlen(middle);
@@ -736,9 +755,9 @@ static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_st
     size_t length = 0;
     mls_json *doc = NULL;
     const mls_json_limits limits = {.depth = MANIFEST_DEPTH, .nodes = MANIFEST_NODES};
-    mls_text root = {0};
+    mls_str root = {0};
     char *found = NULL;
-    char *manifest = join(folder, "Manifest.json", (mls_text){0});
+    char *manifest = join(folder, "Manifest.json", (mls_str){0});
     if (manifest == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }

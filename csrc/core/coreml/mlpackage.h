@@ -32,14 +32,14 @@ enum {
 
 /* Names are valid UTF-8 without NUL characters, not terminated, never empty. */
 typedef struct mls_ml_state {
-    mls_text name; /* unique within its function */
+    mls_str name; /* unique within its function */
     mls_dtype dtype;
     int rank;                      /* at least 1 */
     size_t shape[MLS_ML_MAX_RANK]; /* no dimension is 0; the bytes fit a size_t */
 } mls_ml_state;
 
 typedef struct mls_ml_function {
-    mls_text name;        /* unique within the model */
+    mls_str name;         /* unique within the model */
     size_t first, states; /* its part of mls_mlpackage.states */
 } mls_ml_function;
 

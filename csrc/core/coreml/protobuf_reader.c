@@ -11,7 +11,7 @@
 
 /* The text is printed first, then put behind its offset: the two formats know nothing of
  * each other. */
-mls_code mls_pb_fail(mls_status *st, uint64_t offset, const char *format, ...)
+mls_code mls_protobuf_fail(mls_status *st, uint64_t offset, const char *format, ...)
 {
     char text[MLS_TEXT_BYTES - 32]; /* room for "byte " and the largest offset */
     va_list args;
@@ -24,37 +24,37 @@ mls_code mls_pb_fail(mls_status *st, uint64_t offset, const char *format, ...)
 }
 
 /* `base` is where the message lies in its file, so that errors name places in that. */
-mls_pb mls_pb_init(const unsigned char *data, size_t length, uint64_t base)
+mls_protobuf mls_protobuf_init(const unsigned char *data, size_t length, uint64_t base)
 {
-    return (mls_pb){.data = data, .length = length, .at = 0, .base = base};
+    return (mls_protobuf){.data = data, .length = length, .at = 0, .base = base};
 }
 
 /* `at` cannot pass `length`; >= all the same, so that a bug ends a loop instead of a
  * page. */
-bool mls_pb_done(const mls_pb *message)
+bool mls_protobuf_done(const mls_protobuf *message)
 {
     return message->at >= message->length;
 }
 
-uint64_t mls_pb_offset(const mls_pb *message)
+uint64_t mls_protobuf_offset(const mls_protobuf *message)
 {
     return message->base + message->at;
 }
 
 /* Seven bits a byte, lowest first; the top bit says that another byte follows.  The tenth
  * byte has room for one bit only. */
-mls_code mls_pb_varint(mls_pb *message, uint64_t *out, mls_status *st)
+mls_code mls_protobuf_varint(mls_protobuf *message, uint64_t *out, mls_status *st)
 {
     uint64_t value = 0;
-    for (size_t i = 0; i < MLS_PB_VARINT_BYTES; i++) {
+    for (size_t i = 0; i < MLS_PROTOBUF_VARINT_BYTES; i++) {
         if (message->length - message->at <= i) {
-            return mls_pb_fail(st, mls_pb_offset(message),
-                               "the data ends inside a number");
+            return mls_protobuf_fail(st, mls_protobuf_offset(message),
+                                     "the data ends inside a number");
         }
         /* looked at in place: `at` moves only when the number is whole */
         const unsigned char byte = message->data[message->at + i];
         /* overlong forms of small numbers are allowed: writers reserve room with them */
-        if (i == MLS_PB_VARINT_BYTES - 1 && byte > 1) {
+        if (i == MLS_PROTOBUF_VARINT_BYTES - 1 && byte > 1) {
             break;
         }
         value |= (uint64_t)(byte & 0x7FU) << (7 * i);
@@ -64,15 +64,18 @@ mls_code mls_pb_varint(mls_pb *message, uint64_t *out, mls_status *st)
             return MLS_OK;
         }
     }
-    return mls_pb_fail(st, mls_pb_offset(message), "a number of more than 64 bits");
+    return mls_protobuf_fail(st, mls_protobuf_offset(message),
+                             "a number of more than 64 bits");
 }
 
 /* A little-endian number of `width` bytes, 4 or 8; `message` moves only where all are
  * there. */
-static mls_code read_fixed(mls_pb *message, size_t width, uint64_t *out, mls_status *st)
+static mls_code read_fixed(mls_protobuf *message, size_t width, uint64_t *out,
+                           mls_status *st)
 {
     if (message->length - message->at < width) {
-        return mls_pb_fail(st, mls_pb_offset(message), "the data ends inside a number");
+        return mls_protobuf_fail(st, mls_protobuf_offset(message),
+                                 "the data ends inside a number");
     }
     uint64_t value = 0;
     for (size_t i = 0; i < width; i++) {
@@ -85,51 +88,52 @@ static mls_code read_fixed(mls_pb *message, size_t width, uint64_t *out, mls_sta
 
 /* The tag: field number and wire type in one number of at most 32 bits.  No field has the
  * number 0, so a run of zeros (a hole in a file) is refused at once. */
-static mls_code read_tag(mls_pb *message, mls_pb_field *field, mls_status *st)
+static mls_code read_tag(mls_protobuf *message, mls_protobuf_field *field, mls_status *st)
 {
     uint64_t tag;
-    const mls_code code = mls_pb_varint(message, &tag, st);
+    const mls_code code = mls_protobuf_varint(message, &tag, st);
     if (code != MLS_OK) {
         return code;
     }
     if (tag > UINT32_MAX || tag >> 3 == 0) {
-        return mls_pb_fail(st, field->offset, "no field can have the tag %llu",
-                           (unsigned long long)tag);
+        return mls_protobuf_fail(st, field->offset, "no field can have the tag %llu",
+                                 (unsigned long long)tag);
     }
     field->number = (uint32_t)(tag >> 3);
-    field->wire = (mls_pb_wire)(tag & 7U);
+    field->wire = (mls_protobuf_wire)(tag & 7U);
     return MLS_OK;
 }
 
 /* The failure for a wire type that is not read.  Groups end where a matching tag says so:
  * skipping one would need a stack. */
-static mls_code refuse_wire(const mls_pb_field *field, mls_status *st)
+static mls_code refuse_wire(const mls_protobuf_field *field, mls_status *st)
 {
     const unsigned wire = (unsigned)field->wire;
-    return mls_pb_fail(
+    return mls_protobuf_fail(
         st, field->offset, "field %u has wire type %u%s, which is not read here",
         (unsigned)field->number, wire, wire == 3 || wire == 4 ? " (a group)" : "");
 }
 
 /* Reads from a copy, so that a failure leaves the message where it was. */
-mls_code mls_pb_header(mls_pb *message, mls_pb_field *out, mls_status *st)
+mls_code mls_protobuf_header(mls_protobuf *message, mls_protobuf_field *out,
+                             mls_status *st)
 {
-    mls_pb rest = *message;
-    mls_pb_field field = {.offset = mls_pb_offset(message)};
+    mls_protobuf rest = *message;
+    mls_protobuf_field field = {.offset = mls_protobuf_offset(message)};
     mls_code code = read_tag(&rest, &field, st);
     if (code != MLS_OK) {
         return code;
     }
     /* the enum was read from the file: any of eight values */
     switch (field.wire) {
-    case MLS_PB_VARINT:
-    case MLS_PB_BYTES:
-        code = mls_pb_varint(&rest, &field.value, st);
+    case MLS_PROTOBUF_VARINT:
+    case MLS_PROTOBUF_BYTES:
+        code = mls_protobuf_varint(&rest, &field.value, st);
         break;
-    case MLS_PB_FIXED64:
+    case MLS_PROTOBUF_FIXED64:
         code = read_fixed(&rest, 8, &field.value, st);
         break;
-    case MLS_PB_FIXED32:
+    case MLS_PROTOBUF_FIXED32:
         code = read_fixed(&rest, 4, &field.value, st);
         break;
     default:
@@ -142,28 +146,30 @@ mls_code mls_pb_header(mls_pb *message, mls_pb_field *out, mls_status *st)
     return code;
 }
 
-/* As mls_pb_header, on a copy; the payload is bounded here, before anyone may look at it.
+/* As mls_protobuf_header, on a copy; the payload is bounded here, before anyone may look
+ * at it.
  */
-mls_code mls_pb_next(mls_pb *message, mls_pb_field *out, mls_status *st)
+mls_code mls_protobuf_next(mls_protobuf *message, mls_protobuf_field *out, mls_status *st)
 {
-    mls_pb rest = *message;
-    mls_pb_field field;
-    const mls_code code = mls_pb_header(&rest, &field, st);
+    mls_protobuf rest = *message;
+    mls_protobuf_field field;
+    const mls_code code = mls_protobuf_header(&rest, &field, st);
     if (code != MLS_OK) {
         return code;
     }
-    if (field.wire == MLS_PB_BYTES) {
+    if (field.wire == MLS_PROTOBUF_BYTES) {
         /* compared with what is left, never added to a pointer first */
         const size_t left = rest.length - rest.at;
         if (field.value > left) {
-            mls_pb_fail(st, field.offset, "field %u claims %llu bytes, but %zu are left",
-                        (unsigned)field.number, (unsigned long long)field.value, left);
+            mls_protobuf_fail(
+                st, field.offset, "field %u claims %llu bytes, but %zu are left",
+                (unsigned)field.number, (unsigned long long)field.value, left);
             mls_status_expected(st, "at most %zu bytes", left);
             mls_status_got(st, "%llu bytes", (unsigned long long)field.value);
             return st->code;
         }
-        field.bytes =
-            mls_pb_init(rest.data + rest.at, (size_t)field.value, mls_pb_offset(&rest));
+        field.bytes = mls_protobuf_init(rest.data + rest.at, (size_t)field.value,
+                                        mls_protobuf_offset(&rest));
         rest.at += (size_t)field.value;
     }
     *message = rest;
@@ -173,23 +179,23 @@ mls_code mls_pb_next(mls_pb *message, mls_pb_field *out, mls_status *st)
 
 /* Goes on to the end after a find: a second one would win elsewhere, and two readers
  * that disagree about a file are what an attacker looks for. */
-mls_code mls_pb_only(mls_pb message, uint32_t number, const char *what, mls_pb *out,
-                     bool *found, mls_status *st)
+mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *what,
+                           mls_protobuf *out, bool *found, mls_status *st)
 {
     bool seen = false;
-    mls_pb bytes = {0};
-    while (!mls_pb_done(&message)) {
-        mls_pb_field field;
-        const mls_code code = mls_pb_next(&message, &field, st);
+    mls_protobuf bytes = {0};
+    while (!mls_protobuf_done(&message)) {
+        mls_protobuf_field field;
+        const mls_code code = mls_protobuf_next(&message, &field, st);
         if (code != MLS_OK) {
             return code;
         }
         if (field.number != number) {
             continue; /* unknown fields are the format's way to grow */
         }
-        if (field.wire != MLS_PB_BYTES || seen) {
-            return mls_pb_fail(st, field.offset, "%s %s", what,
-                               seen ? "appears twice" : "is not of its type");
+        if (field.wire != MLS_PROTOBUF_BYTES || seen) {
+            return mls_protobuf_fail(st, field.offset, "%s %s", what,
+                                     seen ? "appears twice" : "is not of its type");
         }
         seen = true;
         bytes = field.bytes;

@@ -2,9 +2,10 @@
  *
  * What was read is kept as a remainder of one vector: bytes that, in the place of the
  * last ones read, would give the same checksum.  To read on, it is moved to the next ones
- * (crc32c_constants.h) and added to them.  One lane would wait for its multiplication each
- * time, so four run side by side, each over bytes of its own; in the end each is moved to
- * where the last one stands.  The CRC instruction reduces the sum and takes what is left.
+ * (crc32c_constants.h) and added to them.  One lane would wait for its multiplication
+ * each time, so four run side by side, each over bytes of its own; in the end each is
+ * moved to where the last one stands.  The CRC instruction reduces the sum and takes what
+ * is left.
  *
  * Private to crc32c_avx2.c and crc32c_avx512.c, which include it after they have defined:
  *   TARGET, TARGET_INLINE   what lets a function use the instruction set
@@ -15,8 +16,8 @@
  *   fold                    a remainder moved, and data added
  *   lane_size, by_vectors, by_pages   the moves that four_lanes needs
  */
-#ifndef MLS_CRC32C_FOLD_H
-#define MLS_CRC32C_FOLD_H
+#ifndef MLS_CRC32C_CLMUL_H
+#define MLS_CRC32C_CLMUL_H
 
 enum {
     PAGE = 4096, /* bytes that one lane of a block covers where lanes are pages */

@@ -17,8 +17,8 @@
  *
  * Private to crc32c*.c and to the test that computes each constant.
  */
-#ifndef MLS_CRC32C_POWERS_H
-#define MLS_CRC32C_POWERS_H
+#ifndef MLS_CRC32C_CONSTANTS_H
+#define MLS_CRC32C_CONSTANTS_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -12,8 +12,8 @@
  *   take8, take1            the checksum after 8 bytes, after one
  *   shifted                 the checksum moved past the bytes that a power stands for
  */
-#ifndef MLS_CRC32C_LANES_H
-#define MLS_CRC32C_LANES_H
+#ifndef MLS_CRC32C_INTERLEAVE_H
+#define MLS_CRC32C_INTERLEAVE_H
 
 /* Unaligned load; one instruction. */
 TARGET_INLINE uint64_t load8(const unsigned char *from)

@@ -57,12 +57,12 @@ static bool element(const unsigned char *at, mls_dtype dtype, double *out)
 }
 
 /* Works on a copy: after an error the caller's sketch is as it was. */
-mls_code mls_sketch_add(mls_sketch *sketch, const void *data, mls_dtype dtype,
-                        size_t start, size_t count, uint64_t seed, mls_status *st)
+mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype dtype,
+                            size_t start, size_t count, uint64_t seed, mls_status *st)
 {
     const size_t item = mls_dtype_of(dtype)->item_bytes;
     const unsigned char *at = data;
-    mls_sketch sum = *sketch;
+    mls_ams_sketch sum = *sketch;
     uint64_t signs = 0;
     for (size_t i = start; i < start + count; i++, at += item) {
         double value = 0;

@@ -6,21 +6,21 @@
  * swapped, lost or doubled change it nearly always.  (Alon, Matias and Szegedy, "The
  * space complexity of approximating the frequency moments", 1996.)
  */
-#ifndef MLS_SKETCH_H
-#define MLS_SKETCH_H
+#ifndef MLS_AMS_SKETCH_H
+#define MLS_AMS_SKETCH_H
 
 #include "array/dtype.h"
 #include "base/status.h"
 
-typedef struct mls_sketch {
+typedef struct mls_ams_sketch {
     double signed_sum; /* in float64; integers too */
     double magnitude;  /* sum of the absolute values: what rounding errors are to be seen
                           by */
-} mls_sketch;
+} mls_ams_sketch;
 
 /* Add `count` packed, aligned elements to a sketch.  The first one has index `start`.
  * MLS_E_DTYPE: neither a float of 16 bits or more, nor an integer; nothing was added. */
-mls_code mls_sketch_add(mls_sketch *sketch, const void *data, mls_dtype dtype,
-                        size_t start, size_t count, uint64_t seed, mls_status *st);
+mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype dtype,
+                            size_t start, size_t count, uint64_t seed, mls_status *st);
 
 #endif

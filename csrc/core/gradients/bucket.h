@@ -8,9 +8,9 @@
 #ifndef MLS_BUCKET_H
 #define MLS_BUCKET_H
 
-#include "gradients/reduce/reduce.h"
-#include "base/status.h"
 #include "array/tensor.h"
+#include "base/status.h"
+#include "gradients/reduce/reduce.h"
 
 enum { MLS_BUCKET_ALIGN = 16 };
 
@@ -21,7 +21,7 @@ typedef struct mls_segment {
     void *out; /* the reduced part of this rank, in `reduction.out_dtype`; where the
                 * dtypes are equal it may be that part of `data` */
     mls_reduction reduction;
-    mls_tally tally; /* of `out`, once it is there */
+    mls_norm_partial tally; /* of `out`, once it is there */
 } mls_segment;
 
 /* Which segments are sent to whom: `world` ranks, of which this is `rank`. */

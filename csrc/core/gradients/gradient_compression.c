@@ -13,31 +13,34 @@
 static const float F16_MAX = 65504.0f;
 static const float BF16_MAX = 3.3895313892515355e38f;
 
-const char *mls_wire_name(mls_wire wire)
+const char *mls_gradient_compression_name(mls_gradient_compression wire)
 {
-    static const char *const names[MLS_WIRE_COUNT] = {[MLS_WIRE_F16] = "float16",
-                                                      [MLS_WIRE_BF16] = "bfloat16",
-                                                      [MLS_WIRE_INT8] = "int8"};
+    static const char *const names[MLS_GRADIENT_COMPRESSION_COUNT] = {
+        [MLS_GRADIENT_COMPRESSION_F16] = "float16",
+        [MLS_GRADIENT_COMPRESSION_BF16] = "bfloat16",
+        [MLS_GRADIENT_COMPRESSION_INT8] = "int8"};
     return names[wire];
 }
 
 /* Blocks of n elements; the last one may be short. */
 static size_t blocks_of(size_t n)
 {
-    return n / MLS_WIRE_BLOCK + (n % MLS_WIRE_BLOCK != 0);
+    return n / MLS_GRADIENT_COMPRESSION_BLOCK + (n % MLS_GRADIENT_COMPRESSION_BLOCK != 0);
 }
 
 /* Without padding. */
-static size_t encoded_bytes(mls_wire wire, size_t n)
+static size_t encoded_bytes(mls_gradient_compression wire, size_t n)
 {
-    return wire == MLS_WIRE_INT8 ? n + blocks_of(n) * sizeof(float) : 2 * n;
+    return wire == MLS_GRADIENT_COMPRESSION_INT8 ? n + blocks_of(n) * sizeof(float)
+                                                 : 2 * n;
 }
 
-bool mls_wire_from_name(mls_text name, mls_wire *out)
+bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out)
 {
-    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
-        if (mls_text_is(name, mls_wire_name((mls_wire)wire))) {
-            *out = (mls_wire)wire;
+    for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
+        if (mls_str_is(name,
+                       mls_gradient_compression_name((mls_gradient_compression)wire))) {
+            *out = (mls_gradient_compression)wire;
             return true;
         }
     }
@@ -45,7 +48,7 @@ bool mls_wire_from_name(mls_text name, mls_wire *out)
 }
 
 /* Padded, so that what follows in a message is aligned too. */
-size_t mls_wire_bytes(mls_wire wire, size_t n)
+size_t mls_gradient_compression_bytes(mls_gradient_compression wire, size_t n)
 {
     const size_t bytes = encoded_bytes(wire, n);
     return (bytes + MLS_BUCKET_ALIGN - 1) / MLS_BUCKET_ALIGN * MLS_BUCKET_ALIGN;
@@ -124,54 +127,65 @@ static void keep_lost(float *residual, const float *meant, const float *arrives,
 /* ---- arrays ---- */
 
 /* The dtype that a 16-bit wire is made of; not asked for INT8. */
-static mls_dtype half_of(mls_wire wire)
+static mls_dtype half_of(mls_gradient_compression wire)
 {
-    return wire == MLS_WIRE_F16 ? MLS_F16 : MLS_BF16;
+    return wire == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
 /* `n` tells where the codes begin: behind the scales of all blocks, of which a caller may
  * want only some. */
-void mls_wire_decode(const mls_kernels *kernels, mls_wire wire, const unsigned char *src,
-                     size_t n, size_t start, size_t count, float *dst)
+void mls_gradient_compression_decode(const mls_kernels *kernels,
+                                     mls_gradient_compression wire,
+                                     const unsigned char *src, size_t n, size_t start,
+                                     size_t count, float *dst)
 {
-    if (wire != MLS_WIRE_INT8) {
+    if (wire != MLS_GRADIENT_COMPRESSION_INT8) {
         kernels->convert[half_of(wire)][MLS_F32](dst, src + 2 * start, count,
                                                  MLS_STORE_PLAIN);
         return;
     }
     const signed char *codes = (const signed char *)src + blocks_of(n) * sizeof(float);
-    for (size_t i = 0; i < count; i += MLS_WIRE_BLOCK) {
+    for (size_t i = 0; i < count; i += MLS_GRADIENT_COMPRESSION_BLOCK) {
         float scale;
-        const size_t left = count - i < MLS_WIRE_BLOCK ? count - i : MLS_WIRE_BLOCK;
-        memcpy(&scale, src + (start + i) / MLS_WIRE_BLOCK * sizeof scale, sizeof scale);
+        const size_t left = count - i < MLS_GRADIENT_COMPRESSION_BLOCK
+                                ? count - i
+                                : MLS_GRADIENT_COMPRESSION_BLOCK;
+        memcpy(&scale, src + (start + i) / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale,
+               sizeof scale);
         dequantize(codes + start + i, scale, dst + i, left);
     }
 }
 
 /* The three blocks take 3 KiB of the stack.  What arrives is found by decoding what was
  * just written, so that the residual is what was lost, whatever the kernels do. */
-void mls_wire_encode(const mls_kernels *kernels, mls_wire wire, const float *src,
-                     float *residual, unsigned char *dst, size_t n)
+void mls_gradient_compression_encode(const mls_kernels *kernels,
+                                     mls_gradient_compression wire, const float *src,
+                                     float *residual, unsigned char *dst, size_t n)
 {
-    float meant[MLS_WIRE_BLOCK], arrives[MLS_WIRE_BLOCK], saturated[MLS_WIRE_BLOCK];
+    float meant[MLS_GRADIENT_COMPRESSION_BLOCK], arrives[MLS_GRADIENT_COMPRESSION_BLOCK],
+        saturated[MLS_GRADIENT_COMPRESSION_BLOCK];
     const size_t bytes = encoded_bytes(wire, n);
-    memset(dst + bytes, 0, mls_wire_bytes(wire, n) - bytes);
-    for (size_t start = 0; start < n; start += MLS_WIRE_BLOCK) {
-        const size_t left = n - start < MLS_WIRE_BLOCK ? n - start : MLS_WIRE_BLOCK;
+    memset(dst + bytes, 0, mls_gradient_compression_bytes(wire, n) - bytes);
+    for (size_t start = 0; start < n; start += MLS_GRADIENT_COMPRESSION_BLOCK) {
+        const size_t left = n - start < MLS_GRADIENT_COMPRESSION_BLOCK
+                                ? n - start
+                                : MLS_GRADIENT_COMPRESSION_BLOCK;
         take(meant, src + start, residual == NULL ? NULL : residual + start, left);
-        if (wire == MLS_WIRE_INT8) {
+        if (wire == MLS_GRADIENT_COMPRESSION_INT8) {
             signed char *codes = (signed char *)dst + blocks_of(n) * sizeof(float);
             const float scale = quantize(meant, codes + start, left);
-            memcpy(dst + start / MLS_WIRE_BLOCK * sizeof scale, &scale, sizeof scale);
+            memcpy(dst + start / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale, &scale,
+                   sizeof scale);
         } else {
             /* a copy: the residual is measured against what was meant */
             memcpy(saturated, meant, left * sizeof *meant);
-            saturate(saturated, left, wire == MLS_WIRE_F16 ? F16_MAX : BF16_MAX);
+            saturate(saturated, left,
+                     wire == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX : BF16_MAX);
             kernels->convert[MLS_F32][half_of(wire)](dst + 2 * start, saturated, left,
                                                      MLS_STORE_PLAIN);
         }
         if (residual != NULL) {
-            mls_wire_decode(kernels, wire, dst, n, start, left, arrives);
+            mls_gradient_compression_decode(kernels, wire, dst, n, start, left, arrives);
             keep_lost(residual + start, meant, arrives, left);
         }
     }
@@ -179,7 +193,7 @@ void mls_wire_encode(const mls_kernels *kernels, mls_wire wire, const float *src
 
 /* ---- buckets ---- */
 
-mls_code mls_wire_check(const mls_bucket *b, mls_status *st)
+mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
 {
     for (size_t i = 0; i < b->count; i++) {
         const mls_reduction *r = &b->segments[i].reduction;
@@ -191,28 +205,32 @@ mls_code mls_wire_check(const mls_bucket *b, mls_status *st)
 }
 
 /* Every rank has the same counts, so that sender and receiver find the same number. */
-size_t mls_wire_bucket_bytes(const mls_bucket *b, mls_wire wire, size_t of)
+size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
+                                             mls_gradient_compression wire, size_t of)
 {
     size_t total = 0;
     for (size_t i = 0; i < b->count; i++) {
-        total += mls_wire_bytes(wire, b->segments[i].counts[of]);
+        total += mls_gradient_compression_bytes(wire, b->segments[i].counts[of]);
     }
     return total;
 }
 
 /* No more than the arrays have in memory, so the sum cannot overflow. */
-size_t mls_wire_sent_bytes(const mls_bucket *b, mls_wire wire)
+size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
+                                           mls_gradient_compression wire)
 {
     size_t total = 0;
     for (size_t rank = 0; rank < b->world; rank++) {
-        total += rank == b->rank ? 0 : mls_wire_bucket_bytes(b, wire, rank);
+        total +=
+            rank == b->rank ? 0 : mls_gradient_compression_bucket_bytes(b, wire, rank);
     }
     return total;
 }
 
 /* Rank after rank, and within a message segment after segment, as add_up reads them. */
-void mls_wire_pack(const mls_bucket *b, const mls_kernels *kernels, mls_wire wire,
-                   float *const *residuals, unsigned char *send, unsigned char *own)
+void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
+                                   mls_gradient_compression wire, float *const *residuals,
+                                   unsigned char *send, unsigned char *own)
 {
     for (size_t to = 0; to < b->world; to++) {
         unsigned char **at = to == b->rank ? &own : &send;
@@ -224,8 +242,9 @@ void mls_wire_pack(const mls_bucket *b, const mls_kernels *kernels, mls_wire wir
                 src += s->counts[rank];
                 residual += residual == NULL ? 0 : s->counts[rank];
             }
-            mls_wire_encode(kernels, wire, src, residual, *at, s->counts[to]);
-            *at += mls_wire_bytes(wire, s->counts[to]);
+            mls_gradient_compression_encode(kernels, wire, src, residual, *at,
+                                            s->counts[to]);
+            *at += mls_gradient_compression_bytes(wire, s->counts[to]);
         }
     }
 }
@@ -234,23 +253,26 @@ void mls_wire_pack(const mls_bucket *b, const mls_kernels *kernels, mls_wire wir
  * `message` bytes.  All ranks of a block come before the next block: it stays in the
  * innermost cache.  `out` may be this rank's part of the array, which is not read any
  * more: `own` has it as the others would have seen it. */
-static void add_up(const mls_bucket *b, const mls_kernels *kernels, mls_wire wire,
-                   const unsigned char *own, const unsigned char *received,
-                   size_t message, size_t at, const mls_segment *s)
+static void add_up(const mls_bucket *b, const mls_kernels *kernels,
+                   mls_gradient_compression wire, const unsigned char *own,
+                   const unsigned char *received, size_t message, size_t at,
+                   const mls_segment *s)
 {
-    float block[MLS_WIRE_BLOCK];
+    float block[MLS_GRADIENT_COMPRESSION_BLOCK];
     float *out = s->out;
     const size_t n = s->counts[b->rank];
-    for (size_t start = 0; start < n; start += MLS_WIRE_BLOCK) {
-        const size_t left = n - start < MLS_WIRE_BLOCK ? n - start : MLS_WIRE_BLOCK;
+    for (size_t start = 0; start < n; start += MLS_GRADIENT_COMPRESSION_BLOCK) {
+        const size_t left = n - start < MLS_GRADIENT_COMPRESSION_BLOCK
+                                ? n - start
+                                : MLS_GRADIENT_COMPRESSION_BLOCK;
         for (size_t of = 0; of < b->world; of++) {
             /* this rank sends itself nothing: later messages lie one place earlier */
             const size_t before = of < b->rank ? of : of - 1;
             const unsigned char *from =
                 of == b->rank ? own + at : received + before * message + at;
             /* rank 0 begins the sum, so that no zero is added and -0 stays what it is */
-            mls_wire_decode(kernels, wire, from, n, start, left,
-                            of == 0 ? out + start : block);
+            mls_gradient_compression_decode(kernels, wire, from, n, start, left,
+                                            of == 0 ? out + start : block);
             for (size_t i = 0; of > 0 && i < left; i++) {
                 out[start + i] += block[i];
             }
@@ -260,19 +282,21 @@ static void add_up(const mls_bucket *b, const mls_kernels *kernels, mls_wire wir
 
 /* Decoded sums lie in the output already, so the reduction that follows has one source.
  */
-void mls_wire_reduce(const mls_bucket *b, const mls_kernels *kernels, mls_wire wire,
-                     const unsigned char *own, const unsigned char *received)
+void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
+                                     mls_gradient_compression wire,
+                                     const unsigned char *own,
+                                     const unsigned char *received)
 {
     size_t at = 0;
-    const size_t message = mls_wire_bucket_bytes(b, wire, b->rank);
+    const size_t message = mls_gradient_compression_bucket_bytes(b, wire, b->rank);
     for (size_t i = 0; i < b->count; i++) {
         mls_segment *s = &b->segments[i];
         const void *sum = s->out;
-        s->tally = (mls_tally){0};
+        s->tally = (mls_norm_partial){0};
         add_up(b, kernels, wire, own, received, message, at, s);
         /* one source, in place: what is left to do is to divide and to tally */
         mls_reduce_run(kernels, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
                        mls_cached(), &s->tally);
-        at += mls_wire_bytes(wire, s->counts[b->rank]);
+        at += mls_gradient_compression_bytes(wire, s->counts[b->rank]);
     }
 }

@@ -3,8 +3,8 @@
  * Messages say what was tried and why it failed; the path is the caller's to add.  POSIX
  * only: on Windows this file is empty.
  */
-#ifndef MLS_FSIO_H
-#define MLS_FSIO_H
+#ifndef MLS_FILE_H
+#define MLS_FILE_H
 
 #include "base/status.h"
 

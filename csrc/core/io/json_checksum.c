@@ -11,7 +11,7 @@
 #include <string.h>
 
 /* Where the digits start: the closing quote is the last character of the start. */
-enum { DIGITS_AT = sizeof MLS_SEAL_START - 1 - 1 - MLS_CRC_DIGITS };
+enum { DIGITS_AT = sizeof MLS_JSON_CHECKSUM_START - 1 - 1 - MLS_CRC_DIGITS };
 
 /* The highest digit first, always all eight: whoever leaves room for them knows how much.
  */
@@ -48,16 +48,16 @@ bool mls_crc_from_digits(const char *digits, uint32_t *out)
     return true;
 }
 
-/* Of a text whose start is MLS_SEAL_START but for the digits. */
+/* Of a text whose start is MLS_JSON_CHECKSUM_START but for the digits. */
 static uint32_t checksum(const char *text, size_t length, const mls_crc_kernels *crc)
 {
-    const size_t start = sizeof MLS_SEAL_START - 1;
-    const uint32_t first = crc->update(0, MLS_SEAL_START, start);
+    const size_t start = sizeof MLS_JSON_CHECKSUM_START - 1;
+    const uint32_t first = crc->update(0, MLS_JSON_CHECKSUM_START, start);
     return crc->update(first, text + start, length - start);
 }
 
 /* The digits are not part of what is summed: the constant start stands in for them. */
-uint32_t mls_seal(char *text, size_t length, const mls_crc_kernels *crc)
+uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels *crc)
 {
     const uint32_t found = checksum(text, length, crc);
     mls_crc_to_digits(found, text + DIGITS_AT);
@@ -66,12 +66,12 @@ uint32_t mls_seal(char *text, size_t length, const mls_crc_kernels *crc)
 
 /* A byte of the start that changed is not a sealed text any more, which says the same.
  * It has to be compared: the checksum is computed over what the start should be. */
-mls_code mls_seal_check(const char *text, size_t length, const mls_crc_kernels *crc,
-                        mls_status *st)
+mls_code mls_json_checksum_check(const char *text, size_t length,
+                                 const mls_crc_kernels *crc, mls_status *st)
 {
     uint32_t expected;
-    if (length < sizeof MLS_SEAL_START - 1 ||
-        memcmp(text, MLS_SEAL_START, DIGITS_AT) != 0 ||
+    if (length < sizeof MLS_JSON_CHECKSUM_START - 1 ||
+        memcmp(text, MLS_JSON_CHECKSUM_START, DIGITS_AT) != 0 ||
         !mls_crc_from_digits(text + DIGITS_AT, &expected) ||
         text[DIGITS_AT + MLS_CRC_DIGITS] != '"') {
         mls_fail_at(st, 0, "the text does not start with its checksum");

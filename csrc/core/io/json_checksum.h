@@ -5,26 +5,27 @@
  * those digits as '0': so the text stays JSON for everyone, and every flipped bit of it,
  * spaces included, is found before it is parsed.
  */
-#ifndef MLS_SEAL_H
-#define MLS_SEAL_H
+#ifndef MLS_JSON_CHECKSUM_H
+#define MLS_JSON_CHECKSUM_H
 
-#include "crc32c/crc32c.h"
 #include "base/status.h"
+#include "crc32c/crc32c.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 /* What a sealed text starts with, before its checksum is known. */
-#define MLS_SEAL_START "{\"checksum\":\"00000000\""
+#define MLS_JSON_CHECKSUM_START "{\"checksum\":\"00000000\""
 
-/* Fill in the checksum of a text that starts with MLS_SEAL_START.  Returns it. */
-uint32_t mls_seal(char *text, size_t length, const mls_crc_kernels *crc);
+/* Fill in the checksum of a text that starts with MLS_JSON_CHECKSUM_START.  Returns it.
+ */
+uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels *crc);
 
 /* Whether a text is what was sealed.  MLS_E_FORMAT: it does not start so;
  * MLS_E_CHECKSUM: other bytes than were sealed. */
-mls_code mls_seal_check(const char *text, size_t length, const mls_crc_kernels *crc,
-                        mls_status *st);
+mls_code mls_json_checksum_check(const char *text, size_t length,
+                                 const mls_crc_kernels *crc, mls_status *st);
 
 /* Eight lower-case hexadecimal digits: written to `digits`, without a NUL; read from
  * them, false where they are none. */

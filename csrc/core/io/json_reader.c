@@ -54,7 +54,7 @@ typedef struct json_parser {
     mls_json_node open;  /* innermost open container, or MLS_JSON_NONE */
     bool object;         /* it is one, not an array: what comes next is a key */
     mls_json_node last;  /* its last member so far, or MLS_JSON_NONE */
-    mls_text key;        /* of the member to come */
+    mls_str key;         /* of the member to come */
     mls_json_node seen;  /* the last object without a duplicate key, or MLS_JSON_NONE */
     mls_json_node guess; /* its member whose key may come next, or MLS_JSON_NONE */
     bool alike;   /* each key so far of the open object is that of `seen` at its place */
@@ -228,7 +228,7 @@ static inline void take_plain(json_parser *p, size_t *write)
     const size_t start = p->at;
     size_t at = start, plain = 8;
     while (plain == 8 && p->end - at >= 8) {
-        plain = mls_text_eight_plain(text + at);
+        plain = mls_str_eight_plain(text + at);
         at += plain;
     }
     /* the last few of the text, which are less than eight */
@@ -246,7 +246,7 @@ static inline void take_plain(json_parser *p, size_t *write)
 /* A string, p->at being on the opening quote; unescapes it in place.  `write` never
  * overtakes p->at.  The text up to it is final, and what lies between the two is never
  * looked at again. */
-static mls_code read_string(json_parser *p, mls_text *out)
+static mls_code read_string(json_parser *p, mls_str *out)
 {
     char *text = p->doc->text;
     const size_t start = ++p->at;
@@ -256,7 +256,7 @@ static mls_code read_string(json_parser *p, mls_text *out)
         const int c = byte_at(p, p->at);
         if (c == '"') {
             p->at++;
-            *out = (mls_text){.data = text + start, .length = write - start};
+            *out = (mls_str){.data = text + start, .length = write - start};
             return MLS_OK;
         }
         if (c < ' ') {
@@ -340,7 +340,7 @@ static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
         parent->length = (parent->length + 1U) & (uint32_t)MAX_TEXT;
     }
     p->last = added;
-    p->key = (mls_text){0};
+    p->key = (mls_str){0};
     return MLS_OK;
 }
 
@@ -464,7 +464,7 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
         p->seen = object;
         return MLS_OK;
     }
-    const mls_text key = mls_json_key(doc, found);
+    const mls_str key = mls_json_key(doc, found);
     const int shown = (int)(key.length < 80 ? key.length : 80);
     mls_fail_at(p->st, doc->nodes[found].key - 1U,
                 "JSON has the key '%.*s' twice in one object", shown, key.data);
@@ -561,7 +561,7 @@ static mls_code read_literal(json_parser *p, const char *word, mls_json_type typ
 static mls_code read_text_value(json_parser *p)
 {
     const size_t start = p->at;
-    mls_text text;
+    mls_str text;
     if (read_string(p, &text) != MLS_OK) {
         return MLS_E_FORMAT;
     }
@@ -616,7 +616,7 @@ static bool guess_key(json_parser *p)
         p->alike = false;
         return false;
     }
-    p->key = (mls_text){text + 1, length};
+    p->key = (mls_str){text + 1, length};
     p->at += length + 3;
     p->guess = node->next;
     return true;
@@ -789,14 +789,14 @@ mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const cha
         return MLS_JSON_NONE;
     }
     mls_json_node member = mls_json_first(doc, object);
-    while (member != MLS_JSON_NONE && !mls_text_is(mls_json_key(doc, member), key)) {
+    while (member != MLS_JSON_NONE && !mls_str_is(mls_json_key(doc, member), key)) {
         member = mls_json_next(doc, member);
     }
     return member;
 }
 
 /* The number of the member with that key, looked for from `next` on; `count`: none. */
-static size_t which_member(mls_text key, const mls_json_member *table, size_t count,
+static size_t which_member(mls_str key, const mls_json_member *table, size_t count,
                            size_t next)
 {
     for (size_t tries = 0; tries < count; tries++) {
@@ -820,7 +820,7 @@ size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_memb
     for (mls_json_node found = mls_json_first(doc, object); found != MLS_JSON_NONE;
          found = doc->nodes[found].next) {
         const json_node *node = &doc->nodes[found];
-        const mls_text key = {doc->text + node->key, node->key_length};
+        const mls_str key = {doc->text + node->key, node->key_length};
         const size_t i = which_member(key, table, count, next);
         if (i < count) {
             table[i].node = found;
@@ -836,29 +836,29 @@ size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_memb
 }
 
 /* Members of arrays, and the root, have the empty text. */
-mls_text mls_json_key(const mls_json *doc, mls_json_node node)
+mls_str mls_json_key(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];
-    return (mls_text){.data = doc->text + n->key, .length = n->key_length};
+    return (mls_str){.data = doc->text + n->key, .length = n->key_length};
 }
 
 /* A string starts after its quote, and was unescaped from there; a number starts where
  * it was found. */
-mls_text mls_json_text(const mls_json *doc, mls_json_node node)
+mls_str mls_json_text(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];
     if (n->type == MLS_JSON_STRING) {
-        return (mls_text){.data = doc->text + n->at + 1, .length = n->length};
+        return (mls_str){.data = doc->text + n->at + 1, .length = n->length};
     }
     const bool number = n->type == MLS_JSON_NUMBER;
-    return (mls_text){.data = doc->text + n->at, .length = number ? n->length : 0};
+    return (mls_str){.data = doc->text + n->at, .length = number ? n->length : 0};
 }
 
 /* Digits only: a sign, a fraction or an exponent makes it something else than a count
  * or an offset, whatever its value. */
 bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
 {
-    const mls_text text = mls_json_text(doc, node);
+    const mls_str text = mls_json_text(doc, node);
     if (mls_json_type_of(doc, node) != MLS_JSON_NUMBER) {
         return false;
     }

@@ -4,8 +4,8 @@
  * UTF-8, no duplicate keys, no lone surrogates, bounded length, depth and node count.
  * Numbers are kept as text; the accessors convert those that fit.
  */
-#ifndef MLS_JSON_H
-#define MLS_JSON_H
+#ifndef MLS_JSON_READER_H
+#define MLS_JSON_READER_H
 
 #include "base/status.h"
 #include "base/string_view.h"
@@ -84,8 +84,8 @@ size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_memb
 
 /* Key of an object's member; text of a string or number.  Shares the document's memory.
  * Empty for any other node. */
-mls_text mls_json_key(const mls_json *doc, mls_json_node node);
-mls_text mls_json_text(const mls_json *doc, mls_json_node node);
+mls_str mls_json_key(const mls_json *doc, mls_json_node node);
+mls_str mls_json_text(const mls_json *doc, mls_json_node node);
 
 /* A number that is a non-negative integer below 2**64, written without fraction or
  * exponent; false otherwise. */

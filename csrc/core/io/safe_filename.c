@@ -17,7 +17,7 @@ enum {
 
 /* Whether `name` up to its first dot is a device on Windows, in lower case: other letters
  * are escaped anyway. */
-static bool is_device(mls_text name)
+static bool is_device(mls_str name)
 {
     static const char *const devices[] = {"con", "prn", "aux", "nul"};
     size_t length = 0;
@@ -37,7 +37,7 @@ static bool is_device(mls_text name)
 }
 
 /* Whether byte `at` of `name` stands for itself. */
-static bool is_plain(mls_text name, size_t at, bool device)
+static bool is_plain(mls_str name, size_t at, bool device)
 {
     const char c = name.data[at];
     if (at == 0 && (device || c == '.' || c == '-')) {
@@ -51,7 +51,7 @@ static bool is_plain(mls_text name, size_t at, bool device)
 
 /* Encode as much of `name` as fits into `room` bytes, never half an escape.  Returns the
  * bytes written; `*taken` says how much of the name they stand for. */
-static size_t encode(mls_text name, char *out, size_t room, size_t *taken)
+static size_t encode(mls_str name, char *out, size_t room, size_t *taken)
 {
     static const char digits[] = "0123456789abcdef";
     const bool device = is_device(name);
@@ -76,7 +76,7 @@ static size_t encode(mls_text name, char *out, size_t room, size_t *taken)
 
 /* A cut name is encoded again with less room: what was written before may end where the
  * mark has to go. */
-size_t mls_filename_encode(mls_text name, uint64_t number,
+size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1])
 {
     size_t taken;

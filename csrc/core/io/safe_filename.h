@@ -9,8 +9,8 @@
  * is cut, and "=~" and the caller's number for it stand at the cut: that number tells it
  * from every other one.
  */
-#ifndef MLS_FILENAME_H
-#define MLS_FILENAME_H
+#ifndef MLS_SAFE_FILENAME_H
+#define MLS_SAFE_FILENAME_H
 
 #include "base/string_view.h"
 
@@ -22,7 +22,7 @@ enum { MLS_FILENAME_BYTES = 160 };
 
 /* Write the file name of `name` to `out`, with a NUL; returns its length.  `number` is
  * only used where the name is cut, and must then be unique among them. */
-size_t mls_filename_encode(mls_text name, uint64_t number,
+size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1]);
 
 #endif

@@ -3,8 +3,8 @@
  * Row `i` is 0 at columns max(0, i - attention_size) .. i and `fill` elsewhere: the token
  * sees itself and `attention_size` earlier ones.
  */
-#ifndef MLS_MASK_H
-#define MLS_MASK_H
+#ifndef MLS_ATTENTION_MASK_H
+#define MLS_ATTENTION_MASK_H
 
 #include "array/copy/copy.h"
 

@@ -3,8 +3,8 @@
  * A cache is (layers, heads, sequence, head_dim).  Positions 0 .. position-1 of the
  * sequence hold tokens; a transition copies those and pads the rest of the target.
  */
-#ifndef MLS_KV_H
-#define MLS_KV_H
+#ifndef MLS_KV_TRANSITION_H
+#define MLS_KV_TRANSITION_H
 
 #include "array/copy/copy.h"
 #include "runtime/thread_pool.h"

@@ -6,8 +6,8 @@
 #include "planning/schedule_search.h"
 
 #include "base/memory.h"
-#include "planning/plan.h"
 #include "base/size.h"
+#include "planning/plan.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -274,8 +274,8 @@ static mls_code lead(search *s, const moment *m, const outcome *o)
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
         return MLS_OK;
     }
-    const mls_action run = {.kind = (int32_t)(o->away ? MLS_STEP_OFFLOAD : o->kind),
-                            .index = (int32_t)o->block};
+    const mls_compute_step run = {.kind = (int32_t)(o->away ? MLS_STEP_OFFLOAD : o->kind),
+                                  .index = (int32_t)o->block};
     const double cost = m->cost + mls_run_extra(s->chain, &run);
     if (!s->by_peak && !(cost < s->limits->below)) {
         return MLS_OK;
@@ -587,15 +587,15 @@ mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limit
 static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t count,
                            mls_best *best, mls_status *st)
 {
-    mls_action *runs = mls_alloc(count, sizeof *runs);
-    unsigned char *scratch = mls_alloc(mls_runs_scratch(chain), 1);
+    mls_compute_step *runs = mls_alloc(count, sizeof *runs);
+    unsigned char *scratch = mls_alloc(mls_compute_steps_scratch(chain), 1);
     mls_code code = MLS_OK;
     if (runs == NULL || scratch == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for %zu steps", count);
     } else {
-        count = mls_runs_of(steps, count, runs);
-        mls_runs_tidy(chain, runs, &count, scratch);
-        code = mls_runs_write(runs, count, &best->schedule, st);
+        count = mls_compute_steps_of(steps, count, runs);
+        mls_compute_steps_tidy(chain, runs, &count, scratch);
+        code = mls_compute_steps_write(runs, count, &best->schedule, st);
     }
     mls_free(runs);
     mls_free(scratch);
@@ -681,7 +681,8 @@ static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o
     /* only less than this is of interest, so the search need not go further */
     *extra = 0;
     for (size_t i = 0; i < o->start_count; i++) {
-        const mls_action run = {.kind = o->start[i].kind, .index = o->start[i].index};
+        const mls_compute_step run = {.kind = o->start[i].kind,
+                                      .index = o->start[i].index};
         *extra += mls_run_extra(chain, &run);
     }
     return MLS_OK;

@@ -16,12 +16,12 @@
  *
  * Memory and time are bounded by a number of states; a caller that exceeds it is told.
  */
-#ifndef MLS_SEARCH_H
-#define MLS_SEARCH_H
+#ifndef MLS_SCHEDULE_SEARCH_H
+#define MLS_SCHEDULE_SEARCH_H
 
 #include "activation/chain.h"
-#include "planning/plan_costs.h"
 #include "activation/compute_steps.h"
+#include "planning/plan_costs.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,7 +1,7 @@
 /* cpu: which instruction sets this machine offers, and which one to use.
  */
-#ifndef MLS_CPU_H
-#define MLS_CPU_H
+#ifndef MLS_CPU_FEATURES_H
+#define MLS_CPU_FEATURES_H
 
 #include "base/status.h"
 

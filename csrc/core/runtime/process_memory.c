@@ -110,7 +110,7 @@ static uint64_t limit_by_line(const char *root, const char *line, size_t length)
 }
 
 /* Version 1 has a line for each controller, version 2 one line, mixed systems both. */
-uint64_t mls_footprint_limit(const char *root, const char *memberships)
+uint64_t mls_process_memory_limit(const char *root, const char *memberships)
 {
     uint64_t least = UINT64_MAX;
     for (const char *line = memberships; *line != '\0';) {
@@ -135,7 +135,7 @@ static uint64_t field_of(const char *text, const char *field)
 
 /* Resident pages are the second number of statm, which is exact where the sums of
  * /proc/self/status lag behind; only the latter knows the peak. */
-static bool read_system(mls_footprint *out)
+static bool read_system(mls_process_memory *out)
 {
     char text[TEXT_BYTES];
     const long page = sysconf(_SC_PAGESIZE), pages = sysconf(_SC_PHYS_PAGES);
@@ -150,7 +150,7 @@ static bool read_system(mls_footprint *out)
                     : 0;
     out->total = (uint64_t)pages * (uint64_t)page;
     const uint64_t limit = read_text("/proc/self/cgroup", text, sizeof text)
-                               ? mls_footprint_limit("/sys/fs/cgroup", text)
+                               ? mls_process_memory_limit("/sys/fs/cgroup", text)
                                : UINT64_MAX;
     out->total = limit < out->total ? limit : out->total;
     return true;
@@ -159,7 +159,7 @@ static bool read_system(mls_footprint *out)
 #elif defined(__APPLE__)
 
 /* What `footprint` and Activity Monitor call resident size. */
-static bool read_system(mls_footprint *out)
+static bool read_system(mls_process_memory *out)
 {
     struct mach_task_basic_info info;
     mach_msg_type_number_t count = MACH_TASK_BASIC_INFO_COUNT;
@@ -170,7 +170,7 @@ static bool read_system(mls_footprint *out)
         sysctlbyname("hw.memsize", &total, &size, NULL, 0) != 0) {
         return false;
     }
-    *out = (mls_footprint){
+    *out = (mls_process_memory){
         .used = info.resident_size, .peak = info.resident_size_max, .total = total};
     return true;
 }
@@ -178,7 +178,7 @@ static bool read_system(mls_footprint *out)
 #else
 
 /* Elsewhere: an honest refusal. */
-static bool read_system(mls_footprint *out)
+static bool read_system(mls_process_memory *out)
 {
     (void)out;
     return false;
@@ -187,9 +187,9 @@ static bool read_system(mls_footprint *out)
 #endif
 
 /* Nothing is cached: the numbers are of the moment of the call. */
-mls_code mls_footprint_read(mls_footprint *out, mls_status *st)
+mls_code mls_process_memory_read(mls_process_memory *out, mls_status *st)
 {
-    mls_footprint found = {0};
+    mls_process_memory found = {0};
     if (!read_system(&found)) {
         return mls_fail_os(st, ENOSYS,
                            "the system does not tell how much memory is in use");

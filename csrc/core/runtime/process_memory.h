@@ -5,25 +5,25 @@
  * the kernel's figures of the task, and the machine's memory.  Elsewhere nothing is
  * known.
  */
-#ifndef MLS_FOOTPRINT_H
-#define MLS_FOOTPRINT_H
+#ifndef MLS_PROCESS_MEMORY_H
+#define MLS_PROCESS_MEMORY_H
 
 #include "base/status.h"
 
 /* All in bytes. */
-typedef struct mls_footprint {
+typedef struct mls_process_memory {
     uint64_t used;  /* resident memory */
     uint64_t peak;  /* the most that was ever resident; at least `used` */
     uint64_t total; /* the machine's memory, or the least limit where that is lower */
-} mls_footprint;
+} mls_process_memory;
 
 /* Ask the system.  Thread-safe.  Takes some 20 us on Linux: a few files are read.
  * MLS_E_IO: it does not tell; `*out` is untouched. */
-mls_code mls_footprint_read(mls_footprint *out, mls_status *st);
+mls_code mls_process_memory_read(mls_process_memory *out, mls_status *st);
 
 /* The least limit of the control groups under `root` (usually "/sys/fs/cgroup") that
  * `memberships`, the text of /proc/self/cgroup, names; UINT64_MAX where there is none.
  * A group's parents count as well.  What cannot be read is no limit. */
-uint64_t mls_footprint_limit(const char *root, const char *memberships);
+uint64_t mls_process_memory_limit(const char *root, const char *memberships);
 
 #endif

@@ -4,8 +4,8 @@
  * Fork: a child finds that the process changed, abandons its parent's threads (which do
  * not exist there) and starts its own when it needs them.
  */
-#ifndef MLS_POOL_H
-#define MLS_POOL_H
+#ifndef MLS_THREAD_POOL_H
+#define MLS_THREAD_POOL_H
 
 #include "base/status.h"
 

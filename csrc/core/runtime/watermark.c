@@ -2,14 +2,14 @@
 #include "runtime/watermark.h"
 
 /* Default attributes cannot fail where threads exist. */
-void mls_gate_init(mls_gate *gate)
+void mls_watermark_init(mls_watermark *gate)
 {
     atomic_init(&gate->open, 0);
     pthread_mutex_init(&gate->lock, NULL);
     pthread_cond_init(&gate->grown, NULL);
 }
 
-void mls_gate_fini(mls_gate *gate)
+void mls_watermark_fini(mls_watermark *gate)
 {
     pthread_cond_destroy(&gate->grown);
     pthread_mutex_destroy(&gate->lock);
@@ -17,7 +17,7 @@ void mls_gate_fini(mls_gate *gate)
 
 /* Under the lock, so that nobody looks at the old number and falls asleep after the
  * broadcast. */
-void mls_gate_open(mls_gate *gate, size_t count)
+void mls_watermark_advance(mls_watermark *gate, size_t count)
 {
     pthread_mutex_lock(&gate->lock);
     atomic_store_explicit(&gate->open, count, memory_order_release);
@@ -26,7 +26,7 @@ void mls_gate_open(mls_gate *gate, size_t count)
 }
 
 /* Mostly the things are there long since. */
-void mls_gate_wait(mls_gate *gate, size_t count)
+void mls_watermark_wait(mls_watermark *gate, size_t count)
 {
     if (atomic_load_explicit(&gate->open, memory_order_acquire) >= count) {
         return;

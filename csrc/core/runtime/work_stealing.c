@@ -10,9 +10,9 @@
 #include <stdint.h>
 
 /* The counters are not shared yet. */
-bool mls_stretches_init(mls_stretches *all, const size_t *starts, size_t count)
+bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count)
 {
-    *all = (mls_stretches){.starts = starts, .count = count};
+    *all = (mls_work_queues){.starts = starts, .count = count};
     all->next = mls_alloc(count, sizeof *all->next);
     if (all->next == NULL) {
         return false;
@@ -25,14 +25,14 @@ bool mls_stretches_init(mls_stretches *all, const size_t *starts, size_t count)
 }
 
 /* The starts are the caller's. */
-void mls_stretches_fini(mls_stretches *all)
+void mls_work_queues_fini(mls_work_queues *all)
 {
     mls_free(all->next);
 }
 
 /* The next item of one stretch, if any is left.  Items say nothing about memory: what
  * they stand for was there before the threads began. */
-static bool take_from(mls_stretches *all, size_t which, size_t *item)
+static bool take_from(mls_work_queues *all, size_t which, size_t *item)
 {
     const size_t end = all->starts[which + 1];
     if (atomic_load_explicit(&all->next[which], memory_order_relaxed) >= end) {
@@ -44,7 +44,7 @@ static bool take_from(mls_stretches *all, size_t which, size_t *item)
 
 /* Untouched ones first.  Helpers begin behind the stretch that they were at and stay with
  * the one that they find, so that they seldom look through all of them. */
-bool mls_stretches_take(mls_stretches *all, size_t *mine, size_t *item)
+bool mls_work_queues_take(mls_work_queues *all, size_t *mine, size_t *item)
 {
     if (*mine < all->count && take_from(all, *mine, item)) {
         return true;

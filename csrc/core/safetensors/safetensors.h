@@ -18,11 +18,11 @@
 #define MLS_SAFETENSORS_H
 
 #include "array/copy/copy.h"
+#include "array/tensor.h"
+#include "base/status.h"
 #include "crc32c/crc32c.h"
 #include "io/json_reader.h"
 #include "runtime/thread_pool.h"
-#include "base/status.h"
-#include "array/tensor.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -46,7 +46,7 @@ size_t mls_safetensors_blocks(size_t bytes);
 
 /* What the header says of one tensor.  Name and shape share the header's memory. */
 typedef struct mls_stored {
-    mls_text name;
+    mls_str name;
     const size_t *shape;
     uint64_t offset; /* of its first byte in the file */
     size_t bytes;    /* fit the shape, the dtype and the address space */
@@ -55,15 +55,15 @@ typedef struct mls_stored {
     const char *blocks; /* 8 digits for each block, where mls_safetensors.has_crc */
 } mls_stored;
 
-typedef struct mls_text_pair {
-    mls_text key, value;
-} mls_text_pair;
+typedef struct mls_str_pair {
+    mls_str key, value;
+} mls_str_pair;
 
 /* A header.  Everything in it was checked: the tensors cover the file exactly. */
 typedef struct mls_safetensors {
     mls_stored *tensors; /* in the header's order */
     size_t count;
-    mls_text_pair *metadata; /* without our own entries */
+    mls_str_pair *metadata; /* without our own entries */
     size_t metadata_count;
     bool has_crc; /* `blocks` of the tensors may be relied on: one of our files, verified
                    */
@@ -111,7 +111,7 @@ mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *
 
 /* A tensor to write: both are borrowed. */
 typedef struct mls_named_tensor {
-    mls_text name;
+    mls_str name;
     const mls_tensor *tensor;
 } mls_named_tensor;
 
@@ -119,7 +119,7 @@ typedef struct mls_named_tensor {
 typedef struct mls_safetensors_content {
     const mls_named_tensor *tensors;
     size_t count;
-    const mls_text_pair *metadata;
+    const mls_str_pair *metadata;
     size_t metadata_count;
 } mls_safetensors_content;
 

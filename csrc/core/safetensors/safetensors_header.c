@@ -7,8 +7,8 @@
 #include "safetensors/safetensors_header.h"
 
 #include "base/memory.h"
-#include "io/json_checksum.h"
 #include "base/size.h"
+#include "io/json_checksum.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -26,8 +26,8 @@ static const char blocks_key[] = MLS_SAFETENSORS_PREFIX "blocks.crc32c";
 /* For qsort: by name, bytes compared as numbers. */
 static int compare_names(const void *a, const void *b)
 {
-    return mls_text_compare(((const mls_header_tensor *)a)->name,
-                            ((const mls_header_tensor *)b)->name);
+    return mls_str_compare(((const mls_header_tensor *)a)->name,
+                           ((const mls_header_tensor *)b)->name);
 }
 
 /* By falling item size, then by name.  Every tensor's size is a multiple of its item
@@ -43,13 +43,12 @@ static int compare_places(const void *a, const void *b)
 /* For qsort: metadata by key, in the same order. */
 static int compare_pairs(const void *a, const void *b)
 {
-    return mls_text_compare(((const mls_text_pair *)a)->key,
-                            ((const mls_text_pair *)b)->key);
+    return mls_str_compare(((const mls_str_pair *)a)->key,
+                           ((const mls_str_pair *)b)->key);
 }
 
 /* "what 'name' why", the name cut to a length that leaves room for the reason. */
-static mls_code fail_name(const char *what, mls_text name, const char *why,
-                          mls_status *st)
+static mls_code fail_name(const char *what, mls_str name, const char *why, mls_status *st)
 {
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail(st, MLS_E_VALUE, "%s '%.*s' %s", what, shown, name.data, why);
@@ -68,8 +67,8 @@ static mls_code no_memory(mls_status *st)
 static mls_code sort_tensors(mls_header *h, mls_status *st)
 {
     for (size_t i = 0; i < h->count; i++) {
-        const mls_text name = h->tensors[i].name;
-        if (mls_text_is(name, "__metadata__")) {
+        const mls_str name = h->tensors[i].name;
+        if (mls_str_is(name, "__metadata__")) {
             return fail_name("tensor name", name, "is reserved by the format", st);
         }
         if (!mls_utf8_valid(name.data, name.length)) {
@@ -109,11 +108,11 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
 
 /* A copy of the metadata with our two entries, by key.  Gives.  The caller's own entries
  * may be ours too, but never these two: that is a duplicate. */
-static mls_code sort_metadata(const mls_text_pair *metadata, size_t count,
-                              mls_text_pair **out, mls_status *st)
+static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
+                              mls_str_pair **out, mls_status *st)
 {
     size_t room;
-    mls_text_pair *sorted = NULL;
+    mls_str_pair *sorted = NULL;
     if (!mls_size_add(count, 2, &room) ||
         (sorted = mls_alloc(room, sizeof *sorted)) == NULL) {
         return no_memory(st);
@@ -123,11 +122,11 @@ static mls_code sort_metadata(const mls_text_pair *metadata, size_t count,
     }
     /* ours have no value yet; sorted among the others, they keep the order that the same
      * content always gives */
-    sorted[count].key = (mls_text){header_key, sizeof header_key - 1};
-    sorted[count + 1].key = (mls_text){blocks_key, sizeof blocks_key - 1};
+    sorted[count].key = (mls_str){header_key, sizeof header_key - 1};
+    sorted[count + 1].key = (mls_str){blocks_key, sizeof blocks_key - 1};
     qsort(sorted, room, sizeof *sorted, compare_pairs);
     for (size_t i = 0; i < room; i++) {
-        const mls_text_pair pair = sorted[i];
+        const mls_str_pair pair = sorted[i];
         const char *why =
             !mls_utf8_valid(pair.key.data, pair.key.length)       ? "is not valid UTF-8"
             : !mls_utf8_valid(pair.value.data, pair.value.length) ? "has a value that is "
@@ -148,68 +147,68 @@ static mls_code sort_metadata(const mls_text_pair *metadata, size_t count,
 
 /* `count` checksums to be; remembers where their digits start.  As a place, not as an
  * address: the text moves while it grows. */
-static void put_digits(mls_buffer *b, size_t count, size_t *at)
+static void put_digits(mls_json_writer *b, size_t count, size_t *at)
 {
-    mls_buffer_text(b, "\"");
+    mls_json_writer_text(b, "\"");
     *at = b->length;
     for (size_t i = 0; i < count; i++) {
-        mls_buffer_text(b, "00000000");
+        mls_json_writer_text(b, "00000000");
     }
-    mls_buffer_text(b, "\"");
+    mls_json_writer_text(b, "\"");
 }
 
 /* The first member of the header's object: other readers look for it by its key.  Our
  * keys are known by their address, since the user's may not be the same. */
-static void put_metadata(mls_header *h, const mls_text_pair *metadata, size_t count)
+static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t count)
 {
-    mls_buffer *b = &h->text;
-    mls_buffer_text(b, "{\"__metadata__\":{");
+    mls_json_writer *b = &h->text;
+    mls_json_writer_text(b, "{\"__metadata__\":{");
     for (size_t i = 0; i < count; i++) {
-        mls_buffer_text(b, i == 0 ? "" : ",");
-        mls_buffer_json(b, metadata[i].key);
-        mls_buffer_text(b, ":");
+        mls_json_writer_text(b, i == 0 ? "" : ",");
+        mls_json_writer_json(b, metadata[i].key);
+        mls_json_writer_text(b, ":");
         if (metadata[i].key.data == header_key) {
             put_digits(b, 1, &h->header_crc);
         } else if (metadata[i].key.data == blocks_key) {
             put_digits(b, h->block_count, &h->block_crcs);
         } else {
-            mls_buffer_json(b, metadata[i].value);
+            mls_json_writer_json(b, metadata[i].value);
         }
     }
-    mls_buffer_text(b, "}");
+    mls_json_writer_text(b, "}");
 }
 
 /* One tensor's entry; its members in the order in which the package writes them.  Offsets
  * count from the first tensor. */
-static void put_tensor(mls_buffer *b, const mls_header_tensor *t)
+static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
 {
-    mls_buffer_text(b, ",");
-    mls_buffer_json(b, t->name);
-    mls_buffer_text(b, ":{\"dtype\":\"");
-    mls_buffer_text(b, mls_dtype_of(t->dtype)->file_name);
-    mls_buffer_text(b, "\",\"shape\":[");
+    mls_json_writer_text(b, ",");
+    mls_json_writer_json(b, t->name);
+    mls_json_writer_text(b, ":{\"dtype\":\"");
+    mls_json_writer_text(b, mls_dtype_of(t->dtype)->file_name);
+    mls_json_writer_text(b, "\",\"shape\":[");
     for (int axis = 0; axis < t->rank; axis++) {
-        mls_buffer_text(b, axis == 0 ? "" : ",");
-        mls_buffer_number(b, t->shape[axis]);
+        mls_json_writer_text(b, axis == 0 ? "" : ",");
+        mls_json_writer_number(b, t->shape[axis]);
     }
-    mls_buffer_text(b, "],\"data_offsets\":[");
-    mls_buffer_number(b, t->offset);
-    mls_buffer_text(b, ",");
-    mls_buffer_number(b, t->offset + t->bytes);
-    mls_buffer_text(b, "]}");
+    mls_json_writer_text(b, "],\"data_offsets\":[");
+    mls_json_writer_number(b, t->offset);
+    mls_json_writer_text(b, ",");
+    mls_json_writer_number(b, t->offset + t->bytes);
+    mls_json_writer_text(b, "]}");
 }
 
 /* Spaces up to the next multiple, which the format allows behind the object.  They are
  * part of the header, so its checksum covers every byte up to the first tensor. */
-static void pad(mls_buffer *b, size_t alignment)
+static void pad(mls_json_writer *b, size_t alignment)
 {
     while (b->code == MLS_OK && b->length % alignment != 0) {
-        mls_buffer_text(b, " ");
+        mls_json_writer_text(b, " ");
     }
 }
 
 /* Why the text could not be made: too long for the format, or for memory. */
-static mls_code fail_text(const mls_buffer *b, mls_status *st)
+static mls_code fail_text(const mls_json_writer *b, mls_status *st)
 {
     return b->code == MLS_E_MEMORY
                ? no_memory(st)
@@ -221,11 +220,11 @@ static mls_code fail_text(const mls_buffer *b, mls_status *st)
 
 /* Offsets count from the first tensor in the text, and from the file's start in the end,
  * which is only known when the text is. */
-static mls_code build_text(mls_header *h, const mls_text_pair *metadata, size_t count,
+static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t count,
                            size_t alignment, mls_status *st)
 {
     uint64_t place = 0;
-    mls_buffer_put(&h->text, "\0\0\0\0\0\0\0\0", LENGTH_BYTES);
+    mls_json_writer_put(&h->text, "\0\0\0\0\0\0\0\0", LENGTH_BYTES);
     put_metadata(h, metadata, count);
     for (size_t i = 0; i < h->count; i++) {
         h->tensors[i].offset = place;
@@ -234,7 +233,7 @@ static mls_code build_text(mls_header *h, const mls_text_pair *metadata, size_t 
         }
         put_tensor(&h->text, &h->tensors[i]);
     }
-    mls_buffer_text(&h->text, "}");
+    mls_json_writer_text(&h->text, "}");
     pad(&h->text, alignment);
     if (h->text.code != MLS_OK) {
         return fail_text(&h->text, st);
@@ -251,12 +250,12 @@ static mls_code build_text(mls_header *h, const mls_text_pair *metadata, size_t 
  * In this order: names decide the order of the file, the order decides whose checksums
  * are where, and the number of all decides how long the text is. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
-                         const mls_text_pair *metadata, size_t metadata_count,
+                         const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st)
 {
     mls_header h = {
         .tensors = tensors, .count = count, .text = {.most = MLS_SAFETENSORS_MAX_HEADER}};
-    mls_text_pair *sorted = NULL;
+    mls_str_pair *sorted = NULL;
     mls_code code = sort_tensors(&h, st);
     if (code == MLS_OK) {
         code = place_checksums(&h, st);
@@ -297,6 +296,6 @@ uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
 void mls_header_fini(mls_header *header)
 {
     mls_free(header->crcs);
-    mls_buffer_fini(&header->text);
+    mls_json_writer_fini(&header->text);
     *header = (mls_header){0};
 }

@@ -7,19 +7,19 @@
 #ifndef MLS_SAFETENSORS_HEADER_H
 #define MLS_SAFETENSORS_HEADER_H
 
-#include "io/json_writer.h"
-#include "crc32c/crc32c.h"
 #include "array/dtype.h"
-#include "safetensors/safetensors.h"
 #include "base/status.h"
 #include "base/string_view.h"
+#include "crc32c/crc32c.h"
+#include "io/json_writer.h"
+#include "safetensors/safetensors.h"
 
 #include <stddef.h>
 #include <stdint.h>
 
 /* One tensor; texts and shapes are borrowed. */
 typedef struct mls_header_tensor {
-    mls_text name;
+    mls_str name;
     const size_t *shape;
     int rank;
     mls_dtype dtype;
@@ -33,10 +33,10 @@ typedef struct mls_header_tensor {
 typedef struct mls_header {
     mls_header_tensor *tensors; /* the caller's, in the order of the file */
     size_t count;
-    mls_buffer text; /* the length bytes and the JSON, padded: the file up to the first
-                        tensor */
-    uint64_t file_bytes; /* all of it */
-    uint32_t *crcs;      /* of all blocks */
+    mls_json_writer text; /* the length bytes and the JSON, padded: the file up to the
+                        first tensor */
+    uint64_t file_bytes;  /* all of it */
+    uint32_t *crcs;       /* of all blocks */
     size_t block_count;
     size_t header_crc, block_crcs; /* where their digits go in the text */
 } mls_header;
@@ -50,7 +50,7 @@ typedef struct mls_header {
  * twice or is not UTF-8.  MLS_E_SIZE: a header over 100 MB, or a file over 2**63 bytes.
  * MLS_E_MEMORY.  On failure there is nothing to release. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
-                         const mls_text_pair *metadata, size_t metadata_count,
+                         const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st);
 
 /* Fill in length and checksums, those of all blocks being known now.  `text` is then what

@@ -13,10 +13,10 @@
  */
 #include "safetensors/safetensors.h"
 
-#include "io/file.h"
 #include "base/memory.h"
-#include "io/json_checksum.h"
 #include "base/size.h"
+#include "io/file.h"
+#include "io/json_checksum.h"
 
 #include <stdatomic.h>
 #include <stdio.h>
@@ -54,7 +54,7 @@ typedef struct header_reader {
 
 /* "tensor 'x': what", at the place of `node` in the file.  The name is cut: a hostile
  * file may give one of megabytes. */
-static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_text name,
+static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_str name,
                             const char *what)
 {
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
@@ -87,7 +87,7 @@ static mls_code no_memory(header_reader *r)
 /* The member `key` of a tensor's entry, which must be of `type`.  Members that the
  * format does not know are passed over, as the package does: a later version may add
  * some. */
-static mls_code find_member(header_reader *r, mls_json_node entry, mls_text name,
+static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
                             const char *key, mls_json_type type, mls_json_node *out)
 {
     char text[80];
@@ -113,7 +113,7 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
     if (find_member(r, entry, t->name, "dtype", MLS_JSON_STRING, &node) != MLS_OK) {
         return MLS_E_FORMAT;
     }
-    const mls_text text = mls_json_text(r->file.json, node);
+    const mls_str text = mls_json_text(r->file.json, node);
     if (!mls_dtype_from_file_name(text.data, text.length, &t->dtype)) {
         char message[96];
         const int shown = (int)(text.length < 32 ? text.length : 32);
@@ -239,17 +239,17 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
     }
     for (mls_json_node pair = mls_json_first(json, node); pair != MLS_JSON_NONE;
          pair = mls_json_next(json, pair)) {
-        const mls_text key = mls_json_key(json, pair);
+        const mls_str key = mls_json_key(json, pair);
         if (mls_json_type_of(json, pair) != MLS_JSON_STRING) {
             return fail_node(r, pair, "\"__metadata__\" has a value that is no string");
         }
-        if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")) {
+        if (mls_str_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")) {
             r->header_crc = pair;
-        } else if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "blocks.crc32c")) {
+        } else if (mls_str_is(key, MLS_SAFETENSORS_PREFIX "blocks.crc32c")) {
             r->block_crcs = pair;
         } else {
             r->file.metadata[r->file.metadata_count++] =
-                (mls_text_pair){.key = key, .value = mls_json_text(json, pair)};
+                (mls_str_pair){.key = key, .value = mls_json_text(json, pair)};
         }
     }
     return MLS_OK;
@@ -303,7 +303,7 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
 
 /* The digits in the order of the tensors, each of which keeps where its own start.  False
  * where they are not as many as there are blocks, or no digits. */
-static bool share_blocks(header_reader *r, mls_text digits)
+static bool share_blocks(header_reader *r, mls_str digits)
 {
     size_t left = digits.length / MLS_CRC_DIGITS;
     const char *next = digits.data;
@@ -436,7 +436,7 @@ static mls_code read_entries(header_reader *r)
     }
     for (mls_json_node entry = mls_json_first(json, 0); entry != MLS_JSON_NONE;
          entry = mls_json_next(json, entry)) {
-        const bool is_metadata = mls_text_is(mls_json_key(json, entry), "__metadata__");
+        const bool is_metadata = mls_str_is(mls_json_key(json, entry), "__metadata__");
         const mls_code code =
             is_metadata ? read_metadata(r, entry) : read_tensor(r, entry);
         if (code != MLS_OK) {

@@ -11,8 +11,8 @@
 
 #    include "safetensors/safetensors.h"
 
-#    include "io/file.h"
 #    include "base/memory.h"
+#    include "io/file.h"
 #    include "safetensors/safetensors_header.h"
 
 #    include <string.h>
@@ -49,11 +49,11 @@ typedef struct writer {
 /* Keys that could be taken for ours when they are read. */
 static mls_code check_keys(const mls_safetensors_content *content, mls_status *st)
 {
-    const mls_text prefix = {.data = MLS_SAFETENSORS_PREFIX,
-                             .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
+    const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
+                            .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
     for (size_t i = 0; i < content->metadata_count; i++) {
-        const mls_text key = content->metadata[i].key;
-        if (mls_text_starts(key, prefix) && !mls_text_is(key, MLS_SAFETENSORS_STATE)) {
+        const mls_str key = content->metadata[i].key;
+        if (mls_str_starts(key, prefix) && !mls_str_is(key, MLS_SAFETENSORS_STATE)) {
             const int shown = (int)(key.length < SHOWN_NAME ? key.length : SHOWN_NAME);
             mls_fail(st, MLS_E_VALUE,
                      "metadata key '%.*s' is reserved: choose one that does not start "
@@ -76,7 +76,7 @@ static mls_code describe(const mls_safetensors_content *content, mls_header_tens
     }
     for (size_t i = 0; i < content->count; i++) {
         const mls_tensor *t = content->tensors[i].tensor;
-        const mls_text name = content->tensors[i].name;
+        const mls_str name = content->tensors[i].name;
         tensors[i] = (mls_header_tensor){.name = name,
                                          .shape = t->shape,
                                          .rank = t->rank,

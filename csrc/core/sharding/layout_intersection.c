@@ -55,8 +55,8 @@ static bool same_box(const mls_part *a, const mls_part *b)
 
 /* The elements of `box`, in C order, from the first to behind the last that may be of the
  * wanted part.  False: none. */
-static bool flat_range(const mls_meeting *m, const mls_part *box, size_t *from,
-                       size_t *end)
+static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
+                       size_t *from, size_t *end)
 {
     size_t stride = 1, first = 0, last = 0;
     for (int axis = box->rank - 1; axis >= 0; axis--) {
@@ -78,7 +78,7 @@ static bool flat_range(const mls_meeting *m, const mls_part *box, size_t *from,
 }
 
 /* Which positions of the next step to look at. */
-static void enter(mls_meeting *m)
+static void enter(mls_layout_intersection *m)
 {
     const mls_part *box = &m->box[m->depth];
     const mls_layout_step step = m->layout->steps[m->depth];
@@ -97,8 +97,9 @@ static void enter(mls_meeting *m)
 }
 
 /* Without elements, wanted or at all, no part has any of them. */
-void mls_meeting_init(mls_meeting *meeting, const mls_layout *layout, int rank,
-                      const size_t *shape, const mls_part *to)
+void mls_layout_intersection_init(mls_layout_intersection *meeting,
+                                  const mls_layout *layout, int rank, const size_t *shape,
+                                  const mls_part *to)
 {
     static const mls_layout none = {0};
     mls_status ignored; /* the shape was accepted before */
@@ -113,7 +114,7 @@ void mls_meeting_init(mls_meeting *meeting, const mls_layout *layout, int rank,
 }
 
 /* The number of the part that the walk has arrived at. */
-static size_t number(const mls_meeting *m)
+static size_t number(const mls_layout_intersection *m)
 {
     size_t part = 0;
     for (int i = 0; i < m->layout->count; i++) {
@@ -123,9 +124,9 @@ static size_t number(const mls_meeting *m)
 }
 
 /* Down into the next position, up where there is none left. */
-bool mls_meeting_next(mls_meeting *meeting, size_t *part)
+bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part)
 {
-    mls_meeting *m = meeting;
+    mls_layout_intersection *m = meeting;
     while (m->depth >= 0) {
         const int depth = m->depth;
         if (depth == m->layout->count) {

@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* Whether `text` holds `word`. */
-static bool holds(mls_text text, const char *word)
+static bool holds(mls_str text, const char *word)
 {
     const size_t length = strlen(word);
     for (size_t i = 0; i + length <= text.length; i++) {
@@ -33,7 +33,7 @@ static bool lacks(const size_t *shape, int parameter_rank, const size_t *paramet
 
 /* Which axis of the parameter the state lacks, or MLS_NO_AXIS.  Sums over rows leave the
  * rows: "row" states lack the last axis, "col" states the one before it. */
-static int lacking(mls_text state, const size_t *shape, int parameter_rank,
+static int lacking(mls_str state, const size_t *shape, int parameter_rank,
                    const size_t *parameter_shape)
 {
     /* Adafactor of transformers says "exp_avg_sq_row", torch's own "row_var": the word is
@@ -55,8 +55,8 @@ static int lacking(mls_text state, const size_t *shape, int parameter_rank,
 /* Three cases, from the plain to the odd: the same shape; the same number of axes, some
  * of them of one index only; one axis less.  Whatever else a state may be, none of its
  * axes goes with the parameter's. */
-bool mls_align(mls_text state, int rank, const size_t *shape, int parameter_rank,
-               const size_t *parameter_shape, signed char *axes)
+bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
+                        const size_t *parameter_shape, signed char *axes)
 {
     bool same = rank == parameter_rank, broadcast = same;
     for (int i = 0; broadcast && i < rank; i++) {

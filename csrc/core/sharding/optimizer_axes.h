@@ -3,11 +3,11 @@
  * Most states have their parameter's shape, and are cut as it is.  Factorised ones lack
  * an axis (the rows and columns of Adafactor) or have it only once; counters have none.
  */
-#ifndef MLS_ALIGN_H
-#define MLS_ALIGN_H
+#ifndef MLS_OPTIMIZER_AXES_H
+#define MLS_OPTIMIZER_AXES_H
 
-#include "sharding/layout.h"
 #include "base/string_view.h"
+#include "sharding/layout.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -17,8 +17,8 @@ enum { MLS_NO_AXIS = -1 }; /* an axis of a state that its parameter lacks */
 /* Whether a state's axes are not simply its parameter's; then `axes` holds for each of
  * them the parameter's axis, or MLS_NO_AXIS.  Where the shapes allow several answers the
  * state's name decides ("row" or "col" in it), else the first. */
-bool mls_align(mls_text state, int rank, const size_t *shape, int parameter_rank,
-               const size_t *parameter_shape, signed char *axes);
+bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
+                        const size_t *parameter_shape, signed char *axes);
 
 /* The layout of a tensor whose parameter is cut by `layout`, and which of its parts goes
  * with part `index` of the parameter.  Steps along axes that the tensor lacks are left

@@ -13,10 +13,10 @@
  */
 #include "state/load_into.h"
 
+#include "array/strided_iter.h"
+#include "base/address_ranges.h"
 #include "base/memory.h"
 #include "base/size.h"
-#include "base/address_ranges.h"
-#include "array/strided_iter.h"
 
 #include <stdint.h>
 #include <stdio.h>
@@ -30,14 +30,14 @@ enum {
 
 /* One copy that a thread makes at a stretch. */
 typedef struct piece {
-    const mls_load_pair *pair; /* NULL: plain bytes on both sides */
+    const mls_load_into_pair *pair; /* NULL: plain bytes on both sides */
     unsigned char *to;
     const unsigned char *from;
     size_t size; /* plain: bytes; else rows along the axis that is cut, 0 for all of the
                     pair */
 } piece;
 
-struct mls_load {
+struct mls_load_into {
     size_t bytes; /* in all */
     piece *pieces;
     size_t *starts; /* of each task's pieces, and the end of the last */
@@ -48,10 +48,10 @@ struct mls_load {
 
 /* Both views with as few axes as they need, the outermost first.  Strides that go the
  * other way keep doing so.  False where there are no elements. */
-static bool reduce(const mls_load_pair *pair, mls_tensor *dst, mls_tensor *src)
+static bool reduce(const mls_load_into_pair *pair, mls_tensor *dst, mls_tensor *src)
 {
-    mls_walk w;
-    if (!mls_walk_init(&w, pair->dst, pair->src)) {
+    mls_strided_iter w;
+    if (!mls_strided_iter_init(&w, pair->dst, pair->src)) {
         return false;
     }
     *dst = *pair->dst;
@@ -106,16 +106,16 @@ typedef struct item {
 
 /* Everything that is gone when the plan stands. */
 typedef struct planner {
-    const mls_load_pair *pairs;
+    const mls_load_into_pair *pairs;
     size_t count;
     bool cast;
     item *items;
-    mls_span *spans, *spare; /* room for two per pair each; first, what is read is in the
-                                one and what is written in the other */
+    mls_address_range *spans, *spare; /* room for two per pair each; first, what is read
+                                is in the one and what is written in the other */
     size_t reads, writes;
     size_t clusters;
     size_t *heads; /* the first pair of each cluster, or `count` */
-    mls_load *load;
+    mls_load_into *load;
     size_t room, pieces; /* how many there may be, and are */
     size_t filled;       /* bytes of the task that is being filled */
     mls_status *st;
@@ -129,7 +129,7 @@ typedef struct quoted {
 } quoted;
 
 /* Continuation bytes of UTF-8 begin with 10: a cut never leaves half a character. */
-static quoted quote(mls_text name)
+static quoted quote(mls_str name)
 {
     size_t length = name.length;
     if (length > SHOWN_NAME) {
@@ -146,7 +146,7 @@ static quoted quote(mls_text name)
 
 /* Add the pair's name to the failure that was just filled in; an empty one may have no
  * bytes to point at. */
-static mls_code named(mls_status *st, const mls_load_pair *pair)
+static mls_code named(mls_status *st, const mls_load_into_pair *pair)
 {
     if (pair->name.length > 0) {
         mls_status_name(st, pair->name.data, pair->name.length);
@@ -156,7 +156,7 @@ static mls_code named(mls_status *st, const mls_load_pair *pair)
 
 /* MLS_E_SHAPE, MLS_E_DTYPE.  Without `cast`, dtypes that would convert are refused too.
  * The name is made ready only for a failure. */
-static mls_code check_kind(const mls_load_pair *pair, bool cast, mls_status *st)
+static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;
     const bool copies = mls_copy_check(pair->dst, pair->src, "", st) == MLS_OK;
@@ -197,10 +197,10 @@ static bool same_view(const mls_tensor *a, const mls_tensor *b)
  * other in another way are not recognised; nobody makes such views on purpose. */
 static bool elements_apart(const mls_tensor *t)
 {
-    mls_walk w;
+    mls_strided_iter w;
     size_t reach = mls_tensor_item_bytes(t); /* from the lowest byte to the highest */
     bool apart = true;
-    if (mls_tensor_is_contiguous(t) || !mls_walk_init(&w, t, NULL)) {
+    if (mls_tensor_is_contiguous(t) || !mls_strided_iter_init(&w, t, NULL)) {
         return true;
     }
     for (int axis = w.rank; axis >= 0 && apart; axis--) {
@@ -215,7 +215,7 @@ static bool elements_apart(const mls_tensor *t)
 }
 
 /* Whether a pair is a copy of bytes, all of which lie together on either side. */
-static bool is_plain(const mls_load_pair *pair)
+static bool is_plain(const mls_load_into_pair *pair)
 {
     const mls_tensor *dst = pair->dst, *src = pair->src;
     const size_t bytes = mls_tensor_item_bytes(dst);
@@ -225,16 +225,16 @@ static bool is_plain(const mls_load_pair *pair)
     if (mls_tensor_is_contiguous(dst) && mls_tensor_is_contiguous(src)) {
         return true;
     }
-    mls_walk w; /* packed in another order, the same on both sides */
-    return mls_walk_init(&w, dst, src) && w.rank == 0 && w.a_step == (ptrdiff_t)bytes &&
-           w.b_step == (ptrdiff_t)bytes;
+    mls_strided_iter w; /* packed in another order, the same on both sides */
+    return mls_strided_iter_init(&w, dst, src) && w.rank == 0 &&
+           w.a_step == (ptrdiff_t)bytes && w.b_step == (ptrdiff_t)bytes;
 }
 
 /* Remember the memory of a view, if it has any. */
-static void add_span(mls_span *spans, size_t *count, const mls_tensor *t, size_t pair,
-                     bool written)
+static void add_span(mls_address_range *spans, size_t *count, const mls_tensor *t,
+                     size_t pair, bool written)
 {
-    mls_span s = {.owner = pair, .written = written};
+    mls_address_range s = {.owner = pair, .written = written};
     if (mls_tensor_range(t, &s.low, &s.high)) {
         spans[(*count)++] = s;
     }
@@ -246,7 +246,7 @@ static void add_span(mls_span *spans, size_t *count, const mls_tensor *t, size_t
 static void prefetch_pair(const planner *p, size_t index)
 {
     if (index < p->count) {
-        const mls_load_pair *pair = &p->pairs[index];
+        const mls_load_into_pair *pair = &p->pairs[index];
         __builtin_prefetch(pair->dst);
         __builtin_prefetch(pair->dst->strides);
         __builtin_prefetch(pair->src);
@@ -257,7 +257,7 @@ static void prefetch_pair(const planner *p, size_t index)
 /* All that is asked of a pair alone, and its item and spans. */
 static mls_code take_pair(planner *p, size_t index)
 {
-    const mls_load_pair *pair = &p->pairs[index];
+    const mls_load_into_pair *pair = &p->pairs[index];
     item *it = &p->items[index];
     const mls_code code = check_kind(pair, p->cast, p->st);
     if (code != MLS_OK) {
@@ -289,7 +289,7 @@ static mls_code take_pair(planner *p, size_t index)
 /* Destination `written` meets the source of `read`. */
 static mls_code overlap(planner *p, size_t written, size_t read)
 {
-    const mls_load_pair *pair = &p->pairs[written];
+    const mls_load_into_pair *pair = &p->pairs[written];
     const quoted name = quote(pair->name);
     if (written == read) {
         mls_fail(p->st, MLS_E_OVERLAP,
@@ -317,14 +317,14 @@ static void join_cluster(planner *p, size_t pair, size_t other)
  * that reaches highest, among those written and among those read. */
 static mls_code find_overlaps(planner *p)
 {
-    const mls_span *top[2] = {NULL, NULL}; /* read, written */
+    const mls_address_range *top[2] = {NULL, NULL}; /* read, written */
     const size_t count = p->reads + p->writes;
     memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
-    const mls_span *sorted = mls_spans_sort(p->spans, p->spare, count);
+    const mls_address_range *sorted = mls_address_ranges_sort(p->spans, p->spare, count);
     for (size_t i = 0; i < count; i++) {
-        const mls_span *s = &sorted[i];
-        const mls_span *other = top[!s->written];
-        const mls_span *like = top[s->written];
+        const mls_address_range *s = &sorted[i];
+        const mls_address_range *other = top[!s->written];
+        const mls_address_range *like = top[s->written];
         if (other != NULL && s->low < other->high) {
             return s->written ? overlap(p, s->owner, other->owner)
                               : overlap(p, other->owner, s->owner);
@@ -392,7 +392,7 @@ static bool grow(planner *p)
 /* End the task that is being filled, if there is something in it. */
 static void end_task(planner *p)
 {
-    mls_load *load = p->load;
+    mls_load_into *load = p->load;
     if (p->filled > 0) {
         load->starts[++load->tasks] = p->pieces;
         p->filled = 0;
@@ -417,7 +417,7 @@ static bool add_piece(planner *p, piece part, size_t bytes, bool together)
 /* All of a pair as one piece. */
 static bool add_whole(planner *p, size_t index, bool together)
 {
-    const mls_load_pair *pair = &p->pairs[index];
+    const mls_load_into_pair *pair = &p->pairs[index];
     const item *it = &p->items[index];
     const piece whole = {.pair = it->plain ? NULL : pair,
                          .to = it->to,
@@ -440,7 +440,7 @@ static bool cut_plain(planner *p, const item *it)
 
 /* Any other pair in pieces of some rows of one axis: every index of the axes outside it
  * has pieces of its own.  A large view has few of them, as each is over PART. */
-static bool cut_strided(planner *p, const mls_load_pair *pair, size_t bytes)
+static bool cut_strided(planner *p, const mls_load_into_pair *pair, size_t bytes)
 {
     mls_tensor dst, src;
     size_t rows;
@@ -533,8 +533,8 @@ static mls_code make_plan(planner *p)
 }
 
 /* The tables are for the planning only; what stays is the plan. */
-mls_code mls_load_new(const mls_load_pair *pairs, size_t count, bool cast, mls_load **out,
-                      mls_status *st)
+mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
+                           mls_load_into **out, mls_status *st)
 {
     planner p = {.pairs = pairs, .count = count, .cast = cast, .st = st};
     mls_code code;
@@ -552,7 +552,7 @@ mls_code mls_load_new(const mls_load_pair *pairs, size_t count, bool cast, mls_l
         p.load = NULL;
     }
 done:
-    mls_load_free(p.load);
+    mls_load_into_free(p.load);
     mls_free(p.items);
     mls_free(p.spans);
     mls_free(p.spare);
@@ -560,7 +560,7 @@ done:
     return code;
 }
 
-size_t mls_load_bytes(const mls_load *load)
+size_t mls_load_into_bytes(const mls_load_into *load)
 {
     return load->bytes;
 }
@@ -569,7 +569,7 @@ size_t mls_load_bytes(const mls_load *load)
 
 /* What every thread reads. */
 typedef struct job {
-    const mls_load *load;
+    const mls_load_into *load;
     const mls_kernels *kernels;
     mls_destination destination;
 } job;
@@ -598,7 +598,7 @@ static void copy_rows(const job *j, const piece *part)
 static void run_task(void *context, size_t task)
 {
     const job *j = context;
-    const mls_load *load = j->load;
+    const mls_load_into *load = j->load;
     for (size_t i = load->starts[task]; i < load->starts[task + 1]; i++) {
         const piece *part = &load->pieces[i];
         if (part->pair == NULL) {
@@ -613,7 +613,8 @@ static void run_task(void *context, size_t task)
 
 /* All tensors together count as one destination: they may exceed the cache although each
  * of them would fit. */
-void mls_load_run(const mls_load *load, const mls_kernels *kernels, mls_pool *pool)
+void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
+                       mls_pool *pool)
 {
     job j = {.load = load, .kernels = kernels, .destination.bytes = load->bytes};
     mls_pool *shared = load->bytes >= MLS_POOL_COPY_BYTES ? pool : NULL;
@@ -621,7 +622,7 @@ void mls_load_run(const mls_load *load, const mls_kernels *kernels, mls_pool *po
 }
 
 /* Sources and targets are borrowed and stay. */
-void mls_load_free(mls_load *load)
+void mls_load_into_free(mls_load_into *load)
 {
     if (load != NULL) {
         mls_free(load->pieces);

@@ -3,25 +3,25 @@
  * Everything that can be wrong is found before the first byte is written; after that
  * nothing can fail.
  */
-#ifndef MLS_LOAD_H
-#define MLS_LOAD_H
+#ifndef MLS_LOAD_INTO_H
+#define MLS_LOAD_INTO_H
 
 #include "array/copy/copy.h"
-#include "runtime/thread_pool.h"
 #include "base/string_view.h"
+#include "runtime/thread_pool.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 
 /* One tensor to be loaded, and where it comes from.  Names and views are borrowed: a view
  * takes a kilobyte, which ten thousand pairs should not hold a second time. */
-typedef struct mls_load_pair {
-    mls_text name;
+typedef struct mls_load_into_pair {
+    mls_str name;
     const mls_tensor *dst, *src;
-} mls_load_pair;
+} mls_load_into_pair;
 
 /* A plan: what is copied where, in which parts.  It does not change while it runs. */
-typedef struct mls_load mls_load;
+typedef struct mls_load_into mls_load_into;
 
 /* Check every pair and plan the work.  Shapes must be equal; dtypes too, or convertible
  * into one another where `cast`.
@@ -37,18 +37,19 @@ typedef struct mls_load mls_load;
  * sharing.  Sources may be anything, and share what they like.
  *
  * `pairs` and the views are borrowed until the plan is freed.  Gives: free with
- * mls_load_free.  The status's name is the pair's.  MLS_E_SHAPE, MLS_E_DTYPE,
+ * mls_load_into_free.  The status's name is the pair's.  MLS_E_SHAPE, MLS_E_DTYPE,
  * MLS_E_OVERLAP (where two pairs are concerned the text has both names), MLS_E_MEMORY (no
  * name).  On failure `*out` is untouched. */
-mls_code mls_load_new(const mls_load_pair *pairs, size_t count, bool cast, mls_load **out,
-                      mls_status *st);
+mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
+                           mls_load_into **out, mls_status *st);
 
 /* Bytes that will be written: pairs that are left out count nothing. */
-size_t mls_load_bytes(const mls_load *load);
+size_t mls_load_into_bytes(const mls_load_into *load);
 
 /* Write them, large tensors in parts by several threads.  Cannot fail. */
-void mls_load_run(const mls_load *load, const mls_kernels *kernels, mls_pool *pool);
+void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
+                       mls_pool *pool);
 
-void mls_load_free(mls_load *load); /* accepts NULL */
+void mls_load_into_free(mls_load_into *load); /* accepts NULL */
 
 #endif

@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Dimensions only count where there are as many on both sides. */
-bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b)
+bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b)
 {
     if (a->rank != b->rank) {
         return false;
@@ -24,12 +24,13 @@ bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b)
 }
 
 /* Names are mostly the core's own constants, whose addresses tell already. */
-bool mls_facts_same_dtype(const mls_facts *a, const mls_facts *b)
+bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta *b)
 {
     return a->dtype == b->dtype || strcmp(a->dtype, b->dtype) == 0;
 }
 
-size_t mls_facts_head(mls_text name, const mls_facts *facts, unsigned char *out)
+size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
+                            unsigned char *out)
 {
     const size_t rank = (size_t)facts->rank;
     mls_store_le64(out, name.length);
@@ -51,18 +52,18 @@ static unsigned char bits_of(const mls_fact_pair *pair)
         return MLS_UNEXPECTED;
     }
     const int shape =
-        mls_facts_same_shape(&pair->source, &pair->target) ? 0 : MLS_SHAPE_DIFFERS;
+        mls_tensor_meta_same_shape(&pair->source, &pair->target) ? 0 : MLS_SHAPE_DIFFERS;
     const int dtype =
-        mls_facts_same_dtype(&pair->source, &pair->target) ? 0 : MLS_DTYPE_DIFFERS;
+        mls_tensor_meta_same_dtype(&pair->source, &pair->target) ? 0 : MLS_DTYPE_DIFFERS;
     return (unsigned char)(shape | dtype);
 }
 
 /* Bits and counts in one walk: most often the counts are zeros, and nobody asks further.
  */
-mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,
-                                     unsigned char *out)
+mls_metadata_counts mls_metadata_compare(const mls_fact_pair *pairs, size_t count,
+                                         unsigned char *out)
 {
-    mls_compat_counts counts = {0};
+    mls_metadata_counts counts = {0};
     for (size_t i = 0; i < count; i++) {
         out[i] = bits_of(&pairs[i]);
         counts.missing += (out[i] & MLS_MISSING) != 0;

@@ -3,11 +3,11 @@
  *
  * Names are paired up before (name_match.h).
  */
-#ifndef MLS_COMPAT_H
-#define MLS_COMPAT_H
+#ifndef MLS_METADATA_COMPARE_H
+#define MLS_METADATA_COMPARE_H
 
-#include "base/status.h"
 #include "array/tensor.h"
+#include "base/status.h"
 #include "base/string_view.h"
 
 #include <stdbool.h>
@@ -15,17 +15,17 @@
 
 /* What is known of a tensor without touching its memory.  All of it is borrowed.  The
  * dtype is a name, so that types which the core does not know can be told apart too. */
-typedef struct mls_facts {
+typedef struct mls_tensor_meta {
     const size_t *shape;
     const char *dtype;
     int rank;
-} mls_facts;
+} mls_tensor_meta;
 
 /* One name with what each side has under it; `has_source` or `has_target` may be false,
  * not both. */
 typedef struct mls_fact_pair {
-    mls_text name;
-    mls_facts source, target;
+    mls_str name;
+    mls_tensor_meta source, target;
     bool has_source, has_target;
 } mls_fact_pair;
 
@@ -39,22 +39,23 @@ enum {
 };
 
 /* How often each bit occurs, and how many pairs have none. */
-typedef struct mls_compat_counts {
+typedef struct mls_metadata_counts {
     size_t missing, unexpected, shapes, dtypes, same;
-} mls_compat_counts;
+} mls_metadata_counts;
 
-bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b);
-bool mls_facts_same_dtype(const mls_facts *a, const mls_facts *b);
+bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b);
+bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta *b);
 
 enum { MLS_FACTS_HEAD_MOST = 8 * (3 + MLS_MAX_RANK) };
 
 /* Write to `out` what a digest of a tensor begins with, as 64-bit little-endian numbers:
  * the lengths of its name and of its dtype's name, the rank and the dimensions.  Returns
  * the bytes, at most MLS_FACTS_HEAD_MOST. */
-size_t mls_facts_head(mls_text name, const mls_facts *facts, unsigned char *out);
+size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
+                            unsigned char *out);
 
 /* The bits of each pair into `out` (`count` of them), and their sums. */
-mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,
-                                     unsigned char *out);
+mls_metadata_counts mls_metadata_compare(const mls_fact_pair *pairs, size_t count,
+                                         unsigned char *out);
 
 #endif

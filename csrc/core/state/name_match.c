@@ -20,7 +20,7 @@ typedef struct table {
 } table;
 
 /* A table of the names of `b` from `first` on. */
-static mls_code table_init(table *t, const mls_text *b, size_t first, size_t count,
+static mls_code table_init(table *t, const mls_str *b, size_t first, size_t count,
                            mls_status *st)
 {
     size_t room = 16;
@@ -35,7 +35,7 @@ static mls_code table_init(table *t, const mls_text *b, size_t first, size_t cou
     }
     t->mask = room - 1;
     for (size_t i = first; i < count; i++) {
-        const uint64_t hash = mls_text_hash(0, b[i]);
+        const uint64_t hash = mls_str_hash(0, b[i]);
         size_t at = hash & t->mask;
         while (t->slots[at].position != 0) {
             at = (at + 1) & t->mask;
@@ -46,13 +46,13 @@ static mls_code table_init(table *t, const mls_text *b, size_t first, size_t cou
 }
 
 /* Take the first equal name that has no partner yet: its position. */
-static size_t table_take(table *t, const mls_text *b, mls_text name)
+static size_t table_take(table *t, const mls_str *b, mls_str name)
 {
-    const uint64_t hash = mls_text_hash(0, name);
+    const uint64_t hash = mls_str_hash(0, name);
     for (size_t at = hash & t->mask; t->slots[at].position != 0;
          at = (at + 1) & t->mask) {
         slot *s = &t->slots[at];
-        if (!s->taken && s->hash == hash && mls_text_equal(b[s->position - 1], name)) {
+        if (!s->taken && s->hash == hash && mls_str_equal(b[s->position - 1], name)) {
             s->taken = true;
             return s->position - 1;
         }
@@ -83,12 +83,12 @@ static size_t list_rest(const size_t *partners, size_t a_count, size_t b_count,
 }
 
 /* The same object's text is at one address: mostly nothing is compared. */
-static bool same_name(mls_text a, mls_text b)
+static bool same_name(mls_str a, mls_str b)
 {
-    return a.length == b.length && (a.data == b.data || mls_text_equal(a, b));
+    return a.length == b.length && (a.data == b.data || mls_str_equal(a, b));
 }
 
-mls_code mls_names_match(const mls_text *a, size_t a_count, const mls_text *b,
+mls_code mls_names_match(const mls_str *a, size_t a_count, const mls_str *b,
                          size_t b_count, size_t *partners, size_t *rest,
                          size_t *rest_count, mls_status *st)
 {

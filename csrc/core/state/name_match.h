@@ -20,7 +20,7 @@
  * for each name; from the first difference on a hash table is used.
  *
  * MLS_E_MEMORY: the results are undefined. */
-mls_code mls_names_match(const mls_text *a, size_t a_count, const mls_text *b,
+mls_code mls_names_match(const mls_str *a, size_t a_count, const mls_str *b,
                          size_t b_count, size_t *partners, size_t *rest,
                          size_t *rest_count, mls_status *st);
 

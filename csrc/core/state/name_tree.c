@@ -29,7 +29,7 @@ typedef struct name_slot {
 
 /* Nodes are known by number and never by pointer while the tree is made: the array moves
  * when it grows. */
-struct mls_names {
+struct mls_name_tree {
     mls_name_node *nodes;
     size_t size, room;
     name_slot *slots;  /* all children but the first ones */
@@ -39,15 +39,15 @@ struct mls_names {
 /* ---- the table ---- */
 
 /* Hash of a segment under a parent. */
-static uint32_t hash_segment(uint32_t parent, mls_text segment)
+static uint32_t hash_segment(uint32_t parent, mls_str segment)
 {
-    return (uint32_t)mls_text_hash(parent, segment);
+    return (uint32_t)mls_str_hash(parent, segment);
 }
 
 /* The slot that holds the child, or the empty one where it belongs.  There always is an
  * empty one, since the table is at most half full. */
-static name_slot *find_slot(const mls_names *names, uint32_t hash, uint32_t parent,
-                            mls_text segment)
+static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t parent,
+                            mls_str segment)
 {
     const size_t mask = names->slot_count - 1;
     for (size_t at = hash & mask;; at = (at + 1) & mask) {
@@ -58,7 +58,7 @@ static name_slot *find_slot(const mls_names *names, uint32_t hash, uint32_t pare
         /* other hashes need no look at the node */
         if (slot->hash == hash) {
             const mls_name_node *node = &names->nodes[slot->node];
-            if (node->parent == parent && mls_text_equal(node->segment, segment)) {
+            if (node->parent == parent && mls_str_equal(node->segment, segment)) {
                 return slot;
             }
         }
@@ -66,14 +66,14 @@ static name_slot *find_slot(const mls_names *names, uint32_t hash, uint32_t pare
 }
 
 /* The child with this segment, or 0: the root is no child, so the number is free. */
-static uint32_t find_child(const mls_names *names, uint32_t parent, mls_text segment)
+static uint32_t find_child(const mls_name_tree *names, uint32_t parent, mls_str segment)
 {
     /* the first child and an only child are decided without the table */
     const uint32_t first = names->nodes[parent].first_child;
     if (first == MLS_NAME_NONE) {
         return 0;
     }
-    if (mls_text_equal(names->nodes[first].segment, segment)) {
+    if (mls_str_equal(names->nodes[first].segment, segment)) {
         return first;
     }
     if (names->nodes[first].next_sibling == MLS_NAME_NONE) {
@@ -83,18 +83,18 @@ static uint32_t find_child(const mls_names *names, uint32_t parent, mls_text seg
 }
 
 /* Whether a node other than the root is where `name` ends. */
-static bool ends_at(const mls_names *names, uint32_t node, mls_text name)
+static bool ends_at(const mls_name_tree *names, uint32_t node, mls_str name)
 {
     return node != 0 && names->nodes[node].path.length == name.length;
 }
 
 /* The segment of `name` that comes after `node`, a node on its way. */
-static mls_text segment_after(const mls_names *names, uint32_t node, mls_text name)
+static mls_str segment_after(const mls_name_tree *names, uint32_t node, mls_str name)
 {
     const size_t start = node == 0 ? 0 : names->nodes[node].path.length + 1;
     const char *from = name.data + start;
     const char *dot = memchr(from, '.', name.length - start);
-    return (mls_text){from, dot == NULL ? name.length - start : (size_t)(dot - from)};
+    return (mls_str){from, dot == NULL ? name.length - start : (size_t)(dot - from)};
 }
 
 /* ---- making the tree ---- */
@@ -107,7 +107,7 @@ static mls_code no_memory(mls_status *st)
 
 /* Room for one more node.  Doubling keeps the copying in proportion; on failure the nodes
  * are what they were. */
-static mls_code reserve_node(mls_names *names, mls_status *st)
+static mls_code reserve_node(mls_name_tree *names, mls_status *st)
 {
     if (names->size == MAX_NODES) {
         return mls_fail(st, MLS_E_CAPACITY, "the names have more than %zu segments",
@@ -129,8 +129,8 @@ static mls_code reserve_node(mls_names *names, mls_status *st)
 
 /* Append a node to its parent's children.  Room for it is there.  While the tree is made,
  * `count` holds the last child, so that appending needs no walk. */
-static uint32_t append_node(mls_names *names, uint32_t parent, mls_text path,
-                            mls_text segment)
+static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
+                            mls_str segment)
 {
     const uint32_t added = (uint32_t)names->size++;
     mls_name_node *above = &names->nodes[parent];
@@ -154,7 +154,7 @@ static uint32_t append_node(mls_names *names, uint32_t parent, mls_text path,
 }
 
 /* How many bytes two texts share at their start. */
-static size_t common_length(mls_text a, mls_text b)
+static size_t common_length(mls_str a, mls_str b)
 {
     const size_t shorter = a.length < b.length ? a.length : b.length;
     size_t at = 0;
@@ -170,7 +170,7 @@ static size_t common_length(mls_text a, mls_text b)
 
 /* The deepest node that `name` shares with the name that ends at `leaf`.  The way up from
  * there is never longer than the way down that made it. */
-static uint32_t shared_node(const mls_names *names, uint32_t leaf, mls_text name)
+static uint32_t shared_node(const mls_name_tree *names, uint32_t leaf, mls_str name)
 {
     const size_t common = common_length(names->nodes[leaf].path, name);
     uint32_t node = leaf;
@@ -187,11 +187,12 @@ static uint32_t shared_node(const mls_names *names, uint32_t leaf, mls_text name
 /* The node where `name` ends, made with all that leads to it.  `*leaf` is where the name
  * before it ends, and becomes this one's.  A failure leaves nodes that lead nowhere: the
  * caller drops the whole tree. */
-static mls_code add_path(mls_names *names, mls_text name, uint32_t *leaf, mls_status *st)
+static mls_code add_path(mls_name_tree *names, mls_str name, uint32_t *leaf,
+                         mls_status *st)
 {
     uint32_t node = shared_node(names, *leaf, name);
     while (!ends_at(names, node, name)) {
-        const mls_text segment = segment_after(names, node, name);
+        const mls_str segment = segment_after(names, node, name);
         uint32_t child = find_child(names, node, segment);
         if (child == 0) {
             const mls_code code = reserve_node(names, st);
@@ -199,7 +200,7 @@ static mls_code add_path(mls_names *names, mls_text name, uint32_t *leaf, mls_st
                 return code;
             }
             const size_t end = (size_t)(segment.data - name.data) + segment.length;
-            child = append_node(names, node, (mls_text){name.data, end}, segment);
+            child = append_node(names, node, (mls_str){name.data, end}, segment);
         }
         node = child;
     }
@@ -209,13 +210,13 @@ static mls_code add_path(mls_names *names, mls_text name, uint32_t *leaf, mls_st
 
 /* All names in turn.  A name that ends where another one did is found here without a set
  * of its own: the node knows who came first. */
-static mls_code add_names(mls_names *names, const mls_text *list, size_t count,
+static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t count,
                           mls_status *st)
 {
     uint32_t leaf = 0;
     for (size_t i = 0; i < count; i++) {
         /* memchr and arithmetic want no NULL, not even for no bytes */
-        const mls_text name = list[i].length == 0 ? (mls_text){.data = ""} : list[i];
+        const mls_str name = list[i].length == 0 ? (mls_str){.data = ""} : list[i];
         const mls_code code = add_path(names, name, &leaf, st);
         if (code != MLS_OK) {
             return code;
@@ -234,7 +235,7 @@ static mls_code add_names(mls_names *names, const mls_text *list, size_t count,
 
 /* Put the number of names where the last child was.  Children come after their parents,
  * so one way back through the array sums them up. */
-static void count_names(mls_names *names)
+static void count_names(mls_name_tree *names)
 {
     for (size_t i = 0; i < names->size; i++) {
         names->nodes[i].count = names->nodes[i].name != MLS_NAME_NONE;
@@ -246,9 +247,9 @@ static void count_names(mls_names *names)
 
 /* An empty tree for `count` names.  Models have up to two and a half nodes for each name,
  * and what is too much is never touched; the table is at most half full. */
-static mls_names *names_alloc(size_t count)
+static mls_name_tree *names_alloc(size_t count)
 {
-    mls_names *names = mls_alloc(1, sizeof *names);
+    mls_name_tree *names = mls_alloc(1, sizeof *names);
     if (names == NULL) {
         return NULL;
     }
@@ -261,7 +262,7 @@ static mls_names *names_alloc(size_t count)
     names->nodes = mls_realloc(NULL, names->room, sizeof *names->nodes);
     names->slots = mls_alloc(names->slot_count, sizeof *names->slots);
     if (names->nodes == NULL || names->slots == NULL) {
-        mls_names_free(names);
+        mls_name_tree_free(names);
         return NULL;
     }
     names->nodes[0] = (mls_name_node){.path = {.data = ""},
@@ -275,21 +276,21 @@ static mls_names *names_alloc(size_t count)
 }
 
 /* The tree is whole before the caller sees it: a failure drops all of it. */
-mls_code mls_names_new(const mls_text *names, size_t count, mls_names **out,
-                       mls_status *st)
+mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **out,
+                           mls_status *st)
 {
     /* each name has a node of its own; with this, no sum below can wrap */
     if (count >= MAX_NODES || count > SIZE_MAX / 8) {
         return mls_fail(st, MLS_E_CAPACITY, "%zu names have more than %zu segments",
                         count, MAX_NODES);
     }
-    mls_names *made = names_alloc(count);
+    mls_name_tree *made = names_alloc(count);
     if (made == NULL) {
         return no_memory(st);
     }
     const mls_code code = add_names(made, names, count, st);
     if (code != MLS_OK) {
-        mls_names_free(made);
+        mls_name_tree_free(made);
         return code;
     }
     count_names(made);
@@ -298,7 +299,7 @@ mls_code mls_names_new(const mls_text *names, size_t count, mls_names **out,
 }
 
 /* Half-made ones too: what is not there yet is NULL. */
-void mls_names_free(mls_names *names)
+void mls_name_tree_free(mls_name_tree *names)
 {
     if (names != NULL) {
         mls_free(names->nodes);
@@ -310,22 +311,22 @@ void mls_names_free(mls_names *names)
 /* ---- looking things up ---- */
 
 /* One array, in the order in which the nodes were met: readers may walk it directly. */
-const mls_name_node *mls_names_nodes(const mls_names *names)
+const mls_name_node *mls_name_tree_nodes(const mls_name_tree *names)
 {
     return names->nodes;
 }
 
 /* The root counts. */
-size_t mls_names_size(const mls_names *names)
+size_t mls_name_tree_size(const mls_name_tree *names)
 {
     return names->size;
 }
 
 /* Down from the root, one lookup for each segment; an empty path has one, empty segment.
  */
-static uint32_t descend(const mls_names *names, mls_text path)
+static uint32_t descend(const mls_name_tree *names, mls_str path)
 {
-    const mls_text name = path.length == 0 ? (mls_text){.data = ""} : path;
+    const mls_str name = path.length == 0 ? (mls_str){.data = ""} : path;
     uint32_t node = 0;
     while (!ends_at(names, node, name)) {
         node = find_child(names, node, segment_after(names, node, name));
@@ -337,14 +338,14 @@ static uint32_t descend(const mls_names *names, mls_text path)
 }
 
 /* The root's path is empty as well, and it is the one that is meant. */
-uint32_t mls_names_find(const mls_names *names, mls_text path)
+uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path)
 {
     return path.length == 0 ? 0 : descend(names, path);
 }
 
 /* No special case here: an empty name lies under the root and is not the root.  A path on
  * the way to longer names has a node too, which then has no position. */
-uint32_t mls_names_position(const mls_names *names, mls_text name)
+uint32_t mls_name_tree_position(const mls_name_tree *names, mls_str name)
 {
     const uint32_t node = descend(names, name);
     return node == MLS_NAME_NONE ? MLS_NAME_NONE : names->nodes[node].name;
@@ -352,7 +353,8 @@ uint32_t mls_names_position(const mls_names *names, mls_text name)
 
 /* The links are enough to find the way back: no stack, however deep the tree is.
  * The walk stops at `top` on its way up, and so never sees the siblings of `top`. */
-uint32_t mls_names_next(const mls_names *names, uint32_t top, uint32_t node, bool skip)
+uint32_t mls_name_tree_next(const mls_name_tree *names, uint32_t top, uint32_t node,
+                            bool skip)
 {
     const mls_name_node *nodes = names->nodes;
     if (!skip && nodes[node].first_child != MLS_NAME_NONE) {
@@ -398,12 +400,12 @@ static void sort_positions(uint32_t *positions, size_t count)
 
 /* Where the names of a layer are not together in the list, the tree has another order
  * than the list, and the positions are sorted. */
-size_t mls_names_under(const mls_names *names, uint32_t node, uint32_t *out)
+size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *out)
 {
     size_t count = 0;
     bool rising = true;
-    for (uint32_t at = mls_names_next(names, node, node, false); at != MLS_NAME_NONE;
-         at = mls_names_next(names, node, at, false)) {
+    for (uint32_t at = mls_name_tree_next(names, node, node, false); at != MLS_NAME_NONE;
+         at = mls_name_tree_next(names, node, at, false)) {
         const uint32_t position = names->nodes[at].name;
         if (position != MLS_NAME_NONE) {
             rising = rising && (count == 0 || out[count - 1] < position);
@@ -426,10 +428,10 @@ static uint32_t earlier(uint32_t a, uint32_t b)
 
 /* Into `first`, for every node, the first name that makes it a layer.  Children come
  * after their parents, so from the end each node is complete when it is passed on. */
-static void find_first(const mls_names *names, bool direct, uint32_t *first)
+static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
 {
-    const mls_name_node *nodes = mls_names_nodes(names);
-    const size_t size = mls_names_size(names);
+    const mls_name_node *nodes = mls_name_tree_nodes(names);
+    const size_t size = mls_name_tree_size(names);
     for (size_t i = 0; i < size; i++) {
         first[i] = MLS_NAME_NONE;
     }
@@ -444,11 +446,11 @@ static void find_first(const mls_names *names, bool direct, uint32_t *first)
  *
  * `layers` first has the layer of each name that begins one, and is then packed in place:
  * what is written is never in front of what is read. */
-mls_code mls_names_layers(const mls_names *names, uint32_t depth, uint32_t **out,
-                          size_t *count, mls_status *st)
+mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
+                              size_t *count, mls_status *st)
 {
-    const mls_name_node *nodes = mls_names_nodes(names);
-    const size_t size = mls_names_size(names);
+    const mls_name_node *nodes = mls_name_tree_nodes(names);
+    const size_t size = mls_name_tree_size(names);
     const size_t name_count = nodes[0].count;
     uint32_t *first = mls_alloc(size, sizeof *first);
     uint32_t *layers = mls_alloc(name_count, sizeof *layers);

@@ -14,10 +14,10 @@
 typedef struct outline {
     const mls_name_node *nodes;
     size_t max_rows, max_children;
-    bool *open;             /* of each node */
-    mls_outline_row *rows;  /* what is shown */
-    mls_outline_row *stack; /* rows still to come, the next one on top */
-    uint32_t *queue;        /* nodes that may be opened, in the order of the levels */
+    bool *open;                       /* of each node */
+    mls_name_tree_preview_row *rows;  /* what is shown */
+    mls_name_tree_preview_row *stack; /* rows still to come, the next one on top */
+    uint32_t *queue; /* nodes that may be opened, in the order of the levels */
 } outline;
 
 /* Children of a node. */
@@ -44,7 +44,8 @@ static size_t rows_for(const outline *o, uint32_t node)
 
 /* The rows of a node's children, `room` of them: the first ones, one that counts, and the
  * last one. */
-static void child_rows(const outline *o, uint32_t node, size_t room, mls_outline_row *out)
+static void child_rows(const outline *o, uint32_t node, size_t room,
+                       mls_name_tree_preview_row *out)
 {
     const size_t count = child_count(o, node);
     const size_t hidden = count > room ? count - room + 1 : 0;
@@ -54,9 +55,10 @@ static void child_rows(const outline *o, uint32_t node, size_t room, mls_outline
     for (uint32_t child = o->nodes[node].first_child; row < room;
          child = o->nodes[child].next_sibling, at++) {
         if (at < first || at >= first + hidden) {
-            out[row++] = (mls_outline_row){.node = child};
+            out[row++] = (mls_name_tree_preview_row){.node = child};
         } else if (at == first) {
-            out[row++] = (mls_outline_row){.node = child, .hidden = (uint32_t)hidden};
+            out[row++] =
+                (mls_name_tree_preview_row){.node = child, .hidden = (uint32_t)hidden};
         }
     }
 }
@@ -92,10 +94,10 @@ static size_t choose(outline *o)
 static size_t push_children(outline *o, uint32_t node, size_t depth)
 {
     const size_t count = rows_for(o, node);
-    mls_outline_row *top = o->stack + depth;
+    mls_name_tree_preview_row *top = o->stack + depth;
     child_rows(o, node, count, top);
     for (size_t low = 0, high = count; low + 1 < high; low++) {
-        const mls_outline_row kept = top[low];
+        const mls_name_tree_preview_row kept = top[low];
         top[low] = top[--high];
         top[high] = kept;
     }
@@ -108,7 +110,7 @@ static size_t arrange(outline *o)
     size_t count = 0;
     size_t depth = o->open[0] ? push_children(o, 0, 0) : 0;
     while (depth > 0) {
-        mls_outline_row row = o->stack[--depth];
+        mls_name_tree_preview_row row = o->stack[--depth];
         row.open = row.hidden == 0 && o->open[row.node];
         o->rows[count++] = row;
         if (row.open) {
@@ -119,12 +121,13 @@ static size_t arrange(outline *o)
 }
 
 /* No more rows are ever on the stack than are shown in all, since each was paid for. */
-mls_code mls_outline_new(const mls_names *names, size_t max_rows, size_t max_children,
-                         mls_outline_row **rows, size_t *count, mls_status *st)
+mls_code mls_name_tree_preview_new(const mls_name_tree *names, size_t max_rows,
+                                   size_t max_children, mls_name_tree_preview_row **rows,
+                                   size_t *count, mls_status *st)
 {
-    const size_t nodes = mls_names_size(names);
+    const size_t nodes = mls_name_tree_size(names);
     /* no more rows than nodes, however many are allowed */
-    outline o = {.nodes = mls_names_nodes(names),
+    outline o = {.nodes = mls_name_tree_nodes(names),
                  .max_rows = max_rows < nodes ? max_rows : nodes,
                  .max_children = max_children};
     o.open = mls_alloc(nodes, sizeof *o.open);
@@ -152,7 +155,8 @@ mls_code mls_outline_new(const mls_names *names, size_t max_rows, size_t max_chi
 
 /* Add a part to the whole.  Dtypes are compared by name: arrays may have dtypes that the
  * core lacks. */
-static void add_sum(mls_outline_sum *whole, const mls_outline_sum *part)
+static void add_sum(mls_name_tree_preview_sum *whole,
+                    const mls_name_tree_preview_sum *part)
 {
     whole->bytes += part->bytes;
     if (whole->dtype == NULL) {
@@ -164,16 +168,17 @@ static void add_sum(mls_outline_sum *whole, const mls_outline_sum *part)
 
 /* Parents come before their children: from the end on, each sum is complete when it is
  * added to its parent's. */
-mls_code mls_outline_sums(const mls_names *names, const mls_outline_sum *leaves,
-                          mls_outline_sum **sums, mls_status *st)
+mls_code mls_name_tree_preview_sums(const mls_name_tree *names,
+                                    const mls_name_tree_preview_sum *leaves,
+                                    mls_name_tree_preview_sum **sums, mls_status *st)
 {
-    const mls_name_node *nodes = mls_names_nodes(names);
-    mls_outline_sum *list = mls_alloc(mls_names_size(names), sizeof *list);
+    const mls_name_node *nodes = mls_name_tree_nodes(names);
+    mls_name_tree_preview_sum *list = mls_alloc(mls_name_tree_size(names), sizeof *list);
     if (list == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for the sums of %zu layers",
-                        mls_names_size(names));
+                        mls_name_tree_size(names));
     }
-    for (size_t i = mls_names_size(names); i-- > 0;) {
+    for (size_t i = mls_name_tree_size(names); i-- > 0;) {
         if (nodes[i].name != MLS_NAME_NONE) {
             add_sum(&list[i], &leaves[nodes[i].name]);
         }
@@ -186,8 +191,9 @@ mls_code mls_outline_sums(const mls_names *names, const mls_outline_sum *leaves,
 }
 
 /* Sum up the siblings that a row hides, from its node on. */
-static void add_hidden(const mls_name_node *nodes, const mls_outline_sum *sums,
-                       const mls_outline_row *row, mls_outline_entry *out)
+static void add_hidden(const mls_name_node *nodes, const mls_name_tree_preview_sum *sums,
+                       const mls_name_tree_preview_row *row,
+                       mls_name_tree_preview_entry *out)
 {
     uint32_t node = row->node;
     for (uint32_t i = 0; i < row->hidden && node != MLS_NAME_NONE; i++) {
@@ -197,13 +203,14 @@ static void add_hidden(const mls_name_node *nodes, const mls_outline_sum *sums,
     }
 }
 
-mls_outline_entry mls_outline_describe(const mls_names *names,
-                                       const mls_outline_sum *sums,
-                                       const mls_outline_row *row)
+mls_name_tree_preview_entry
+mls_name_tree_preview_describe(const mls_name_tree *names,
+                               const mls_name_tree_preview_sum *sums,
+                               const mls_name_tree_preview_row *row)
 {
-    const mls_name_node *nodes = mls_names_nodes(names);
+    const mls_name_node *nodes = mls_name_tree_nodes(names);
     const mls_name_node *node = &nodes[row->node], *leaf = node;
-    mls_outline_entry out = {.name = MLS_NAME_NONE};
+    mls_name_tree_preview_entry out = {.name = MLS_NAME_NONE};
     if (row->hidden > 0) {
         add_hidden(nodes, sums, row, &out);
     } else {
@@ -215,6 +222,6 @@ mls_outline_entry mls_outline_describe(const mls_names *names,
         out.name = leaf->name;
     }
     const size_t above = node->path.length - node->segment.length;
-    out.label = (mls_text){leaf->path.data + above, leaf->path.length - above};
+    out.label = (mls_str){leaf->path.data + above, leaf->path.length - above};
     return out;
 }

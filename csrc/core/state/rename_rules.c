@@ -11,8 +11,8 @@
 #include "state/rename_rules.h"
 
 #include "base/memory.h"
-#include "state/name_tree.h"
 #include "base/size.h"
+#include "state/name_tree.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -29,7 +29,7 @@ static bool is_anywhere(const mls_rename_rule *rule)
 }
 
 /* Where the segment after the one at `from` starts, or NO_HIT. */
-static size_t next_start(mls_text name, size_t from)
+static size_t next_start(mls_str name, size_t from)
 {
     const char *dot =
         from < name.length ? memchr(name.data + from, '.', name.length - from) : NULL;
@@ -38,7 +38,7 @@ static size_t next_start(mls_text name, size_t from)
 
 /* Whether `old` is at `at` and ends where a segment ends: with its own dot, in front of
  * a dot, or with the name.  An empty `old` is everywhere. */
-static bool is_at(mls_text name, mls_text old, size_t at)
+static bool is_at(mls_str name, mls_str old, size_t at)
 {
     if (old.length == 0) {
         return true;
@@ -53,7 +53,7 @@ static bool is_at(mls_text name, mls_text old, size_t at)
 
 /* The first place from `from` on, where a segment starts, that the rule replaces.  A rule
  * for the start looks at `from` alone, which is 0 then. */
-static size_t next_hit(mls_text name, const mls_rename_rule *rule, size_t from)
+static size_t next_hit(mls_str name, const mls_rename_rule *rule, size_t from)
 {
     for (size_t at = from; at != NO_HIT; at = next_start(name, at)) {
         if (is_at(name, rule->old, at)) {
@@ -68,7 +68,7 @@ static size_t next_hit(mls_text name, const mls_rename_rule *rule, size_t from)
 
 /* The first segment start after a hit.  Only what lies behind the hit is read: what is in
  * front of it may be overwritten already. */
-static size_t start_after(mls_text name, const mls_rename_rule *rule, size_t hit)
+static size_t start_after(mls_str name, const mls_rename_rule *rule, size_t hit)
 {
     if (!is_anywhere(rule)) {
         return NO_HIT;
@@ -79,7 +79,7 @@ static size_t start_after(mls_text name, const mls_rename_rule *rule, size_t hit
 
 /* How often the rule replaces something.  Counted before anything is written: the new
  * length decides whether there is room, and where the name must move first. */
-static size_t count_hits(mls_text name, const mls_rename_rule *rule)
+static size_t count_hits(mls_str name, const mls_rename_rule *rule)
 {
     size_t hits = 0;
     size_t at = next_hit(name, rule, 0);
@@ -92,7 +92,7 @@ static size_t count_hits(mls_text name, const mls_rename_rule *rule)
 }
 
 /* Dots in a text. */
-static size_t count_dots(mls_text text)
+static size_t count_dots(mls_str text)
 {
     size_t dots = 0;
     for (size_t i = 0; i < text.length; i++) {
@@ -113,7 +113,7 @@ static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule
 
 /* Bytes that are enough for a name under all rules, whatever they do to each other:
  * nothing shrinks, and every segment there can be is hit. */
-static size_t enough_room(mls_text name, const mls_rename_rule *rules, size_t count)
+static size_t enough_room(mls_str name, const mls_rename_rule *rules, size_t count)
 {
     size_t length = name.length;
     size_t segments = count_dots(name) + 1;
@@ -139,7 +139,7 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
                          const mls_rename_rule *rule)
 {
     const size_t shift = new_length > length ? new_length - length : 0;
-    const mls_text name = {.data = out + shift, .length = length};
+    const mls_str name = {.data = out + shift, .length = length};
     memmove(out + shift, out, length);
     size_t written = 0, read = 0, from = 0;
     for (; hits > 0; hits--) {
@@ -157,20 +157,20 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
 }
 
 /* Without a star the old part may be empty: it then matches the start of each name. */
-bool mls_rename_rule_of(mls_text old, mls_text new, mls_rename_rule *out)
+bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
 {
     *out = (mls_rename_rule){.old = old, .new = new};
     if (old.length > 0 && old.data[0] == '*') {
         out->anywhere = true;
-        out->old = (mls_text){old.data + 1, old.length - 1};
+        out->old = (mls_str){old.data + 1, old.length - 1};
     }
     return !out->anywhere || out->old.length > 0;
 }
 
 /* A name that no rule hits costs one copy and one look for each rule.  Where the room
  * ends on the way, what is asked for covers the rules that are still to come. */
-size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
-                      char *out, size_t room, bool *used)
+size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, char *out,
+                      size_t room, bool *used)
 {
     if (name.length > room) {
         return enough_room(name, rules, count);
@@ -178,7 +178,7 @@ size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
     if (name.length > 0) {
         memcpy(out, name.data, name.length);
     }
-    mls_text now = {.data = name.length > 0 ? out : "", .length = name.length};
+    mls_str now = {.data = name.length > 0 ? out : "", .length = name.length};
     for (size_t i = 0; i < count; i++) {
         const size_t hits = count_hits(now, &rules[i]);
         size_t length;
@@ -190,7 +190,7 @@ size_t mls_name_apply(mls_text name, const mls_rename_rule *rules, size_t count,
         }
         if (hits > 0 && room > 0) {
             replace_hits(out, now.length, length, hits, &rules[i]);
-            now = (mls_text){.data = out, .length = length};
+            now = (mls_str){.data = out, .length = length};
         }
     }
     return now.length;
@@ -217,7 +217,7 @@ static const mls_rename_rule marks[MARKS] = {
 
 /* A prefix to take away or to put in front, and how many samples ask for it. */
 typedef struct prefix_guess {
-    mls_text prefix;
+    mls_str prefix;
     bool in_front;
     int votes;
 } prefix_guess;
@@ -234,12 +234,12 @@ static const prefix_guess seeds[SEEDS] = {
  * the texts of guesses lie in `chars` or in the caller's names, or are constants;
  * keep_best copies the one that leads. */
 typedef struct explainer {
-    const mls_text *unexpected, *missing;
+    const mls_str *unexpected, *missing;
     size_t unexpected_count, missing_count;
-    mls_names *wanted; /* tree of `missing` */
-    mls_text *plain;   /* `unexpected` without some marks */
-    char *chars;       /* memory for those that had marks */
-    mls_names *kept;   /* tree of `plain` */
+    mls_name_tree *wanted; /* tree of `missing` */
+    mls_str *plain;        /* `unexpected` without some marks */
+    char *chars;           /* memory for those that had marks */
+    mls_name_tree *kept;   /* tree of `plain` */
     prefix_guess guesses[SEEDS + SAMPLES * NEW_GUESSES];
     size_t guess_count;
     mls_explanation best;
@@ -279,26 +279,26 @@ static mls_code strip_marks(explainer *e, unsigned set, mls_status *st)
     mls_rename_rule rules[MARKS];
     const size_t count = rules_of(set, rules);
     char *out = e->chars;
-    mls_names_free(e->kept);
+    mls_name_tree_free(e->kept);
     e->kept = NULL;
     for (size_t i = 0; i < e->unexpected_count; i++) {
-        const mls_text name = e->unexpected[i];
+        const mls_str name = e->unexpected[i];
         /* names only get shorter, so that each fits where its own bytes do */
         const size_t length = mls_name_apply(name, rules, count, out, name.length, NULL);
         e->plain[i] =
-            length == name.length ? name : (mls_text){.data = out, .length = length};
+            length == name.length ? name : (mls_str){.data = out, .length = length};
         out += name.length;
         if (length == 0 && name.length > 0) {
             return MLS_OK;
         }
     }
-    const mls_code code = mls_names_new(e->plain, e->unexpected_count, &e->kept, st);
+    const mls_code code = mls_name_tree_new(e->plain, e->unexpected_count, &e->kept, st);
     return code == MLS_E_VALUE && set != 0 ? MLS_OK : code;
 }
 
 /* Length of what `longer` has in front of `shorter`, up to a dot; 0 where the one does
  * not end with the other. */
-static size_t prefix_length(mls_text longer, mls_text shorter)
+static size_t prefix_length(mls_str longer, mls_str shorter)
 {
     if (shorter.length == 0 || longer.length <= shorter.length) {
         return 0;
@@ -311,11 +311,11 @@ static size_t prefix_length(mls_text longer, mls_text shorter)
 
 /* Count a vote, if need be for a new guess where `may_add`.  Returns whether it is new.
  */
-static bool vote(explainer *e, mls_text prefix, bool in_front, bool may_add)
+static bool vote(explainer *e, mls_str prefix, bool in_front, bool may_add)
 {
     for (size_t i = 0; i < e->guess_count; i++) {
         prefix_guess *guess = &e->guesses[i];
-        if (guess->in_front == in_front && mls_text_equal(guess->prefix, prefix)) {
+        if (guess->in_front == in_front && mls_str_equal(guess->prefix, prefix)) {
             guess->votes++;
             return false;
         }
@@ -329,18 +329,18 @@ static bool vote(explainer *e, mls_text prefix, bool in_front, bool may_add)
 
 /* Compare one sample with all names of the other list.  `is_unexpected`: the sample is an
  * unexpected name, so that what it has too much is taken away. */
-static void compare_sample(explainer *e, mls_text sample, bool is_unexpected)
+static void compare_sample(explainer *e, mls_str sample, bool is_unexpected)
 {
-    const mls_text *others = is_unexpected ? e->missing : e->plain;
+    const mls_str *others = is_unexpected ? e->missing : e->plain;
     const size_t count = is_unexpected ? e->missing_count : e->unexpected_count;
     int room = NEW_GUESSES;
     for (size_t i = 0; i < count; i++) {
-        const mls_text other = others[i];
+        const mls_str other = others[i];
         const bool is_longer = sample.length > other.length;
-        const mls_text longer = is_longer ? sample : other;
+        const mls_str longer = is_longer ? sample : other;
         const size_t length = prefix_length(longer, is_longer ? other : sample);
         if (length > 0) {
-            const mls_text prefix = {.data = longer.data, .length = length};
+            const mls_str prefix = {.data = longer.data, .length = length};
             room -= vote(e, prefix, is_longer != is_unexpected, room > 0);
         }
     }
@@ -353,7 +353,7 @@ static void collect_guesses(explainer *e)
     memcpy(e->guesses, seeds, sizeof seeds);
     e->guess_count = SEEDS;
     const bool is_unexpected = e->unexpected_count <= e->missing_count;
-    const mls_text *names = is_unexpected ? e->plain : e->missing;
+    const mls_str *names = is_unexpected ? e->plain : e->missing;
     const size_t count = is_unexpected ? e->unexpected_count : e->missing_count;
     /* a short list is compared whole */
     const size_t samples = count < SAMPLES ? count : SAMPLES;
@@ -382,36 +382,36 @@ static const prefix_guess *best_guess(explainer *e)
 
 /* How many names become missing ones once `prefix` is taken away from those that have it;
  * 0 where two become the same, or one becomes empty. */
-static size_t count_without(const explainer *e, mls_text prefix)
+static size_t count_without(const explainer *e, mls_str prefix)
 {
     size_t matched = 0;
     for (size_t i = 0; i < e->unexpected_count; i++) {
-        mls_text name = e->plain[i];
-        if (prefix.length > 0 && mls_text_starts(name, prefix)) {
-            name = (mls_text){.data = name.data + prefix.length,
-                              .length = name.length - prefix.length};
-            const uint32_t same = mls_names_position(e->kept, name);
+        mls_str name = e->plain[i];
+        if (prefix.length > 0 && mls_str_starts(name, prefix)) {
+            name = (mls_str){.data = name.data + prefix.length,
+                             .length = name.length - prefix.length};
+            const uint32_t same = mls_name_tree_position(e->kept, name);
             /* another name that has the prefix makes way for this one */
             if (name.length == 0 ||
-                (same != MLS_NAME_NONE && !mls_text_starts(e->plain[same], prefix))) {
+                (same != MLS_NAME_NONE && !mls_str_starts(e->plain[same], prefix))) {
                 return 0;
             }
         }
-        matched += mls_names_position(e->wanted, name) != MLS_NAME_NONE;
+        matched += mls_name_tree_position(e->wanted, name) != MLS_NAME_NONE;
     }
     return matched;
 }
 
 /* How many names become missing ones once `prefix` stands in front of all of them.  Seen
  * from the other side, so that no name need be put together. */
-static size_t count_behind(const explainer *e, mls_text prefix)
+static size_t count_behind(const explainer *e, mls_str prefix)
 {
     size_t matched = 0;
     for (size_t i = 0; i < e->missing_count; i++) {
-        if (mls_text_starts(e->missing[i], prefix)) {
-            const mls_text rest = {.data = e->missing[i].data + prefix.length,
-                                   .length = e->missing[i].length - prefix.length};
-            matched += mls_names_position(e->kept, rest) != MLS_NAME_NONE;
+        if (mls_str_starts(e->missing[i], prefix)) {
+            const mls_str rest = {.data = e->missing[i].data + prefix.length,
+                                  .length = e->missing[i].length - prefix.length};
+            matched += mls_name_tree_position(e->kept, rest) != MLS_NAME_NONE;
         }
     }
     return matched;
@@ -438,7 +438,7 @@ static mls_code keep_best(explainer *e, unsigned set, const prefix_guess *guess,
         memcpy(found.prefix, guess->prefix.data, guess->prefix.length);
         mls_rename_rule *rule = &found.rules[found.rule_count++];
         *(guess->in_front ? &rule->new : &rule->old) =
-            (mls_text){.data = found.prefix, .length = guess->prefix.length};
+            (mls_str){.data = found.prefix, .length = guess->prefix.length};
     }
     mls_explanation_fini(&e->best);
     e->best = found;
@@ -452,7 +452,7 @@ static mls_code try_marks(explainer *e, unsigned set, mls_status *st)
     if (code != MLS_OK || e->kept == NULL) {
         return code;
     }
-    code = keep_best(e, set, NULL, count_without(e, (mls_text){0}), st);
+    code = keep_best(e, set, NULL, count_without(e, (mls_str){0}), st);
     collect_guesses(e);
     /* checking costs a look at each name, so only a few guesses are worth it */
     for (int i = 0; i < TRIES && code == MLS_OK; i++) {
@@ -482,15 +482,15 @@ static mls_code explainer_init(explainer *e, mls_status *st)
     if (e->chars == NULL || e->plain == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for the names");
     }
-    return mls_names_new(e->missing, e->missing_count, &e->wanted, st);
+    return mls_name_tree_new(e->missing, e->missing_count, &e->wanted, st);
 }
 
 /* Every set of the marks that occur is tried: one that both sides have must stay.  There
  * are at most eight.  What explains no more than half of the shorter list may be chance,
  * and is not given. */
-mls_code mls_names_explain(const mls_text *unexpected, size_t unexpected_count,
-                           const mls_text *missing, size_t missing_count,
-                           mls_explanation *out, mls_status *st)
+mls_code mls_name_tree_explain(const mls_str *unexpected, size_t unexpected_count,
+                               const mls_str *missing, size_t missing_count,
+                               mls_explanation *out, mls_status *st)
 {
     explainer e = {.unexpected = unexpected,
                    .unexpected_count = unexpected_count,
@@ -514,8 +514,8 @@ mls_code mls_names_explain(const mls_text *unexpected, size_t unexpected_count,
         e.best.prefix = NULL; /* the caller's now */
     }
     mls_explanation_fini(&e.best);
-    mls_names_free(e.kept);
-    mls_names_free(e.wanted);
+    mls_name_tree_free(e.kept);
+    mls_name_tree_free(e.wanted);
     mls_free(e.plain);
     mls_free(e.chars);
     return code;

@@ -1,6 +1,6 @@
 /* chainp: chains and schedules as Python holds them, for every planner. */
-#ifndef MLSPY_CHAINP_H
-#define MLSPY_CHAINP_H
+#ifndef MLSPY_CHAIN_ARGS_H
+#define MLSPY_CHAIN_ARGS_H
 
 #include "common/python_api.h"
 

@@ -5,10 +5,10 @@
  * tensor of one of torch's own classes is asked for its bytes instead, once.
  */
 #include "activation/activation_bindings.h"
+#include "activation/strategy_args.h"
 #include "common/errors.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "activation/strategy_args.h"
 
 #include "runtime/process_memory.h"
 
@@ -245,11 +245,11 @@ static PyObject *activation_bytes(PyObject *module, PyObject *activation)
 static PyObject *memory_footprint(PyObject *module, PyObject *unused)
 {
     (void)unused;
-    mls_footprint found;
+    mls_process_memory found;
     mls_status st;
     mls_code code;
     Py_BEGIN_ALLOW_THREADS
-        code = mls_footprint_read(&found, &st);
+        code = mls_process_memory_read(&found, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
         return mlspy_raise(mlspy_state_of(module), &st, NULL);

@@ -12,9 +12,9 @@
  * an adjustment is still due.
  */
 #include "activation/activation_bindings.h"
+#include "activation/strategy_args.h"
 #include "common/args.h"
 #include "common/gil.h"
-#include "activation/strategy_args.h"
 
 #include "activation/strategy.h"
 
@@ -120,7 +120,7 @@ static inline int fill_question(strategy_object *self, const mlspy_question *q,
         mlspy_take_key(q->layer_id, &out->layer) < 0) {
         return -1;
     }
-    if (skips && mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
+    if (skips && mls_layer_choice_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
         return 0;
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
@@ -170,7 +170,7 @@ static PyObject *opinion(strategy_object *self, PyObject *const *args, Py_ssize_
         mlspy_take_key(q.layer_id, &key) < 0) {
         return NULL;
     }
-    const mls_layer_mark mark = mls_layer_mark_of(&self->s.named, &key);
+    const mls_layer_choice mark = mls_layer_choice_of(&self->s.named, &key);
     return Py_NewRef(mark == MLS_LAYER_PLAIN        ? Py_None
                      : mark == MLS_LAYER_CHECKPOINT ? Py_True
                                                     : Py_False);
@@ -199,9 +199,9 @@ static int begin(strategy_object *self, const char *what, PyObject *object)
 
 /* Strategy(number, checkpoint_layers, exclude_layers, share, clock), all optional. Layers
  * are tuples of str, each name once: users' lists are made such by
- * mlstate/activation/_strategies.py, which also names all layers that are in both; here the first of
- * them is refused.  The clock is read once: the first adjustment is due ten seconds after
- * the constructor. */
+ * mlstate/activation/_strategies.py, which also names all layers that are in both; here
+ * the first of them is refused.  The clock is read once: the first adjustment is due ten
+ * seconds after the constructor. */
 static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *what,
                               unsigned flags)
 {
@@ -277,7 +277,7 @@ static PyObject *reset(strategy_object *self, PyObject *unused)
 }
 
 /* New reference to a tuple (name, bytes, calls) of layer `i`. */
-static PyObject *layer_facts(const mls_layer_table *table, size_t i)
+static PyObject *layer_facts(const mls_layer_map *table, size_t i)
 {
     const mls_table_layer layer = table->layers[i];
     PyObject *name = mlspy_str_of(mls_layer_name(table, &layer));
@@ -289,7 +289,7 @@ static PyObject *layer_facts(const mls_layer_table *table, size_t i)
 /* New reference to a list of all layers' facts; the lock is held.  Making objects may run
  * a collection, and that other code, which may reset the strategy: asked anew each time.
  */
-static PyObject *all_facts(const mls_layer_table *table)
+static PyObject *all_facts(const mls_layer_map *table)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < table->count; i++) {
@@ -398,15 +398,15 @@ static PyObject *restore(strategy_object *self, PyObject *state)
                           .named = s->named, /* borrowed */
                           .max_share = s->max_share};
     if (take_state(self, state, &fresh) < 0) {
-        mls_layer_table_fini(&fresh.seen);
+        mls_layer_map_fini(&fresh.seen);
         return NULL;
     }
-    mls_layer_table old;
+    mls_layer_map old;
     MLSPY_BEGIN_LOCKED(self)
     old = self->s.seen;
     self->s = fresh;
     MLSPY_END_LOCKED()
-    mls_layer_table_fini(&old);
+    mls_layer_map_fini(&old);
     Py_RETURN_NONE;
 }
 
@@ -415,7 +415,7 @@ static PyObject *restore(strategy_object *self, PyObject *state)
 /* Names lie in the core's table: each time a new tuple of them. */
 static PyObject *named_layers(strategy_object *self, void *mark)
 {
-    return mlspy_marked_layers(&self->s.named, (mls_layer_mark)(intptr_t)mark);
+    return mlspy_marked_layers(&self->s.named, (mls_layer_choice)(intptr_t)mark);
 }
 
 static PyMethodDef strategy_methods[] = {

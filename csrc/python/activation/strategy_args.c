@@ -1,9 +1,9 @@
 /* question: what all strategies take from Python: the arguments of a decision when they
  * are not the usual ones, lists of layers.
  *
- * Nothing here is called for the usual decision (strategy_args.h), so all of it may take its
- * time to say what is wrong.  Arguments are checked before anything is counted: a call
- * that raises leaves a strategy as it was.
+ * Nothing here is called for the usual decision (strategy_args.h), so all of it may take
+ * its time to say what is wrong.  Arguments are checked before anything is counted: a
+ * call that raises leaves a strategy as it was.
  */
 #include "activation/strategy_args.h"
 
@@ -99,8 +99,8 @@ int mlspy_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t narg
 }
 
 /* Mark all names of a tuple; NULL: none.  -1 with an exception set. */
-int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
-                      mls_layer_table *table)
+int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_choice mark,
+                      mls_layer_map *table)
 {
     for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
         mls_layer_key key;
@@ -115,7 +115,7 @@ int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
             return -1;
         }
         /* the caller has listed all that are in both; this holds for the core's users */
-        if (mls_layer_set_mark(table, &key, mark, &st) != MLS_OK) {
+        if (mls_layer_set_choice(table, &key, mark, &st) != MLS_OK) {
             mlspy_strategy_fail(self, &st);
             return -1;
         }
@@ -124,7 +124,7 @@ int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
 }
 
 /* New reference to a tuple of the names that have a mark, in their order. */
-PyObject *mlspy_marked_layers(const mls_layer_table *table, mls_layer_mark mark)
+PyObject *mlspy_marked_layers(const mls_layer_map *table, mls_layer_choice mark)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < table->count; i++) {

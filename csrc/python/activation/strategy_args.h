@@ -4,8 +4,8 @@
  * inline: three positional arguments, a str whose hash Python keeps, a small int, an
  * ndarray.  All else takes a second look, in strategy_args.c and py_activation_memory.c.
  */
-#ifndef MLSPY_STRATEGYP_H
-#define MLSPY_STRATEGYP_H
+#ifndef MLSPY_STRATEGY_ARGS_H
+#define MLSPY_STRATEGY_ARGS_H
 
 #include "common/python_api.h"
 
@@ -43,11 +43,11 @@ int mlspy_strategy_number(PyObject *self, PyObject *object, const char *what,
                           int64_t *out);
 
 /* Mark all names of a tuple; NULL: none.  -1 with TypeError or ValueError set. */
-int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_mark mark,
-                      mls_layer_table *table);
+int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_choice mark,
+                      mls_layer_map *table);
 
 /* New reference to a tuple of the names that have a mark, in their order. */
-PyObject *mlspy_marked_layers(const mls_layer_table *table, mls_layer_mark mark);
+PyObject *mlspy_marked_layers(const mls_layer_map *table, mls_layer_choice mark);
 
 /* ---- the short way in ---- */
 

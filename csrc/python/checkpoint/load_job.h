@@ -1,6 +1,6 @@
 /* catalog_load: what is wanted of a Catalog, shared by loading and by looking ahead. */
-#ifndef MLSPY_CATALOG_LOAD_H
-#define MLSPY_CATALOG_LOAD_H
+#ifndef MLSPY_LOAD_JOB_H
+#define MLSPY_LOAD_JOB_H
 
 #include "common/python_api.h"
 

@@ -1,6 +1,6 @@
 /* catalog_methods: the methods of a Catalog that have files of their own. */
-#ifndef MLSPY_CATALOG_METHODS_H
-#define MLSPY_CATALOG_METHODS_H
+#ifndef MLSPY_MERGED_INDEX_METHODS_H
+#define MLSPY_MERGED_INDEX_METHODS_H
 
 #include "common/python_api.h"
 

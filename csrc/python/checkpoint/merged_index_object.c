@@ -44,7 +44,7 @@ PyObject *mlspy_catalog_key(const mls_tensor_id *id)
         return PyErr_NoMemory();
     }
     mls_shard_write_key(id, key);
-    PyObject *result = mlspy_str_of((mls_text){key, length});
+    PyObject *result = mlspy_str_of((mls_str){key, length});
     if (key != few) {
         mls_free(key);
     }

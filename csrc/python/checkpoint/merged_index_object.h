@@ -1,19 +1,19 @@
 /* catalog_object: a Catalog as Python holds it, and what its methods share. */
-#ifndef MLSPY_CATALOG_OBJECT_H
-#define MLSPY_CATALOG_OBJECT_H
+#ifndef MLSPY_MERGED_INDEX_OBJECT_H
+#define MLSPY_MERGED_INDEX_OBJECT_H
 
 #include "common/python_api.h"
 
 #include "common/module_state.h"
 
-#include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/index/index.h"
+#include "checkpoint/ranks/merged_index.h"
 
 /* A Catalog: immutable once it exists. */
 typedef struct mlspy_catalog {
     PyObject_HEAD mls_index *indexes;
     size_t index_count;
-    mls_catalog catalog;
+    mls_merged_index catalog;
 } mlspy_catalog;
 
 /* The module's state, from a Catalog. */

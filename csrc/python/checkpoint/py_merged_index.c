@@ -4,23 +4,23 @@
  * goes: choose tensors and parts, see that all of it is stored and that the files are
  * there, make or view the arrays (with the GIL), read (without).
  */
-#include "common/args.h"
-#include "checkpoint/merged_index_methods.h"
-#include "checkpoint/merged_index_object.h"
 #include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
-#include "common/errors.h"
+#include "checkpoint/merged_index_methods.h"
+#include "checkpoint/merged_index_object.h"
+#include "checkpoint/py_layout.h"
+#include "common/args.h"
 #include "common/dict_items.h"
+#include "common/errors.h"
 #include "common/module_state.h"
 #include "common/progress.h"
-#include "checkpoint/py_layout.h"
 
-#include "checkpoint/ranks/merged_index_summary.h"
 #include "base/memory.h"
-#include "safetensors/safetensors.h"
-#include "io/json_checksum.h"
 #include "checkpoint/index/shard_header.h"
+#include "checkpoint/ranks/merged_index_summary.h"
 #include "checkpoint/read/verify.h"
+#include "io/json_checksum.h"
+#include "safetensors/safetensors.h"
 
 #include <unistd.h>
 
@@ -32,7 +32,7 @@ static void catalog_dealloc(PyObject *object)
 {
     mlspy_catalog *self = (mlspy_catalog *)object;
     PyTypeObject *type = Py_TYPE(object);
-    mls_catalog_fini(&self->catalog);
+    mls_merged_index_fini(&self->catalog);
     for (size_t i = 0; i < self->index_count; i++) {
         mls_index_fini(&self->indexes[i]);
     }
@@ -105,7 +105,7 @@ static int fill(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
         pointers[i] = &self->indexes[i];
     }
     Py_BEGIN_ALLOW_THREADS
-        code = mls_catalog_init(&self->catalog, pointers, count, &st);
+        code = mls_merged_index_init(&self->catalog, pointers, count, &st);
     Py_END_ALLOW_THREADS
     failed = code == MLS_OK ? 0 : -1;
     if (failed < 0) {
@@ -170,7 +170,7 @@ static PyObject *catalog_keys(PyObject *object, PyObject *argument)
 /* New reference to a tuple of sizes, by the one function that makes shapes. */
 static PyObject *sizes_tuple(const size_t *sizes, int count)
 {
-    const mls_facts facts = {.rank = count, .shape = sizes};
+    const mls_tensor_meta facts = {.rank = count, .shape = sizes};
     return mlspy_shape_tuple(&facts);
 }
 
@@ -200,7 +200,7 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
  * None.
  *
  * Each N takes its reference, or passes a NULL on as the exception that is set. */
-static PyObject *tensor_tuple(const mlspy_catalog *self, const mls_catalog_tensor *t)
+static PyObject *tensor_tuple(const mlspy_catalog *self, const mls_merged_index_tensor *t)
 {
     const mls_index_shard *facts = t->facts;
     const mls_tensor_summary sum = mls_tensor_summarize(&self->catalog, t);
@@ -246,7 +246,7 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
         const mls_layer *layer = &shard->layers->list[i];
         char crc[MLS_CRC_DIGITS];
         mls_crc_to_digits(layer->crc, crc);
-        const mls_frames *frames = layer->frames;
+        const mls_compressed_frames *frames = layer->frames;
         PyObject *one = Py_BuildValue(
             "(sKKs#KKz)", index->files[layer->file].path,
             (unsigned long long)layer->offset, (unsigned long long)layer->bytes, crc,
@@ -337,7 +337,7 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
     if (path == NULL) {
         return NULL;
     }
-    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
+    mls_json_writer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
     mls_status st;
     const mls_code code =
         mls_shard_header_find(self->indexes, self->index_count, path,
@@ -350,7 +350,7 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
     } else {
         result = Py_NewRef(Py_None);
     }
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
     return result;
 }
 

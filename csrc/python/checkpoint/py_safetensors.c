@@ -8,12 +8,12 @@
  */
 #include "checkpoint/py_safetensors.h"
 
-#include "common/args.h"
-#include "common/array_view.h"
 #include "checkpoint/checkpoint_bindings.h"
+#include "common/args.h"
+#include "common/array_alloc.h"
+#include "common/array_view.h"
 #include "common/errors.h"
 #include "common/module_state.h"
-#include "common/array_alloc.h"
 
 #include "base/memory.h"
 #include "safetensors/safetensors.h"
@@ -74,7 +74,7 @@ static const mls_crc_kernels *crc_of(PyObject *module)
 typedef struct save_job {
     mls_safetensors_content content;
     mls_named_tensor *tensors;
-    mls_text_pair *metadata;
+    mls_str_pair *metadata;
     mlspy_view *views;
 } save_job;
 
@@ -129,7 +129,7 @@ static int take_metadata(PyObject *pairs, save_job *job)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i++) {
         PyObject *key, *value;
-        mls_text_pair *pair = &job->metadata[i];
+        mls_str_pair *pair = &job->metadata[i];
         if (take_pair(pairs, i, &key, &value) < 0 ||
             mlspy_take_text(key, "metadata key", &pair->key) < 0 ||
             mlspy_take_text(value, "metadata value", &pair->value) < 0) {

@@ -1,6 +1,6 @@
 /* py_file: mapped files as the base of arrays. */
-#ifndef MLSPY_PY_FILE_H
-#define MLSPY_PY_FILE_H
+#ifndef MLSPY_PY_SAFETENSORS_H
+#define MLSPY_PY_SAFETENSORS_H
 
 #include "common/python_api.h"
 

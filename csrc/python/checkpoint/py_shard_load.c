@@ -6,19 +6,19 @@
  */
 #include "checkpoint/load_job.h"
 
-#include "common/args.h"
-#include "common/array_view.h"
-#include "checkpoint/merged_index_methods.h"
-#include "checkpoint/merged_index_object.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
-#include "common/errors.h"
-#include "common/dict_items.h"
-#include "common/module_state.h"
-#include "common/array_alloc.h"
-#include "common/progress.h"
-#include "checkpoint/py_safetensors.h"
+#include "checkpoint/merged_index_methods.h"
+#include "checkpoint/merged_index_object.h"
 #include "checkpoint/py_layout.h"
+#include "checkpoint/py_safetensors.h"
+#include "common/args.h"
+#include "common/array_alloc.h"
+#include "common/array_view.h"
+#include "common/dict_items.h"
+#include "common/errors.h"
+#include "common/module_state.h"
+#include "common/progress.h"
 
 #include "base/memory.h"
 
@@ -135,7 +135,7 @@ static int choose(mlspy_load_job *job, mls_section section, PyObject *keys,
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        mls_text text;
+        mls_str text;
         PyObject *key = PyList_GET_ITEM(keys, i);
         if (mlspy_take_text(key, "tensor name", &text) < 0) {
             return -1;
@@ -237,8 +237,8 @@ static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
                               PyObject *capsules, mlspy_room *room)
 {
     uint64_t offset;
-    const mls_catalog_shard *run =
-        mls_catalog_run(&job->catalog->catalog, w->tensor, &w->part, &offset);
+    const mls_merged_index_shard *run =
+        mls_merged_index_run(&job->catalog->catalog, w->tensor, &w->part, &offset);
     if (run == NULL) {
         return Py_NewRef(Py_None);
     }
@@ -259,7 +259,7 @@ static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
  * the arrays as well: their memory must last while it is read to, whoever may get hold of
  * the dict meanwhile, and also where one of them cannot be made.  `made` is told how many
  * pieces have their places; NULL: nobody waits. */
-static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_gate *made)
+static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_watermark *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
@@ -283,7 +283,7 @@ static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_gate *made)
         }
         good = array != NULL && PyDict_SetItem(result, w->key, array) == 0;
         if (made != NULL && i % TOGETHER == 0) {
-            mls_gate_open(made, used);
+            mls_watermark_advance(made, used);
         }
     }
     job->plan.piece_count = used;
@@ -305,7 +305,7 @@ typedef struct making {
 } making;
 
 /* In the calling thread, which takes the GIL back for it. */
-static bool make_meanwhile(void *context, mls_gate *made)
+static bool make_meanwhile(void *context, mls_watermark *made)
 {
     making *m = context;
     mlspy_progress_end(m->progress);
@@ -453,7 +453,7 @@ static int view_array(const mlspy_load_job *job, const mls_wanted *w, PyObject *
                       mlspy_view *out)
 {
     char what[MLS_NAME_BYTES];
-    const mls_text name = w->tensor->facts->id.name;
+    const mls_str name = w->tensor->facts->id.name;
     if (mlspy_view_quickly(job->state, array, true, out)) {
         return 0;
     }

@@ -1,36 +1,36 @@
 /* py_owners: which parts of tensors, and which bytes of files, a load needs.
  *
- * A Catalog may hold one index of each pattern only (index_pattern.h).  mlstate/checkpoint/_store/index_patterns.py
- * knows which ranks store which parts.
+ * A Catalog may hold one index of each pattern only (index_pattern.h).
+ * mlstate/checkpoint/_store/index_patterns.py knows which ranks store which parts.
  */
-#include "common/args.h"
+#include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/load_job.h"
 #include "checkpoint/merged_index_methods.h"
 #include "checkpoint/merged_index_object.h"
-#include "checkpoint/checkpoint_folder.h"
+#include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
 
-#include "sharding/layout_intersection.h"
 #include "base/memory.h"
 #include "checkpoint/ranks/index_pattern.h"
+#include "sharding/layout_intersection.h"
 
 /* ---- patterns ---- */
 
 /* New reference to (bytes, (part, ...)), or to None for an index without a pattern. */
 static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
 {
-    mls_pattern pattern;
+    mls_index_pattern pattern;
     mls_status st;
-    mls_buffer bytes = {.most = (size_t)1 << 30};
+    mls_json_writer bytes = {.most = (size_t)1 << 30};
     PyObject *parts = NULL, *result = NULL;
-    if (mls_pattern_init(index, &pattern, &st) != MLS_OK) {
+    if (mls_index_pattern_init(index, &pattern, &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     if (!pattern.known) {
         return Py_NewRef(Py_None);
     }
-    mls_pattern_bytes(index, &pattern, &bytes);
+    mls_index_pattern_bytes(index, &pattern, &bytes);
     if (bytes.code != MLS_OK) {
         mls_fail(&st, bytes.code, "no room for the pattern of %zu shards",
                  index->shard_count);
@@ -50,8 +50,8 @@ static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
         result = Py_BuildValue("(y#N)", bytes.data == NULL ? "" : bytes.data,
                                (Py_ssize_t)bytes.length, parts);
     }
-    mls_buffer_fini(&bytes);
-    mls_pattern_fini(&pattern);
+    mls_json_writer_fini(&bytes);
+    mls_index_pattern_fini(&pattern);
     return result;
 }
 
@@ -76,25 +76,26 @@ PyObject *mlspy_catalog_patterns(PyObject *object, PyObject *unused)
 /* ---- owners ---- */
 
 /* Accepts NULL. */
-static void free_patterns(const mlspy_catalog *self, mls_pattern *patterns)
+static void free_patterns(const mlspy_catalog *self, mls_index_pattern *patterns)
 {
     for (size_t i = 0; patterns != NULL && i < self->index_count; i++) {
-        mls_pattern_fini(&patterns[i]);
+        mls_index_pattern_fini(&patterns[i]);
     }
     mls_free(patterns);
 }
 
 /* The patterns of all indexes, or NULL with an exception set. */
-static mls_pattern *find_patterns(const mlspy_catalog *self, const mlspy_state *state)
+static mls_index_pattern *find_patterns(const mlspy_catalog *self,
+                                        const mlspy_state *state)
 {
     mls_status st;
-    mls_pattern *patterns = mls_alloc(self->index_count, sizeof *patterns);
+    mls_index_pattern *patterns = mls_alloc(self->index_count, sizeof *patterns);
     if (patterns == NULL) {
         PyErr_NoMemory();
         return NULL;
     }
     for (size_t i = 0; i < self->index_count; i++) {
-        if (mls_pattern_init(&self->indexes[i], &patterns[i], &st) != MLS_OK) {
+        if (mls_index_pattern_init(&self->indexes[i], &patterns[i], &st) != MLS_OK) {
             free_patterns(self, patterns);
             mlspy_raise(state, &st, NULL);
             return NULL;
@@ -104,16 +105,17 @@ static mls_pattern *find_patterns(const mlspy_catalog *self, const mlspy_state *
 }
 
 /* New reference to the places of a tensor: pairs of 32-bit numbers as bytes. */
-static PyObject *places_bytes(const mlspy_catalog *self, const mls_pattern *patterns,
-                              const mls_catalog_tensor *tensor)
+static PyObject *places_bytes(const mlspy_catalog *self,
+                              const mls_index_pattern *patterns,
+                              const mls_merged_index_tensor *tensor)
 {
-    mls_buffer b = {.most = (size_t)1 << 30};
-    mls_pattern_places(self->indexes, patterns, self->index_count, &tensor->facts->id,
-                       &b);
+    mls_json_writer b = {.most = (size_t)1 << 30};
+    mls_index_pattern_places(self->indexes, patterns, self->index_count,
+                             &tensor->facts->id, &b);
     PyObject *bytes = b.code == MLS_OK
                           ? PyBytes_FromStringAndSize(b.data, (Py_ssize_t)b.length)
                           : PyErr_NoMemory();
-    mls_buffer_fini(&b);
+    mls_json_writer_fini(&b);
     return bytes;
 }
 
@@ -122,7 +124,7 @@ PyObject *mlspy_catalog_places(PyObject *object, PyObject *unused)
 {
     const mlspy_catalog *self = (mlspy_catalog *)object;
     (void)unused;
-    mls_pattern *patterns = find_patterns(self, mlspy_catalog_state(object));
+    mls_index_pattern *patterns = find_patterns(self, mlspy_catalog_state(object));
     PyObject *list =
         patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->catalog.tensor_count);
     for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
@@ -151,17 +153,18 @@ static PyObject *set_under(PyObject *dict, PyObject *key)
 
 /* Add the parts that have elements of what is wanted of one tensor, the first `most` of
  * them: a layout may claim any number of parts. */
-static int add_parts(const mlspy_load_job *job, const mls_pattern *patterns,
+static int add_parts(const mlspy_load_job *job, const mls_index_pattern *patterns,
                      const mls_wanted *w, Py_ssize_t most, PyObject *dict)
 {
     const mls_index_shard *facts = w->tensor->facts;
     PyObject *key = places_bytes(job->catalog, patterns, w->tensor);
     PyObject *set = key == NULL ? NULL : set_under(dict, key);
-    mls_meeting meeting;
+    mls_layout_intersection meeting;
     size_t part;
     int failed = set == NULL ? -1 : 0;
-    mls_meeting_init(&meeting, &facts->layout, facts->rank, facts->shape, &w->part);
-    while (failed == 0 && most-- > 0 && mls_meeting_next(&meeting, &part)) {
+    mls_layout_intersection_init(&meeting, &facts->layout, facts->rank, facts->shape,
+                                 &w->part);
+    while (failed == 0 && most-- > 0 && mls_layout_intersection_next(&meeting, &part)) {
         PyObject *number = PyLong_FromSize_t(part);
         failed = number == NULL ? -1 : PySet_Add(set, number);
         Py_XDECREF(number);
@@ -177,7 +180,7 @@ PyObject *mlspy_catalog_wanted_parts(PyObject *object, PyObject *const *args,
                                      Py_ssize_t count)
 {
     mlspy_load_job job = {.folder = -1};
-    mls_pattern *patterns = NULL;
+    mls_index_pattern *patterns = NULL;
     PyObject *dict = NULL;
     if (mlspy_take_count("wanted_parts", 5, count) < 0) {
         return NULL;
@@ -207,17 +210,17 @@ static int add_reads(const mlspy_load_job *job, const mls_wanted *w, bool verify
                      PyObject *list)
 {
     const size_t most = w->tensor->places;
-    const mls_piece_room room = {mls_alloc(most, sizeof *room.stored),
-                                 mls_alloc(most, sizeof *room.parts),
-                                 mls_alloc(most, sizeof *room.pieces)};
+    const mls_read_scratch room = {mls_alloc(most, sizeof *room.stored),
+                                   mls_alloc(most, sizeof *room.parts),
+                                   mls_alloc(most, sizeof *room.pieces)};
     mls_status st;
     size_t count = 0;
     int failed = 0;
     if (room.stored == NULL || room.parts == NULL || room.pieces == NULL) {
         PyErr_NoMemory();
         failed = -1;
-    } else if (mls_catalog_pieces(&job->catalog->catalog, w->tensor, &w->part, NULL,
-                                  &room, &count, &st) != MLS_OK) {
+    } else if (mls_merged_index_pieces(&job->catalog->catalog, w->tensor, &w->part, NULL,
+                                       &room, &count, &st) != MLS_OK) {
         mlspy_raise_under(job->state, &st, job->path, NULL);
         failed = -1;
     }

@@ -1,23 +1,23 @@
 /* py_shards: one rank's shards written, and small things that checkpoints need.  The
- * public names and their docstrings are in mlstate/checkpoint/__init__.py; these take positional
- * arguments only.
+ * public names and their docstrings are in mlstate/checkpoint/__init__.py; these take
+ * positional arguments only.
  *
  *   shards_gather, shards_stage (py_staging.c): what is to be stored
  *   shards_write: without the GIL, mls_shards_write
  */
-#include "common/args.h"
-#include "checkpoint/merged_index_object.h"
 #include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
-#include "common/errors.h"
+#include "checkpoint/merged_index_object.h"
 #include "checkpoint/shard_items.h"
+#include "common/args.h"
+#include "common/errors.h"
 #include "common/module_state.h"
 #include "common/progress.h"
 
+#include "checkpoint/write/write_plan.h"
 #include "io/file.h"
 #include "io/json_checksum.h"
-#include "checkpoint/write/write_plan.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -130,7 +130,7 @@ static int take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
 /* The codec of a name, which the package has looked at; None is none. */
 static int take_codec(PyObject *name, mls_shard_job *job)
 {
-    mls_text text;
+    mls_str text;
     if (name == Py_None) {
         return 0;
     }
@@ -138,7 +138,7 @@ static int take_codec(PyObject *name, mls_shard_job *job)
         return -1;
     }
     for (int i = 0; i < MLS_CODEC_COUNT; i++) {
-        if (mls_text_is(text, mls_codec_name((mls_codec)i))) {
+        if (mls_str_is(text, mls_codec_name((mls_codec)i))) {
             job->compress = true;
             job->codec = (mls_codec)i;
             return 0;
@@ -182,7 +182,7 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
 {
     const mlspy_state *state = mlspy_state_of(module);
     mls_shard_job job = {0};
-    mls_text generation;
+    mls_str generation;
     if (mlspy_take_count("shards_write", 8, count) < 0 ||
         take_mode(state, args[7], &job.mode) < 0 ||
         mlspy_take_text(args[1], "generation", &generation) < 0 ||
@@ -211,8 +211,8 @@ static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t
 {
     const mlspy_state *state = mlspy_state_of(module);
     mls_shard_job job = {.crc = mls_crc_of(state->kernels->cpu)};
-    mls_buffer text = {0};
-    mls_text generation;
+    mls_json_writer text = {0};
+    mls_str generation;
     mls_status st;
     mls_code code;
     int64_t pack_below;
@@ -238,14 +238,14 @@ static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     job.rank = g->rank;
     job.world_size = g->world_size;
     Py_BEGIN_ALLOW_THREADS
-        code = mls_shard_plan_index(&job, &text, &st);
+        code = mls_write_plan_index(&job, &text, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
         mlspy_raise(state, &st, NULL);
     } else {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
     }
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
     return result;
 }
 
@@ -256,18 +256,19 @@ static PyObject *seal(PyObject *module, PyObject *text)
 {
     char *bytes;
     Py_ssize_t length;
-    const size_t start = sizeof MLS_SEAL_START - 1;
+    const size_t start = sizeof MLS_JSON_CHECKSUM_START - 1;
     if (PyBytes_AsStringAndSize(text, &bytes, &length) < 0) {
         return NULL;
     }
-    if ((size_t)length < start || memcmp(bytes, MLS_SEAL_START, start) != 0) {
-        PyErr_SetString(PyExc_ValueError, "the text must start with " MLS_SEAL_START);
+    if ((size_t)length < start || memcmp(bytes, MLS_JSON_CHECKSUM_START, start) != 0) {
+        PyErr_SetString(PyExc_ValueError,
+                        "the text must start with " MLS_JSON_CHECKSUM_START);
         return NULL;
     }
     PyObject *sealed = PyBytes_FromStringAndSize(bytes, length);
     if (sealed != NULL) {
-        mls_seal(PyBytes_AS_STRING(sealed), (size_t)length,
-                 mls_crc_of(mlspy_state_of(module)->kernels->cpu));
+        mls_json_checksum_set(PyBytes_AS_STRING(sealed), (size_t)length,
+                              mls_crc_of(mlspy_state_of(module)->kernels->cpu));
     }
     return sealed;
 }
@@ -283,8 +284,8 @@ static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     const mlspy_state *state = mlspy_state_of(module);
-    return mls_seal_check(bytes, (size_t)length, mls_crc_of(state->kernels->cpu), &st) ==
-                   MLS_OK
+    return mls_json_checksum_check(bytes, (size_t)length, mls_crc_of(state->kernels->cpu),
+                                   &st) == MLS_OK
                ? Py_NewRef(Py_None)
                : mlspy_raise(state, &st, args[1]);
 }

@@ -1,15 +1,16 @@
 /* py_tiers: the bookkeeping behind mlstate.TieredState, and names of files.
  *
- * A Tiers object counts bytes and uses; mlstate/checkpoint/_tiers/tiered_state.py moves the arrays and holds a
- * lock whenever it asks one of these.  Tiers go by their names, units by their numbers.
+ * A Tiers object counts bytes and uses; mlstate/checkpoint/_tiers/tiered_state.py moves
+ * the arrays and holds a lock whenever it asks one of these.  Tiers go by their names,
+ * units by their numbers.
  */
-#include "common/args.h"
 #include "checkpoint/checkpoint_bindings.h"
+#include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
 
-#include "io/safe_filename.h"
 #include "checkpoint/tiers/tier_policy.h"
+#include "io/safe_filename.h"
 
 /* The core's structure and nothing of Python's: no references, so no cycles.  The lock is
  * the caller's, since what it guards is more than this table. */
@@ -72,12 +73,12 @@ static int take_unit(PyObject *self, PyObject *object, size_t *out)
 /* The name of one of the three tiers: a str, and so a member of Tier too. */
 static int take_tier(PyObject *object, mls_tier *out)
 {
-    mls_text text;
+    mls_str text;
     if (mlspy_take_text(object, "tier", &text) < 0) {
         return -1;
     }
     for (int i = MLS_TIER_HOT; i < MLS_TIER_COUNT; i++) {
-        if (mls_text_is(text, mls_tier_name((mls_tier)i))) {
+        if (mls_str_is(text, mls_tier_name((mls_tier)i))) {
             *out = (mls_tier)i;
             return 0;
         }
@@ -397,7 +398,7 @@ static PyType_Spec tiers_spec = {
  * Without a suffix.  Only a long name is cut, and has the number in it. */
 static PyObject *file_name(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    mls_text text;
+    mls_str text;
     uint64_t number;
     char encoded[MLS_FILENAME_BYTES + 1];
     if (mlspy_take_count("file_name", 2, count) < 0 ||

@@ -11,11 +11,11 @@
  */
 #include "checkpoint/shard_items.h"
 
+#include "checkpoint/py_layout.h"
 #include "common/args.h"
 #include "common/array_view.h"
-#include "common/errors.h"
 #include "common/dict_items.h"
-#include "checkpoint/py_layout.h"
+#include "common/errors.h"
 
 #include "base/memory.h"
 
@@ -128,7 +128,8 @@ static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
     if (id->has_state && model != Py_None && (name = mlspy_str_of(id->name)) != NULL &&
         mlspy_dict_get(model, name, &parameter) == 1) {
         const int said = said_shape(g, parameter, shape);
-        differ = said >= 0 && mls_align(id->state, rank, dims, said, shape, axes);
+        differ =
+            said >= 0 && mls_optimizer_axes(id->state, rank, dims, said, shape, axes);
     }
     PyErr_Clear();
     Py_XDECREF(name);
@@ -167,13 +168,13 @@ static int shard_number(const mlspy_gathering *g, PyObject *shard, const char *n
 /* Where the shard says it is kept; the class has checked the name. */
 static int shard_tier(PyObject *shard, mls_tier *out)
 {
-    mls_text text;
+    mls_str text;
     PyObject *value = PyObject_GetAttrString(shard, "tier");
     int failed = value == NULL ? -1 : 0;
     if (failed == 0 && value != Py_None) {
         failed = mlspy_take_text(value, "tier", &text);
         for (int i = 1; failed == 0 && i < MLS_TIER_COUNT; i++) {
-            *out = mls_text_is(text, mls_tier_name((mls_tier)i)) ? (mls_tier)i : *out;
+            *out = mls_str_is(text, mls_tier_name((mls_tier)i)) ? (mls_tier)i : *out;
         }
     }
     Py_XDECREF(value);

@@ -1,16 +1,16 @@
 /* gathering: the arrays of a state as the core's items, held for as long as it needs
  * them.
  */
-#ifndef MLSPY_GATHERING_H
-#define MLSPY_GATHERING_H
+#ifndef MLSPY_SHARD_ITEMS_H
+#define MLSPY_SHARD_ITEMS_H
 
 #include "common/python_api.h"
 
 #include "common/dict_items.h"
 #include "common/module_state.h"
 
-#include "sharding/layout.h"
 #include "checkpoint/write/shard_list.h"
+#include "sharding/layout.h"
 
 /* What a save holds on to.  Zeroed, and then its first fields set, before it is filled.
  */

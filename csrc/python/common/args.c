@@ -83,7 +83,7 @@ int mlspy_take_double(PyObject *object, const char *what, double *out)
 }
 
 /* No copy: a str keeps its UTF-8 once it was asked for it, as long as it lives. */
-int mlspy_take_text(PyObject *object, const char *what, mls_text *out)
+int mlspy_take_text(PyObject *object, const char *what, mls_str *out)
 {
     if (!PyUnicode_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
@@ -101,7 +101,7 @@ int mlspy_take_text(PyObject *object, const char *what, mls_text *out)
         }
         return -1;
     }
-    *out = (mls_text){.data = data, .length = (size_t)length};
+    *out = (mls_str){.data = data, .length = (size_t)length};
     return 0;
 }
 
@@ -118,7 +118,7 @@ int mlspy_take_dict(PyObject *object, const char *what)
 
 /* Strict all the same: text that is not UTF-8 is a mistake of ours, and must not pass as
  * some other name. */
-PyObject *mlspy_str_of(mls_text text)
+PyObject *mlspy_str_of(mls_str text)
 {
     return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
 }

@@ -27,12 +27,12 @@ int mlspy_take_double(PyObject *object, const char *what, double *out);
 
 /* The UTF-8 of a str, which owns it.  -1 with TypeError, or with ValueError for half of a
  * surrogate pair, and `*out` untouched. */
-int mlspy_take_text(PyObject *object, const char *what, mls_text *out);
+int mlspy_take_text(PyObject *object, const char *what, mls_str *out);
 
 /* TypeError unless an object is a dict; `what` names it. */
 int mlspy_take_dict(PyObject *object, const char *what);
 
 /* New reference to a str of text that is known to be UTF-8. */
-PyObject *mlspy_str_of(mls_text text);
+PyObject *mlspy_str_of(mls_str text);
 
 #endif

@@ -1,7 +1,7 @@
 /* new_arrays: arrays for the tensors of files, over new memory or over a mapping.  Small
  * ones share blocks (array_block.h). */
-#ifndef MLSPY_NEW_ARRAYS_H
-#define MLSPY_NEW_ARRAYS_H
+#ifndef MLSPY_ARRAY_ALLOC_H
+#define MLSPY_ARRAY_ALLOC_H
 
 #include "common/python_api.h"
 

@@ -60,7 +60,7 @@ bool mlspy_entry_is_plain(PyObject *key, PyObject *value)
 /* A subclass of str becomes a plain one. */
 PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 {
-    mls_text name;
+    mls_str name;
     if (mlspy_entry_is_plain(key, value)) {
         return Py_NewRef(key);
     }
@@ -429,7 +429,7 @@ int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
 }
 
 /* As NumPy and torch say shapes, so that the two can be compared in Python. */
-PyObject *mlspy_shape_tuple(const mls_facts *facts)
+PyObject *mlspy_shape_tuple(const mls_tensor_meta *facts)
 {
     PyObject *tuple = PyTuple_New(facts->rank);
     for (int axis = 0; tuple != NULL && axis < facts->rank; axis++) {

@@ -1,13 +1,13 @@
 /* items: the entries of a dict of arrays at one moment, and lookups in such dicts. */
-#ifndef MLSPY_ITEMS_H
-#define MLSPY_ITEMS_H
+#ifndef MLSPY_DICT_ITEMS_H
+#define MLSPY_DICT_ITEMS_H
 
 #include "common/python_api.h"
 
 #include "common/module_state.h"
 
-#include "state/metadata_compare.h"
 #include "base/string_view.h"
+#include "state/metadata_compare.h"
 
 #include <stdbool.h>
 
@@ -17,10 +17,10 @@ enum { MLSPY_FEW_AXES = 4 }; /* most arrays have no more */
  * move once it has facts. */
 typedef struct mlspy_item {
     PyObject *key, *value; /* strong */
-    mls_text name;
-    mls_facts facts;     /* once mlspy_items_facts was called */
-    PyObject *text;      /* strong or NULL: the name of a dtype that the core lacks */
-    size_t *owned_shape; /* NULL if the shape fits `few` */
+    mls_str name;
+    mls_tensor_meta facts; /* once mlspy_items_facts was called */
+    PyObject *text;        /* strong or NULL: the name of a dtype that the core lacks */
+    size_t *owned_shape;   /* NULL if the shape fits `few` */
     size_t few[MLSPY_FEW_AXES];
 } mlspy_item;
 
@@ -72,7 +72,7 @@ int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out);
 /* ---- single entries ---- */
 
 /* New reference to a tuple of the dimensions. */
-PyObject *mlspy_shape_tuple(const mls_facts *facts);
+PyObject *mlspy_shape_tuple(const mls_tensor_meta *facts);
 
 /* Bytes of an array's elements; -1 with an exception set. */
 int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out);

@@ -7,8 +7,8 @@
 
 #include "common/args.h"
 #include "common/array_view.h"
-#include "common/errors.h"
 #include "common/dict_items.h"
+#include "common/errors.h"
 #include "common/module_state.h"
 
 #include "base/memory.h"
@@ -25,9 +25,9 @@ void mlspy_pairs_fini(mlspy_pairs *p)
 }
 
 /* Texts of the names of some items; NULL with MemoryError set. */
-static mls_text *texts_of(const mlspy_items *items)
+static mls_str *texts_of(const mlspy_items *items)
 {
-    mls_text *texts = mls_realloc(NULL, items->count, sizeof *texts);
+    mls_str *texts = mls_realloc(NULL, items->count, sizeof *texts);
     if (texts == NULL) {
         PyErr_NoMemory();
         return NULL;
@@ -75,8 +75,8 @@ static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *al
 {
     mls_status st;
     size_t rest_count;
-    mls_text *source = texts_of(&p->source);
-    mls_text *target = source == NULL ? NULL : texts_of(all);
+    mls_str *source = texts_of(&p->source);
+    mls_str *target = source == NULL ? NULL : texts_of(all);
     size_t *partners = mls_realloc(NULL, p->source.count, sizeof *partners);
     size_t *rest = mls_realloc(NULL, all->count, sizeof *rest);
     int failed = -1;
@@ -122,7 +122,7 @@ static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
         pair->source = from->facts;
         pair->target = to->facts;
     }
-    p->counts = mls_compat_compare(p->pairs, p->count, p->bits);
+    p->counts = mls_metadata_compare(p->pairs, p->count, p->bits);
     return 0;
 }
 

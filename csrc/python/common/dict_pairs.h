@@ -1,7 +1,7 @@
 /* pairs: two dicts of arrays side by side, for everything that compares or loads them.
  */
-#ifndef MLSPY_PAIRS_H
-#define MLSPY_PAIRS_H
+#ifndef MLSPY_DICT_PAIRS_H
+#define MLSPY_DICT_PAIRS_H
 
 #include "common/python_api.h"
 
@@ -19,7 +19,7 @@ typedef struct mlspy_pairs {
     mls_fact_pair *pairs;
     unsigned char *bits; /* of each pair, as metadata_compare.h says */
     size_t count;
-    mls_compat_counts counts;
+    mls_metadata_counts counts;
 } mlspy_pairs;
 
 /* Pair up two dicts.  Gives: release with mlspy_pairs_fini.  -1 with an exception set,

@@ -1,7 +1,7 @@
 /* bucketp: buckets as Python holds them, for every engine that reduces one.
  */
-#ifndef MLSPY_BUCKETP_H
-#define MLSPY_BUCKETP_H
+#ifndef MLSPY_BUCKET_CAPSULE_H
+#define MLSPY_BUCKET_CAPSULE_H
 
 #include "common/python_api.h"
 

@@ -8,8 +8,8 @@
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/errors.h"
-#include "gradients/gradients_bindings.h"
 #include "common/module_state.h"
+#include "gradients/gradients_bindings.h"
 
 #include "base/memory.h"
 #include "base/size.h"
@@ -25,12 +25,12 @@ int mlspy_take_op(PyObject *object, mls_reduce_op *out)
 {
     static const char *const names[] = {
         [MLS_REDUCE_SUM] = "sum", [MLS_REDUCE_MIN] = "min", [MLS_REDUCE_MAX] = "max"};
-    mls_text text;
+    mls_str text;
     if (mlspy_take_text(object, "op", &text) < 0) {
         return -1;
     }
     for (int op = 0; op <= MLS_REDUCE_MAX; op++) {
-        if (mls_text_is(text, names[op])) {
+        if (mls_str_is(text, names[op])) {
             *out = (mls_reduce_op)op;
             return 0;
         }
@@ -120,7 +120,7 @@ int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *wha
 static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dtype,
                         PyObject *shape, bool writable, mlspy_view *out)
 {
-    mls_text name;
+    mls_str name;
     mls_dtype wanted;
     if (mlspy_take_text(dtype, "dtype", &name) < 0) {
         return -1;
@@ -409,7 +409,7 @@ PyObject *mlspy_bucket_tallies(const mls_bucket *b)
 {
     PyObject *list = PyList_New((Py_ssize_t)b->count);
     for (size_t i = 0; list != NULL && i < b->count; i++) {
-        const mls_tally *tally = &b->segments[i].tally;
+        const mls_norm_partial *tally = &b->segments[i].tally;
         PyObject *pair =
             Py_BuildValue("(dK)", tally->squares, (unsigned long long)tally->nonfinite);
         if (pair == NULL) {
@@ -457,7 +457,7 @@ static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t coun
 {
     const mlspy_state *state = mlspy_state_of(module);
     mlspy_view view = {0};
-    mls_sketch sum = {0};
+    mls_ams_sketch sum = {0};
     mls_status st;
     int64_t start, seed;
     size_t elements = 0;
@@ -470,8 +470,8 @@ static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t coun
     (void)mls_tensor_count(&view.tensor, &elements);
     mls_code code;
     Py_BEGIN_ALLOW_THREADS
-        code = mls_sketch_add(&sum, view.tensor.data, view.tensor.dtype, (size_t)start,
-                              elements, (uint64_t)seed, &st);
+        code = mls_ams_sketch_add(&sum, view.tensor.data, view.tensor.dtype,
+                                  (size_t)start, elements, (uint64_t)seed, &st);
     Py_END_ALLOW_THREADS
     mlspy_view_release(&view);
     if (code != MLS_OK) {

@@ -6,10 +6,10 @@
  */
 #include "common/args.h"
 #include "common/array_view.h"
-#include "gradients/bucket_capsule.h"
 #include "common/errors.h"
-#include "gradients/gradients_bindings.h"
 #include "common/module_state.h"
+#include "gradients/bucket_capsule.h"
+#include "gradients/gradients_bindings.h"
 
 #include "base/memory.h"
 #include "gradients/gradient_compression.h"
@@ -18,13 +18,13 @@
 
 /* "float16", "bfloat16" or "int8"; -1 with an exception set.  Names are the core's, so
  * that there is one list of them. */
-static int take_wire(PyObject *object, mls_wire *out)
+static int take_wire(PyObject *object, mls_gradient_compression *out)
 {
-    mls_text text;
+    mls_str text;
     if (mlspy_take_text(object, "compression", &text) < 0) {
         return -1;
     }
-    if (mls_wire_from_name(text, out)) {
+    if (mls_gradient_compression_from_name(text, out)) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError,
@@ -36,14 +36,14 @@ static int take_wire(PyObject *object, mls_wire *out)
  * arguments.  NULL with an exception set.  The core casts the arrays of such a bucket to
  * float without a further look, so every call checks it. */
 static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
-                               mls_wire *wire)
+                               mls_gradient_compression *wire)
 {
     mls_status st;
     mlspy_bucket *held = mlspy_bucket_of(args[0]);
     if (held == NULL || take_wire(args[1], wire) < 0) {
         return NULL;
     }
-    if (mls_wire_check(&held->bucket, &st) != MLS_OK) {
+    if (mls_gradient_compression_check(&held->bucket, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
         return NULL;
     }
@@ -56,25 +56,25 @@ static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
 static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
                                    Py_ssize_t count)
 {
-    mls_wire wire;
+    mls_gradient_compression wire;
     if (mlspy_take_count("bucket_wire_sizes", 2, count) < 0) {
         return NULL;
     }
     const mls_bucket *b = take_bucket(mlspy_state_of(module), args, &wire);
     PyObject *to = b == NULL ? NULL : PyList_New((Py_ssize_t)b->world);
     for (size_t rank = 0; to != NULL && rank < b->world; rank++) {
-        PyObject *number =
-            PyLong_FromSize_t(rank == b->rank ? 0 : mls_wire_bucket_bytes(b, wire, rank));
+        PyObject *number = PyLong_FromSize_t(
+            rank == b->rank ? 0 : mls_gradient_compression_bucket_bytes(b, wire, rank));
         if (number == NULL) {
             Py_CLEAR(to);
         } else {
             PyList_SET_ITEM(to, (Py_ssize_t)rank, number);
         }
     }
-    return to == NULL
-               ? NULL
-               : Py_BuildValue("(Nn)", to,
-                               (Py_ssize_t)mls_wire_bucket_bytes(b, wire, b->rank));
+    return to == NULL ? NULL
+                      : Py_BuildValue("(Nn)", to,
+                                      (Py_ssize_t)mls_gradient_compression_bucket_bytes(
+                                          b, wire, b->rank));
 }
 
 /* View a buffer of at least `wanted` bytes for messages.  -1 with an exception set, and
@@ -168,7 +168,7 @@ static PyObject *bucket_wire_pack(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
-    mls_wire wire;
+    mls_gradient_compression wire;
     pack_job job = {0};
     PyObject *result = NULL;
     if (mlspy_take_count("bucket_wire_pack", 5, count) < 0) {
@@ -176,14 +176,16 @@ static PyObject *bucket_wire_pack(PyObject *module, PyObject *const *args,
     }
     const mls_bucket *b = take_bucket(state, args, &wire);
     if (b == NULL || take_residuals(state, b, args[2], &job) < 0 ||
-        view_buffer(state, args[3], mls_wire_sent_bytes(b, wire), true, &job.send) < 0 ||
-        view_buffer(state, args[4], mls_wire_bucket_bytes(b, wire, b->rank), true,
+        view_buffer(state, args[3], mls_gradient_compression_sent_bytes(b, wire), true,
+                    &job.send) < 0 ||
+        view_buffer(state, args[4],
+                    mls_gradient_compression_bucket_bytes(b, wire, b->rank), true,
                     &job.own) < 0) {
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-        mls_wire_pack(b, state->kernels, wire, job.residuals, job.send.tensor.data,
-                      job.own.tensor.data);
+        mls_gradient_compression_pack(b, state->kernels, wire, job.residuals,
+                                      job.send.tensor.data, job.own.tensor.data);
     Py_END_ALLOW_THREADS
     result = Py_NewRef(Py_None);
 done:
@@ -199,7 +201,7 @@ static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
                                     Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
-    mls_wire wire;
+    mls_gradient_compression wire;
     mlspy_view own = {0}, received = {0};
     PyObject *result = NULL;
     if (mlspy_take_count("bucket_wire_reduce", 4, count) < 0) {
@@ -209,13 +211,14 @@ static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
     if (b == NULL) {
         return NULL;
     }
-    const size_t mine = mls_wire_bucket_bytes(b, wire, b->rank);
+    const size_t mine = mls_gradient_compression_bucket_bytes(b, wire, b->rank);
     if (view_buffer(state, args[2], mine, false, &own) < 0 ||
         view_buffer(state, args[3], mine * (b->world - 1), false, &received) < 0) {
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-        mls_wire_reduce(b, state->kernels, wire, own.tensor.data, received.tensor.data);
+        mls_gradient_compression_reduce(b, state->kernels, wire, own.tensor.data,
+                                        received.tensor.data);
     Py_END_ALLOW_THREADS
     result = mlspy_bucket_tallies(b);
 done:

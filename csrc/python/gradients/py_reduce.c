@@ -7,13 +7,13 @@
  */
 #include "common/args.h"
 #include "common/array_view.h"
-#include "gradients/bucket_capsule.h"
+#include "common/dict_items.h"
+#include "common/dict_pairs.h"
 #include "common/errors.h"
 #include "common/gil.h"
-#include "gradients/gradients_bindings.h"
-#include "common/dict_items.h"
 #include "common/module_state.h"
-#include "common/dict_pairs.h"
+#include "gradients/bucket_capsule.h"
+#include "gradients/gradients_bindings.h"
 
 #include "base/memory.h"
 
@@ -42,7 +42,7 @@ static void named_views_release(named_views *v)
 
 /* The name of an array, for errors and for whoever reads them, borrowed from its str.
  * -1 with an exception set. */
-static int name_at(const named_views *v, Py_ssize_t i, mls_text *out)
+static int name_at(const named_views *v, Py_ssize_t i, mls_str *out)
 {
     return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
 }
@@ -109,7 +109,7 @@ static void raise_of(const mlspy_state *state, const named_views *v, Py_ssize_t 
                      const mls_status *st)
 {
     mls_status named;
-    mls_text name;
+    mls_str name;
     if (name_at(v, i, &name) < 0) {
         return;
     }
@@ -127,7 +127,7 @@ static mls_cpu cpu_of(const mlspy_state *state)
 }
 
 /* New list of (squares, nonfinite). */
-static PyObject *list_of(const mls_tally *tallies, Py_ssize_t count)
+static PyObject *list_of(const mls_norm_partial *tallies, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
     for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
@@ -143,9 +143,9 @@ static PyObject *list_of(const mls_tally *tallies, Py_ssize_t count)
 }
 
 /* Tallies for `count` arrays, zeroed; NULL with MemoryError set. */
-static mls_tally *new_tallies(Py_ssize_t count)
+static mls_norm_partial *new_tallies(Py_ssize_t count)
 {
-    mls_tally *tallies = mls_alloc((size_t)count, sizeof *tallies);
+    mls_norm_partial *tallies = mls_alloc((size_t)count, sizeof *tallies);
     if (tallies == NULL) {
         PyErr_NoMemory();
     }
@@ -173,7 +173,7 @@ static int check_pairs(const mlspy_state *state, const named_views *targets,
 /* Add all pairs, which were checked: nothing can fail any more.  `tallies`, NULL for
  * none, are zeroed.  The pool shares one array at a time. */
 static void add_pairs(const mlspy_state *state, const named_views *targets,
-                      const named_views *sources, double scale, mls_tally *tallies)
+                      const named_views *sources, double scale, mls_norm_partial *tallies)
 {
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(targets->bytes);
@@ -197,7 +197,7 @@ static PyObject *accumulate_views(const mlspy_state *state, const named_views *t
         add_pairs(state, targets, sources, scale, NULL);
         Py_RETURN_NONE;
     }
-    mls_tally *tallies = new_tallies(targets->count);
+    mls_norm_partial *tallies = new_tallies(targets->count);
     if (tallies == NULL) {
         return NULL;
     }
@@ -287,11 +287,12 @@ static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count
         named_views_of(state, args[0], args[1], false, &v) < 0) {
         return NULL;
     }
-    mls_tally *tallies = new_tallies(v.count);
+    mls_norm_partial *tallies = new_tallies(v.count);
     if (tallies != NULL) {
         PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {
-            mls_tally_of(cpu_of(state), state->pool, &v.views[i].tensor, &tallies[i]);
+            mls_norm_partial_of(cpu_of(state), state->pool, &v.views[i].tensor,
+                                &tallies[i]);
         }
         mlspy_resume_python(saved);
         list = list_of(tallies, v.count);
@@ -468,7 +469,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
 {
     const mlspy_state *state = mlspy_state_of(module);
     reduction r = {0};
-    mls_tally figures = {0};
+    mls_norm_partial figures = {0};
     PyObject *result = NULL;
     if (mlspy_take_count("reduce", 4, count) < 0 ||
         mlspy_take_op(args[2], &r.what.op) < 0 ||

@@ -7,21 +7,21 @@
  */
 #include "common/args.h"
 #include "common/array_view.h"
-#include "gradients/bucket_capsule.h"
 #include "common/errors.h"
 #include "common/gil.h"
-#include "gradients/gradients_bindings.h"
 #include "common/module_state.h"
+#include "gradients/bucket_capsule.h"
+#include "gradients/gradients_bindings.h"
 
-#include "collectives/shm_group.h"
 #include "base/size.h"
+#include "collectives/shm_group.h"
 
 #include <pthread.h>
 
 /* A place, and whether it is in use. */
 typedef struct link_object {
     PyObject_HEAD pthread_mutex_t lock; /* guards what follows; held for moments only */
-    mls_local *place;                   /* NULL when closed */
+    mls_shm *place;                     /* NULL when closed */
     bool busy, closing;
     size_t rank, world;
 } link_object;
@@ -30,10 +30,10 @@ typedef struct link_object {
  * to it, for its questions, until the operation returns. */
 typedef struct session {
     link_object *link;
-    mls_local *place;
+    mls_shm *place;
     PyThreadState *saved; /* of this thread, while it is without the GIL */
-    mls_local_call call;
-    mls_text text;
+    mls_shm_call call;
+    mls_str text;
     mls_status st;
 } session;
 
@@ -47,9 +47,9 @@ static const mlspy_state *state_of_link(link_object *self)
 /* The place, for the caller to free, if it was closed and nobody is in it; else NULL.
  * Called with the lock held, so that of all threads that leave just one gets it.  It is
  * freed outside the lock: that rings for other ranks and unmaps memory. */
-static mls_local *take_unused(link_object *self)
+static mls_shm *take_unused(link_object *self)
 {
-    mls_local *unused = NULL;
+    mls_shm *unused = NULL;
     if (self->closing && !self->busy) {
         unused = self->place;
         self->place = NULL;
@@ -99,7 +99,7 @@ static int occupy(link_object *self)
 static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
 {
     s->link = (link_object *)self;
-    s->call = (mls_local_call){.poll = look_for_signals, .context = s};
+    s->call = (mls_shm_call){.poll = look_for_signals, .context = s};
     if (mlspy_take_double(timeout, "timeout", &s->call.timeout) < 0 ||
         mlspy_take_text(text, "text", &s->text) < 0 || occupy(s->link) < 0) {
         return -1;
@@ -115,9 +115,9 @@ static void leave(session *s)
 {
     pthread_mutex_lock(&s->link->lock);
     s->link->busy = false;
-    mls_local *unused = take_unused(s->link);
+    mls_shm *unused = take_unused(s->link);
     pthread_mutex_unlock(&s->link->lock);
-    mls_local_free(unused);
+    mls_shm_free(unused);
 }
 
 /* Give the link back after an operation.  NULL with an exception set, or `result`, which
@@ -221,7 +221,7 @@ static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     s.saved = PyEval_SaveThread();
-    const mls_code code = mls_local_barrier(s.place, &s.call, &s.st);
+    const mls_code code = mls_shm_barrier(s.place, &s.call, &s.st);
     PyEval_RestoreThread(s.saved);
     return finish(&s, code, Py_NewRef(Py_None));
 }
@@ -251,8 +251,8 @@ static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_
     (void)mls_tensor_bytes(&view.tensor, &bytes);
     if (begin(&s, self, args[2], args[3]) == 0) {
         s.saved = PyEval_SaveThread();
-        const mls_code code = mls_local_broadcast(s.place, &s.call, view.tensor.data,
-                                                  bytes, (size_t)root, &s.st);
+        const mls_code code = mls_shm_broadcast(s.place, &s.call, view.tensor.data, bytes,
+                                                (size_t)root, &s.st);
         PyEval_RestoreThread(s.saved);
         result = finish(&s, code, Py_NewRef(Py_None));
     }
@@ -261,12 +261,12 @@ static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_
 }
 
 /* all_gather(array, out, sizes, timeout, text): all of them in bytes.  The sizes fit the
- * stack, since no group has more than MLS_LOCAL_MAX_RANKS. */
+ * stack, since no group has more than MLS_SHM_MAX_RANKS. */
 static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
     const mlspy_state *state = state_of_link(link);
-    size_t sizes[MLS_LOCAL_MAX_RANKS];
+    size_t sizes[MLS_SHM_MAX_RANKS];
     mlspy_view data = {.owner = NULL}, out = {.owner = NULL};
     PyObject *result = NULL;
     session s;
@@ -280,8 +280,8 @@ static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize
         check_length(&out, "out", sizes, link->world) == 0 &&
         begin(&s, self, args[3], args[4]) == 0) {
         s.saved = PyEval_SaveThread();
-        const mls_code code = mls_local_all_gather(s.place, &s.call, data.tensor.data,
-                                                   sizes, out.tensor.data, &s.st);
+        const mls_code code = mls_shm_all_gather(s.place, &s.call, data.tensor.data,
+                                                 sizes, out.tensor.data, &s.st);
         PyEval_RestoreThread(s.saved);
         result = finish(&s, code, Py_NewRef(Py_None));
     }
@@ -295,7 +295,7 @@ static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize
 {
     link_object *link = (link_object *)self;
     const mlspy_state *state = state_of_link(link);
-    size_t sent[MLS_LOCAL_MAX_RANKS], wanted[MLS_LOCAL_MAX_RANKS];
+    size_t sent[MLS_SHM_MAX_RANKS], wanted[MLS_SHM_MAX_RANKS];
     mlspy_view data = {.owner = NULL}, out = {.owner = NULL};
     PyObject *result = NULL;
     session s;
@@ -310,8 +310,8 @@ static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize
         check_length(&out, "out", wanted, link->world) == 0 &&
         begin(&s, self, args[4], args[5]) == 0) {
         s.saved = PyEval_SaveThread();
-        const mls_code code = mls_local_all_to_all(s.place, &s.call, data.tensor.data,
-                                                   sent, out.tensor.data, wanted, &s.st);
+        const mls_code code = mls_shm_all_to_all(s.place, &s.call, data.tensor.data, sent,
+                                                 out.tensor.data, wanted, &s.st);
         PyEval_RestoreThread(s.saved);
         result = finish(&s, code, Py_NewRef(Py_None));
     }
@@ -345,8 +345,8 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
             PyErr_SetString(PyExc_ValueError, "out has another dtype than the array");
         } else if (begin(&s, self, args[4], args[5]) == 0) {
             s.saved = PyEval_SaveThread();
-            const mls_code code = mls_local_all_reduce(s.place, &s.call, data.tensor.data,
-                                                       out.tensor.data, n, &r, &s.st);
+            const mls_code code = mls_shm_all_reduce(s.place, &s.call, data.tensor.data,
+                                                     out.tensor.data, n, &r, &s.st);
             PyEval_RestoreThread(s.saved);
             result = finish(&s, code, Py_NewRef(Py_None));
         }
@@ -387,8 +387,8 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         return NULL;
     }
     s.saved = PyEval_SaveThread();
-    const mls_code code = mls_local_reduce_scatter(s.place, &s.call, b->segments,
-                                                   b->count, is_tallied != 0, &s.st);
+    const mls_code code = mls_shm_reduce_scatter(s.place, &s.call, b->segments, b->count,
+                                                 is_tallied != 0, &s.st);
     PyEval_RestoreThread(s.saved);
     if (code == MLS_OK) {
         found = is_tallied ? mlspy_bucket_tallies(b) : PyList_New(0);
@@ -438,7 +438,7 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
 {
     session s;
     parcel p = {.session = &s};
-    const mls_local_places places = {.place = make_places, .context = &p};
+    const mls_shm_places places = {.place = make_places, .context = &p};
     const mlspy_state *state = state_of_link((link_object *)self);
     int64_t root;
     if (state == NULL || mlspy_take_count("gather_bytes", 4, count) < 0 ||
@@ -454,7 +454,7 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
         return NULL;
     }
     s.saved = PyEval_SaveThread();
-    const mls_code code = mls_local_gather_bytes(
+    const mls_code code = mls_shm_gather_bytes(
         s.place, &s.call, PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]),
         (int)root, &places, &s.st);
     PyEval_RestoreThread(s.saved);
@@ -471,7 +471,7 @@ static PyObject *link_abort(PyObject *self, PyObject *unused)
     link_object *link = (link_object *)self;
     pthread_mutex_lock(&link->lock);
     if (link->place != NULL) {
-        mls_local_abort(link->place);
+        mls_shm_abort(link->place);
     }
     pthread_mutex_unlock(&link->lock);
     Py_RETURN_NONE;
@@ -485,9 +485,9 @@ static PyObject *link_close(PyObject *self, PyObject *unused)
     link_object *link = (link_object *)self;
     pthread_mutex_lock(&link->lock);
     link->closing = true;
-    mls_local *place = take_unused(link);
+    mls_shm *place = take_unused(link);
     pthread_mutex_unlock(&link->lock);
-    mls_local_free(place);
+    mls_shm_free(place);
     Py_RETURN_NONE;
 }
 
@@ -502,7 +502,7 @@ static PyObject *link_ended(PyObject *self, PyObject *unused)
     if (link->place == NULL || link->closing) {
         snprintf(text, sizeof text, "closed");
     } else {
-        (void)mls_local_ended(link->place, text, sizeof text);
+        (void)mls_shm_ended(link->place, text, sizeof text);
     }
     pthread_mutex_unlock(&link->lock);
     return PyUnicode_FromString(text);
@@ -513,7 +513,7 @@ static PyObject *link_ended(PyObject *self, PyObject *unused)
 static void link_dealloc(link_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    mls_local_free(self->place);
+    mls_shm_free(self->place);
     pthread_mutex_destroy(&self->lock);
     type->tp_free(self);
     Py_DECREF(type);
@@ -567,13 +567,13 @@ static PyType_Spec link_spec = {
 
 /* New reference to a link, which takes the place; NULL with MemoryError set, and the
  * place freed. */
-static PyObject *link_of(const mlspy_state *state, mls_local *place, size_t rank,
+static PyObject *link_of(const mlspy_state *state, mls_shm *place, size_t rank,
                          size_t world)
 {
     link_object *link =
         (link_object *)state->local_link_type->tp_alloc(state->local_link_type, 0);
     if (link == NULL) {
-        mls_local_free(place);
+        mls_shm_free(place);
         return NULL;
     }
     pthread_mutex_init(&link->lock, NULL);
@@ -585,8 +585,8 @@ static PyObject *link_of(const mlspy_state *state, mls_local *place, size_t rank
 
 /* A shape from three arguments: ranks, bytes of a slot, slots.  -1 with an exception set.
  */
-static int take_shape(const mlspy_state *state, PyObject *const *args,
-                      mls_local_shape *out, size_t *bytes)
+static int take_shape(const mlspy_state *state, PyObject *const *args, mls_shm_shape *out,
+                      size_t *bytes)
 {
     int64_t numbers[3];
     mls_status st;
@@ -599,10 +599,10 @@ static int take_shape(const mlspy_state *state, PyObject *const *args,
             return -1;
         }
     }
-    *out = (mls_local_shape){.world = (size_t)numbers[0],
-                             .slot_bytes = (size_t)numbers[1],
-                             .depth = (size_t)numbers[2]};
-    if (mls_local_measure(out, bytes, &st) != MLS_OK) {
+    *out = (mls_shm_shape){.world = (size_t)numbers[0],
+                           .slot_bytes = (size_t)numbers[1],
+                           .depth = (size_t)numbers[2]};
+    if (mls_shm_measure(out, bytes, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
         return -1;
     }
@@ -612,7 +612,7 @@ static int take_shape(const mlspy_state *state, PyObject *const *args,
 /* local_measure(world, slot_bytes, depth) -> bytes of memory */
 static PyObject *local_measure(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    mls_local_shape shape;
+    mls_shm_shape shape;
     size_t bytes;
     if (mlspy_take_count("local_measure", 3, count) < 0 ||
         take_shape(mlspy_state_of(module), args, &shape, &bytes) < 0) {
@@ -623,13 +623,13 @@ static PyObject *local_measure(PyObject *module, PyObject *const *args, Py_ssize
 
 /* local_join(world, slot_bytes, depth, rank, fd) -> LocalLink, which has the descriptor
  *
- * From mls_local_join on the descriptor is the core's, which closes it after a failure
+ * From mls_shm_join on the descriptor is the core's, which closes it after a failure
  * too.  An argument that is refused before leaves it to the caller. */
 static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
-    mls_local_shape shape;
-    mls_local *place = NULL;
+    mls_shm_shape shape;
+    mls_shm *place = NULL;
     mls_status st;
     int64_t rank, fd;
     size_t bytes;
@@ -644,7 +644,7 @@ static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     const mls_code code =
-        mls_local_join(&shape, (size_t)rank, (int)fd, state->kernels, &place, &st);
+        mls_shm_join(&shape, (size_t)rank, (int)fd, state->kernels, &place, &st);
     if (code != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
@@ -658,15 +658,15 @@ static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t 
 static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
-    mls_local_shape shape;
-    mls_local *places[MLS_LOCAL_MAX_RANKS];
+    mls_shm_shape shape;
+    mls_shm *places[MLS_SHM_MAX_RANKS];
     mls_status st;
     size_t bytes;
     if (mlspy_take_count("local_threads", 3, count) < 0 ||
         take_shape(state, args, &shape, &bytes) < 0) {
         return NULL;
     }
-    if (mls_local_threads(&shape, state->kernels, places, &st) != MLS_OK) {
+    if (mls_shm_threads(&shape, state->kernels, places, &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     PyObject *list = PyList_New((Py_ssize_t)shape.world);
@@ -676,7 +676,7 @@ static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize
         if (link != NULL) {
             PyList_SET_ITEM(list, (Py_ssize_t)rank, link);
         } else if (list == NULL) {
-            mls_local_free(places[rank]);
+            mls_shm_free(places[rank]);
         } else {
             Py_CLEAR(list);
         }

@@ -1,19 +1,20 @@
 /* py_mlpackage: the states of Core ML packages as plain Python data.
  *
  * Both functions give (default, [(function, [(state, dtype, shape), ...]), ...]), where
- * `default` is an index or None.  mlstate/coreml/__init__.py makes the public objects of it.
+ * `default` is an index or None.  mlstate/coreml/__init__.py makes the public objects of
+ * it.
  *
  * The core's package is turned into Python objects at once and released: nothing of it
  * outlives the call, so no object has to own it.
  */
 #include "common/errors.h"
-#include "kv/kv_bindings.h"
 #include "common/module_state.h"
+#include "kv/kv_bindings.h"
 
 #include "coreml/mlpackage.h"
 
 /* New reference to a str.  The core checked the UTF-8, so only memory can be missing. */
-static PyObject *name_object(mls_text name)
+static PyObject *name_object(mls_str name)
 {
     return PyUnicode_DecodeUTF8(name.data, (Py_ssize_t)name.length, NULL);
 }

@@ -1,5 +1,6 @@
 /* py_state: two state dicts compared: names, shapes, dtypes, elements.  The public names
- * and their docstrings are in mlstate/state/__init__.py; these take positional arguments only.
+ * and their docstrings are in mlstate/state/__init__.py; these take positional arguments
+ * only.
  *
  * Cheap questions come first everywhere: names before shapes, shapes before elements, and
  * the answer that nearly all callers get (nothing differs) before any list is made.
@@ -8,15 +9,15 @@
 
 #include "common/args.h"
 #include "common/array_view.h"
+#include "common/dict_items.h"
+#include "common/dict_pairs.h"
 #include "common/errors.h"
 #include "common/gil.h"
-#include "common/dict_items.h"
 #include "common/module_state.h"
-#include "common/dict_pairs.h"
 #include "state/state_bindings.h"
 
-#include "state/diff/diff.h"
 #include "base/memory.h"
+#include "state/diff/diff.h"
 
 /* ---- quick answers ----
  *
@@ -144,7 +145,7 @@ static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyOb
     if (mlspy_take_text(key, "tensor name", &one.name) == 0) {
         other.name = one.name;
         if (mlspy_item_facts(state, &one) == 0 && mlspy_item_facts(state, &other) == 0) {
-            same = mls_facts_same_shape(&one.facts, &other.facts) ? 1 : 0;
+            same = mls_tensor_meta_same_shape(&one.facts, &other.facts) ? 1 : 0;
         }
     }
     mlspy_item_forget(&one);
@@ -276,8 +277,8 @@ typedef struct view_batch {
     size_t count;
     uint64_t bytes;      /* of one side */
     size_t where[BATCH]; /* position of each in the mlspy_pairs */
-    mls_differ_pair pairs[BATCH];
-    mls_difference found[BATCH];
+    mls_diff_pair pairs[BATCH];
+    mls_diff_result found[BATCH];
     mlspy_view views[2 * BATCH];
 } view_batch;
 
@@ -307,7 +308,7 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
         return -1;
     }
     /* what an object said of its shape and dtype need not be what its memory is */
-    if (mls_differ_check(&views[0].tensor, &views[1].tensor, &st) != MLS_OK) {
+    if (mls_diff_check(&views[0].tensor, &views[1].tensor, &st) != MLS_OK) {
         mlspy_view_release(&views[0]);
         mlspy_view_release(&views[1]);
         mls_fail(&st, st.code, "'%.140s': its memory is not what its shape and dtype say",
@@ -318,7 +319,7 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
     }
     (void)mls_tensor_bytes(&views[0].tensor, &bytes); /* it lies in memory, so it fits */
     batch->pairs[batch->count] =
-        (mls_differ_pair){.a = &views[0].tensor, .b = &views[1].tensor};
+        (mls_diff_pair){.a = &views[0].tensor, .b = &views[1].tensor};
     batch->where[batch->count++] = i;
     batch->bytes += bytes;
     return 0;
@@ -346,9 +347,9 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known
 }
 
 /* Kernels follow the instruction set that the module chose. */
-static const mls_differ_kernels *differ_of(const mlspy_state *state)
+static const mls_diff_kernels *differ_of(const mlspy_state *state)
 {
-    return mls_differ_of(state->kernels->cpu);
+    return mls_diff_of(state->kernels->cpu);
 }
 
 /* ---- differences ---- */
@@ -357,7 +358,7 @@ static const mls_differ_kernels *differ_of(const mlspy_state *state)
 static int append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject *list)
 {
     for (size_t i = 0; i < batch->count; i++) {
-        const mls_difference *d = &batch->found[i];
+        const mls_diff_result *d = &batch->found[i];
         size_t size = 0;
         if (d->changed == 0) {
             continue;
@@ -383,8 +384,8 @@ static int measure_batch(const mlspy_state *state, const mlspy_pairs *p,
 {
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(batch->bytes);
-    const mls_code code = mls_differ(differ_of(state), state->pool, batch->pairs,
-                                     batch->count, batch->found, &st);
+    const mls_code code = mls_diff(differ_of(state), state->pool, batch->pairs,
+                                   batch->count, batch->found, &st);
     mlspy_resume_python(saved);
     if (code != MLS_OK) {
         mlspy_raise(state, &st, NULL);
@@ -478,8 +479,8 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
         same = batch_fill(state, p, true, &at, batch) < 0 ? -1 : 1;
         if (same == 1) {
             PyThreadState *saved = mlspy_leave_python(batch->bytes);
-            same = mls_differ_same(differ_of(state), state->pool, batch->pairs,
-                                   batch->count);
+            same =
+                mls_diff_same(differ_of(state), state->pool, batch->pairs, batch->count);
             mlspy_resume_python(saved);
         }
         batch_clear(batch);

@@ -1,6 +1,6 @@
 /* py_state: equality of state dicts. */
-#ifndef MLSPY_PY_STATE_H
-#define MLSPY_PY_STATE_H
+#ifndef MLSPY_PY_STATE_COMPARE_H
+#define MLSPY_PY_STATE_COMPARE_H
 
 #include "common/python_api.h"
 

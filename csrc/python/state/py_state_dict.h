@@ -1,6 +1,6 @@
 /* py_statedict: what a state dict remembers of its names. */
-#ifndef MLSPY_PY_STATEDICT_H
-#define MLSPY_PY_STATEDICT_H
+#ifndef MLSPY_PY_STATE_DICT_H
+#define MLSPY_PY_STATE_DICT_H
 
 #include "common/python_api.h"
 

@@ -1,29 +1,29 @@
 /* py_load: one state dict read as a whole: loaded into another one, looked through for
  * arrays that share memory, or digested.  The
- * public names and their docstrings are in mlstate/state/__init__.py; these take positional
- * arguments only.
+ * public names and their docstrings are in mlstate/state/__init__.py; these take
+ * positional arguments only.
  */
 #include "common/args.h"
 #include "common/array_view.h"
+#include "common/dict_items.h"
+#include "common/dict_pairs.h"
 #include "common/errors.h"
 #include "common/gil.h"
-#include "common/dict_items.h"
 #include "common/module_state.h"
-#include "common/dict_pairs.h"
 #include "state/state_bindings.h"
 
-#include "state/load_into.h"
-#include "base/memory.h"
 #include "base/address_ranges.h"
+#include "base/memory.h"
+#include "state/load_into.h"
 
 /* ---- loading ---- */
 
 /* What a load holds on to while the GIL is released. */
 typedef struct load_job {
     mlspy_view *views; /* destination and source of each pair */
-    mls_load_pair *pairs;
+    mls_load_into_pair *pairs;
     size_t count;
-    mls_load *load;
+    mls_load_into *load;
 } load_job;
 
 /* Accepts a job that job_init left half done. */
@@ -32,7 +32,7 @@ static void job_fini(load_job *job)
     for (size_t i = 0; job->views != NULL && i < 2 * job->count; i++) {
         mlspy_view_release(&job->views[i]);
     }
-    mls_load_free(job->load);
+    mls_load_into_free(job->load);
     mls_free(job->views);
     mls_free(job->pairs);
 }
@@ -49,7 +49,7 @@ static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
         mlspy_view_release(&views[0]);
         return -1;
     }
-    job->pairs[job->count++] = (mls_load_pair){
+    job->pairs[job->count++] = (mls_load_into_pair){
         .name = p->pairs[i].name, .dst = &views[0].tensor, .src = &views[1].tensor};
     return 0;
 }
@@ -70,7 +70,7 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
             return -1;
         }
     }
-    if (mls_load_new(job->pairs, job->count, cast, &job->load, &st) != MLS_OK) {
+    if (mls_load_into_new(job->pairs, job->count, cast, &job->load, &st) != MLS_OK) {
         if (st.code == MLS_E_DTYPE && !cast) {
             mlspy_status_hint(&st, "pass cast=True to convert");
         }
@@ -88,8 +88,8 @@ static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast)
         job_fini(&job);
         return -1;
     }
-    PyThreadState *saved = mlspy_leave_python(mls_load_bytes(job.load));
-    mls_load_run(job.load, state->kernels, state->pool);
+    PyThreadState *saved = mlspy_leave_python(mls_load_into_bytes(job.load));
+    mls_load_into_run(job.load, state->kernels, state->pool);
     mlspy_resume_python(saved);
     job_fini(&job);
     return 0;
@@ -151,7 +151,7 @@ typedef struct tied_job {
     tied_target *targets;
     size_t *kinds; /* of each: two of one section and dtype are of one kind */
     bool *tied;    /* of each: a later target is the same array */
-    mls_span *spans, *spare;
+    mls_address_range *spans, *spare;
     size_t count, dense;
 } tied_job;
 
@@ -162,7 +162,7 @@ static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
 {
     PyObject *array = NULL;
     mlspy_view view = {0};
-    mls_span span = {.owner = job->count, .written = true};
+    mls_address_range span = {.owner = job->count, .written = true};
     size_t bytes;
     if (mlspy_dict_get(targets, key, &array) != 1) {
         if (!PyErr_Occurred()) {
@@ -235,8 +235,9 @@ static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job
 static int tied_find(tied_job *job)
 {
     size_t pair[2];
-    const mls_span *sorted = mls_spans_sort(job->spans, job->spare, job->dense);
-    if (mls_spans_tied(sorted, job->dense, job->kinds, job->tied, pair)) {
+    const mls_address_range *sorted =
+        mls_address_ranges_sort(job->spans, job->spare, job->dense);
+    if (mls_address_ranges_tied(sorted, job->dense, job->kinds, job->tied, pair)) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError,
@@ -299,7 +300,7 @@ static PyObject *targets_tied(PyObject *module, PyObject *sections)
 /* By the bytes of the names, which sorts as their code points do. */
 static int by_name(const void *a, const void *b)
 {
-    return mls_text_compare(((const mlspy_item *)a)->name, ((const mlspy_item *)b)->name);
+    return mls_str_compare(((const mlspy_item *)a)->name, ((const mlspy_item *)b)->name);
 }
 
 /* Call update(bytes) with memory that stays as it is during the call. */
@@ -322,7 +323,7 @@ static int feed_facts(PyObject *update, const mlspy_item *item)
 {
     unsigned char head[MLS_FACTS_HEAD_MOST];
     const size_t dtype_length = strlen(item->facts.dtype);
-    const size_t bytes = mls_facts_head(item->name, &item->facts, head);
+    const size_t bytes = mls_tensor_meta_head(item->name, &item->facts, head);
     return feed(update, head, bytes) < 0 ||
                    feed(update, item->name.data, item->name.length) < 0 ||
                    feed(update, item->facts.dtype, dtype_length) < 0

@@ -1,13 +1,14 @@
 /* py_names: the layers of a state dict, its outline, and renaming.  The public names and
- * their docstrings are in mlstate/state/__init__.py; these take positional arguments only.
+ * their docstrings are in mlstate/state/__init__.py; these take positional arguments
+ * only.
  *
  * The tree of names is made once and kept by the state dict; the arrays are always looked
  * up anew, so that an index which is out of date can miss a name but never give a wrong
  * array.
  */
 #include "common/args.h"
-#include "common/errors.h"
 #include "common/dict_items.h"
+#include "common/errors.h"
 #include "common/module_state.h"
 #include "state/py_state_dict.h"
 #include "state/state_bindings.h"
@@ -23,9 +24,9 @@
  */
 
 typedef struct name_index {
-    PyObject *keys;  /* a tuple of str, in the dict's order */
-    mls_text *texts; /* their UTF-8, which the str hold */
-    mls_names *names;
+    PyObject *keys; /* a tuple of str, in the dict's order */
+    mls_str *texts; /* their UTF-8, which the str hold */
+    mls_name_tree *names;
 } name_index;
 
 static const char index_name[] = "mlstate.names";
@@ -33,7 +34,7 @@ static const char index_name[] = "mlstate.names";
 /* Accepts an index that make_index left half done. */
 static void free_index(name_index *index)
 {
-    mls_names_free(index->names);
+    mls_name_tree_free(index->names);
     mls_free(index->texts);
     Py_XDECREF(index->keys);
     mls_free(index);
@@ -71,7 +72,7 @@ static int fill_index(name_index *index, const mlspy_items *items)
         }
     }
     /* the names of a dict are all different, so only memory can be short */
-    if (mls_names_new(index->texts, items->count, &index->names, &st) != MLS_OK) {
+    if (mls_name_tree_new(index->texts, items->count, &index->names, &st) != MLS_OK) {
         PyErr_SetString(st.code == MLS_E_MEMORY ? PyExc_MemoryError : PyExc_ValueError,
                         st.text);
         return -1;
@@ -110,7 +111,7 @@ static const name_index *index_in(PyObject *capsule)
 /* ---- layers ---- */
 
 /* The name of a layer: not empty, and without the dot that the function adds itself. */
-static int layer_name(PyObject *object, mls_text *out)
+static int layer_name(PyObject *object, mls_str *out)
 {
     if (mlspy_take_text(object, "layer name", out) < 0) {
         return -1;
@@ -151,22 +152,22 @@ static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t s
 static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
                       const name_index *index)
 {
-    mls_text path;
+    mls_str path;
     if (layer_name(name, &path) < 0) {
         return -1;
     }
-    const uint32_t node = mls_names_find(index->names, path);
+    const uint32_t node = mls_name_tree_find(index->names, path);
     /* no such layer is a layer without tensors, as the specification has it */
     if (node == MLS_NAME_NONE) {
         return 0;
     }
     uint32_t *positions =
-        mls_alloc(mls_names_nodes(index->names)[node].count, sizeof *positions);
+        mls_alloc(mls_name_tree_nodes(index->names)[node].count, sizeof *positions);
     if (positions == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    const size_t count = mls_names_under(index->names, node, positions);
+    const size_t count = mls_name_tree_under(index->names, node, positions);
     /* in characters, not bytes: the name of the layer and its dot */
     const Py_ssize_t skipped = PyUnicode_GET_LENGTH(name) + 1;
     int result = 0;
@@ -227,7 +228,7 @@ static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* Whether the name is one that layer_name accepts: "a..b" has a layer "a." that it does
  * not. */
-static bool can_be_asked(mls_text path)
+static bool can_be_asked(mls_str path)
 {
     return path.length > 0 && path.data[path.length - 1] != '.';
 }
@@ -285,10 +286,10 @@ static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
     if (capsule == NULL) {
         return NULL;
     }
-    const mls_names *names = index_in(capsule)->names;
+    const mls_name_tree *names = index_in(capsule)->names;
     PyObject *result = NULL;
-    if (mls_names_layers(names, depth, &layers, &layer_count, &st) == MLS_OK) {
-        result = paths_list(mls_names_nodes(names), layers, layer_count);
+    if (mls_name_tree_layers(names, depth, &layers, &layer_count, &st) == MLS_OK) {
+        result = paths_list(mls_name_tree_nodes(names), layers, layer_count);
         mls_free(layers);
     } else {
         mlspy_raise(state, &st, NULL);
@@ -304,7 +305,7 @@ static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
 static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
-    mls_text path;
+    mls_str path;
     mlspy_items items;
     if (mlspy_take_count("state_prefixed", 2, count) < 0 ||
         layer_name(args[0], &path) < 0 ||
@@ -333,7 +334,7 @@ static int take_rule(PyObject *pair, mls_rename_rule *out)
         PyErr_SetString(PyExc_TypeError, "rules must be pairs of old and new");
         return -1;
     }
-    mls_text old, new;
+    mls_str old, new;
     if (mlspy_take_text(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &old) < 0 ||
         mlspy_take_text(PyTuple_GET_ITEM(pair, 1), "the new part of a rule", &new) < 0) {
         return -1;
@@ -373,7 +374,7 @@ static PyObject *renamed(const mlspy_item *item, const mls_rename_rule *rules,
                      item->key);
         return NULL;
     }
-    return mlspy_str_of((mls_text){.data = buffer->data, .length = length});
+    return mlspy_str_of((mls_str){.data = buffer->data, .length = length});
 }
 
 /* Raise for two names that would become one.  The error carries the new name, as
@@ -483,14 +484,14 @@ done:
 
 /* The texts of a list of str, which must not change while they are used; NULL with an
  * exception set.  Gives: free with mls_free. */
-static mls_text *texts_of(PyObject *list)
+static mls_str *texts_of(PyObject *list)
 {
     if (!PyList_Check(list)) {
         PyErr_SetString(PyExc_TypeError, "state_explain wants two lists of str");
         return NULL;
     }
     const Py_ssize_t count = PyList_GET_SIZE(list);
-    mls_text *texts = mls_alloc((size_t)count, sizeof *texts);
+    mls_str *texts = mls_alloc((size_t)count, sizeof *texts);
     if (texts == NULL) {
         PyErr_NoMemory();
         return NULL;
@@ -541,12 +542,12 @@ static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize
     mls_status st;
     mls_explanation found = {0};
     PyObject *result = NULL;
-    mls_text *unexpected = texts_of(args[0]);
-    mls_text *missing = unexpected == NULL ? NULL : texts_of(args[1]);
+    mls_str *unexpected = texts_of(args[0]);
+    mls_str *missing = unexpected == NULL ? NULL : texts_of(args[1]);
     if (missing != NULL) {
         const mls_code code =
-            mls_names_explain(unexpected, (size_t)PyList_GET_SIZE(args[0]), missing,
-                              (size_t)PyList_GET_SIZE(args[1]), &found, &st);
+            mls_name_tree_explain(unexpected, (size_t)PyList_GET_SIZE(args[0]), missing,
+                                  (size_t)PyList_GET_SIZE(args[1]), &found, &st);
         result = code == MLS_OK ? explanation_tuple(&found)
                                 : mlspy_raise(mlspy_state_of(module), &st, NULL);
         mls_explanation_fini(&found);
@@ -560,9 +561,10 @@ static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize
 
 /* Bytes and dtype of each array, in the order of the items; NULL with an exception set.
  * Gives: free with mls_free. */
-static mls_outline_sum *leaves_of(const mlspy_state *state, const mlspy_items *items)
+static mls_name_tree_preview_sum *leaves_of(const mlspy_state *state,
+                                            const mlspy_items *items)
 {
-    mls_outline_sum *leaves = mls_alloc(items->count, sizeof *leaves);
+    mls_name_tree_preview_sum *leaves = mls_alloc(items->count, sizeof *leaves);
     if (leaves == NULL) {
         PyErr_NoMemory();
     }
@@ -578,15 +580,17 @@ static mls_outline_sum *leaves_of(const mlspy_state *state, const mlspy_items *i
 }
 
 /* (depth, name, count, nbytes, dtype, shape or None, hidden, open) */
-static PyObject *row_tuple(const mls_names *names, const mls_outline_sum *sums,
-                           const mls_outline_row *row, const mlspy_items *items)
+static PyObject *row_tuple(const mls_name_tree *names,
+                           const mls_name_tree_preview_sum *sums,
+                           const mls_name_tree_preview_row *row, const mlspy_items *items)
 {
-    const mls_outline_entry e = mls_outline_describe(names, sums, row);
+    const mls_name_tree_preview_entry e =
+        mls_name_tree_preview_describe(names, sums, row);
     PyObject *shape = e.name == MLS_NAME_NONE
                           ? Py_NewRef(Py_None)
                           : mlspy_shape_tuple(&items->items[e.name].facts);
     /* each N takes its reference, or passes a NULL on as the exception that is set */
-    return Py_BuildValue("(INnKsNIO)", mls_names_nodes(names)[row->node].depth,
+    return Py_BuildValue("(INnKsNIO)", mls_name_tree_nodes(names)[row->node].depth,
                          mlspy_str_of(e.label), (Py_ssize_t)e.count,
                          (unsigned long long)e.sum.bytes,
                          e.sum.dtype == NULL ? "" : e.sum.dtype, shape, row->hidden,
@@ -595,14 +599,15 @@ static PyObject *row_tuple(const mls_names *names, const mls_outline_sum *sums,
 
 /* The rows as a list of tuples.  All sums are made, shown or not: a row says what lies
  * under it, and that may be the whole state. */
-static PyObject *rows_list(const mlspy_state *state, const mls_names *names,
-                           const mlspy_items *items, const mls_outline_row *rows,
-                           size_t count)
+static PyObject *rows_list(const mlspy_state *state, const mls_name_tree *names,
+                           const mlspy_items *items,
+                           const mls_name_tree_preview_row *rows, size_t count)
 {
     mls_status st;
-    mls_outline_sum *sums = NULL;
-    mls_outline_sum *leaves = leaves_of(state, items);
-    if (leaves != NULL && mls_outline_sums(names, leaves, &sums, &st) != MLS_OK) {
+    mls_name_tree_preview_sum *sums = NULL;
+    mls_name_tree_preview_sum *leaves = leaves_of(state, items);
+    if (leaves != NULL &&
+        mls_name_tree_preview_sums(names, leaves, &sums, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
     }
     mls_free(leaves);
@@ -630,7 +635,7 @@ static PyObject *state_outline(PyObject *module, PyObject *const *args, Py_ssize
     }
     mlspy_items items;
     name_index index = {0};
-    mls_outline_row *rows = NULL;
+    mls_name_tree_preview_row *rows = NULL;
     size_t row_count;
     mls_status st;
     PyObject *result = NULL;
@@ -642,16 +647,16 @@ static PyObject *state_outline(PyObject *module, PyObject *const *args, Py_ssize
         goto done;
     }
     /* negative or tiny limits are the core's least ones: a page can always be drawn */
-    if (mls_outline_new(index.names, max_rows < 0 ? 0 : (size_t)max_rows,
-                        max_children < 3 ? 3 : (size_t)max_children, &rows, &row_count,
-                        &st) != MLS_OK) {
+    if (mls_name_tree_preview_new(index.names, max_rows < 0 ? 0 : (size_t)max_rows,
+                                  max_children < 3 ? 3 : (size_t)max_children, &rows,
+                                  &row_count, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
         goto done;
     }
     result = rows_list(state, index.names, &items, rows, row_count);
 done:
     mls_free(rows);
-    mls_names_free(index.names);
+    mls_name_tree_free(index.names);
     mls_free(index.texts);
     Py_XDECREF(index.keys);
     mlspy_items_release(&items);

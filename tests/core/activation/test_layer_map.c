@@ -21,12 +21,12 @@ static mls_layer_key named(const char *name)
 
 static void an_empty_table_knows_nobody(void)
 {
-    mls_layer_table t = {0};
+    mls_layer_map t = {0};
     const mls_layer_key key = named("a");
     CHECK(mls_layer_find(&t, &key) == NULL);
-    CHECK(mls_layer_mark_of(&t, &key) == MLS_LAYER_PLAIN);
-    mls_layer_table_fini(&t);
-    mls_layer_table_fini(&t);
+    CHECK(mls_layer_choice_of(&t, &key) == MLS_LAYER_PLAIN);
+    mls_layer_map_fini(&t);
+    mls_layer_map_fini(&t);
 }
 
 /* Hashes of a good function, of one with few values, and of one that is constant. */
@@ -42,7 +42,7 @@ static void every_layer_is_found_whatever_the_hash(void)
     char room[64];
     mls_status st;
     for (int kind = 0; kind < 3; kind++) {
-        mls_layer_table t = {0};
+        mls_layer_map t = {0};
         for (int i = 0; i < LAYERS; i++) {
             mls_table_layer *layer = NULL;
             const mls_layer_key key = key_of(room, sizeof room, i, hash_of(i, kind));
@@ -57,17 +57,17 @@ static void every_layer_is_found_whatever_the_hash(void)
             const mls_table_layer *layer = mls_layer_find(&t, &key);
             REQUIRE(layer != NULL);
             CHECK(layer == &t.layers[i] && layer->bytes == (size_t)i);
-            const mls_text name = mls_layer_name(&t, layer);
-            CHECK(mls_text_equal(name, key.name));
+            const mls_str name = mls_layer_name(&t, layer);
+            CHECK(mls_str_equal(name, key.name));
         }
-        mls_layer_table_fini(&t);
+        mls_layer_map_fini(&t);
         CHECK(t.layers == NULL && t.slots == NULL && t.text == NULL);
     }
 }
 
 static void adding_again_finds_the_same(void)
 {
-    mls_layer_table t = {0};
+    mls_layer_map t = {0};
     mls_table_layer *first = NULL, *again = NULL;
     mls_status st;
     const mls_layer_key key = named("layer.1");
@@ -75,12 +75,12 @@ static void adding_again_finds_the_same(void)
     first->calls = 9;
     REQUIRE(mls_layer_add(&t, &key, &again, &st) == MLS_OK);
     CHECK(again == first && again->calls == 9 && t.count == 1);
-    mls_layer_table_fini(&t);
+    mls_layer_map_fini(&t);
 }
 
 static void names_are_bytes_of_any_kind(void)
 {
-    mls_layer_table t = {0};
+    mls_layer_map t = {0};
     mls_table_layer *layer = NULL;
     mls_status st;
     const mls_layer_key keys[] = {
@@ -97,7 +97,7 @@ static void names_are_bytes_of_any_kind(void)
     for (size_t i = 0; i < 4; i++) {
         CHECK(mls_layer_find(&t, &keys[i]) == &t.layers[i]);
     }
-    mls_layer_table_fini(&t);
+    mls_layer_map_fini(&t);
 }
 
 /* Equal hashes and lengths, and one byte that differs, at every place of every length. */
@@ -108,7 +108,7 @@ static void names_are_compared_to_the_last_byte(void)
     mls_status st;
     memset(name, 'n', sizeof name);
     for (size_t length = 1; length <= LONGEST; length++) {
-        mls_layer_table t = {0};
+        mls_layer_map t = {0};
         mls_table_layer *layer = NULL;
         const mls_layer_key key = {.name = {name, length}, .hash = 5};
         REQUIRE(mls_layer_add(&t, &key, &layer, &st) == MLS_OK);
@@ -118,24 +118,24 @@ static void names_are_compared_to_the_last_byte(void)
             name[at] = 'n';
         }
         CHECK(mls_layer_find(&t, &key) == &t.layers[0]);
-        mls_layer_table_fini(&t);
+        mls_layer_map_fini(&t);
     }
 }
 
 static void a_layer_has_one_mark(void)
 {
-    mls_layer_table t = {0};
+    mls_layer_map t = {0};
     mls_status st;
     const mls_layer_key a = named("a"), b = named("b");
-    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_EXCLUDE, &st) == MLS_OK);
-    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_EXCLUDE, &st) == MLS_OK);
-    CHECK(mls_layer_mark_of(&t, &a) == MLS_LAYER_EXCLUDE);
-    CHECK(mls_layer_mark_of(&t, &b) == MLS_LAYER_PLAIN);
-    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_CHECKPOINT, &st) == MLS_E_VALUE);
+    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &st) == MLS_OK);
+    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &st) == MLS_OK);
+    CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE);
+    CHECK(mls_layer_choice_of(&t, &b) == MLS_LAYER_PLAIN);
+    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_CHECKPOINT, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.name, "a");
     CHECK_TEXT(st.text, "layers cannot be both checkpointed and excluded: a");
-    CHECK(mls_layer_mark_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
-    mls_layer_table_fini(&t);
+    CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
+    mls_layer_map_fini(&t);
 }
 
 static const test_case tests[] = {

@@ -1,5 +1,5 @@
-#include "support/runner.h"
 #include "activation/strategy.h"
+#include "support/runner.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -36,11 +36,11 @@ static bool ask(mls_decide *decide, mls_strategy *s, const char *name, size_t by
     return chosen > 0;
 }
 
-static void mark(mls_strategy *s, const char *name, mls_layer_mark as)
+static void mark(mls_strategy *s, const char *name, mls_layer_choice as)
 {
     mls_status st;
     const mls_layer_key key = named(name);
-    CHECK(mls_layer_set_mark(&s->named, &key, as, &st) == MLS_OK);
+    CHECK(mls_layer_set_choice(&s->named, &key, as, &st) == MLS_OK);
 }
 
 static void numbers_above_nought_are_kept(void)

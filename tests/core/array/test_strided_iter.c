@@ -1,7 +1,7 @@
 /* Walks against plain nested loops: every pair of elements once, in runs as long as the
  * memory allows; packing and turning of items. */
-#include "support/runner.h"
 #include "array/strided_iter.h"
+#include "support/runner.h"
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -47,17 +47,17 @@ static size_t expect(const mls_tensor *a, const mls_tensor *b, place *places)
 static size_t collect(const mls_tensor *a, const mls_tensor *b, place *places,
                       size_t *runs)
 {
-    mls_walk w, sought;
+    mls_strided_iter w, sought;
     ptrdiff_t a_at = 0, b_at = 0;
     size_t count = 0;
     *runs = 0;
-    if (!mls_walk_init(&w, a, b)) {
+    if (!mls_strided_iter_init(&w, a, b)) {
         return 0;
     }
     sought = w;
     do {
         ptrdiff_t a_sought = -1, b_sought = -1;
-        mls_walk_seek(&sought, *runs, &a_sought, &b_sought);
+        mls_strided_iter_seek(&sought, *runs, &a_sought, &b_sought);
         CHECK(a_sought == a_at && b_sought == b_at);
         CHECK(memcmp(sought.index, w.index, (size_t)w.rank * sizeof w.index[0]) == 0);
         for (size_t i = 0; i < w.length && count < MOST; i++) {
@@ -65,7 +65,7 @@ static size_t collect(const mls_tensor *a, const mls_tensor *b, place *places,
             places[count++].b = b_at + (ptrdiff_t)i * w.b_step;
         }
         ++*runs;
-    } while (mls_walk_next(&w, &a_at, &b_at));
+    } while (mls_strided_iter_next(&w, &a_at, &b_at));
     qsort(places, count, sizeof *places, by_place);
     return count;
 }
@@ -127,22 +127,22 @@ static void runs_are_as_long_as_both_views_allow(void)
 static void a_missing_second_view_follows_the_first(void)
 {
     const mls_tensor rows = view(2, SIDE, SIDE, 100, 6, 2);
-    mls_walk w;
+    mls_strided_iter w;
     ptrdiff_t a = 0, b = 0;
-    REQUIRE(mls_walk_init(&w, &rows, NULL));
+    REQUIRE(mls_strided_iter_init(&w, &rows, NULL));
     CHECK(w.length == SIDE * SIDE && w.a_step == 2 && w.b_step == 2);
-    CHECK(mls_walk_next(&w, &a, &b) && a == 100 && b == 100);
-    CHECK(!mls_walk_next(&w, &a, &b));
+    CHECK(mls_strided_iter_next(&w, &a, &b) && a == 100 && b == 100);
+    CHECK(!mls_strided_iter_next(&w, &a, &b));
 }
 
 static void a_scalar_is_one_run_of_one_element(void)
 {
     const mls_tensor scalar = {.dtype = MLS_F64, .rank = 0};
-    mls_walk w;
+    mls_strided_iter w;
     ptrdiff_t a = 0, b = 0;
-    REQUIRE(mls_walk_init(&w, &scalar, &scalar));
+    REQUIRE(mls_strided_iter_init(&w, &scalar, &scalar));
     CHECK(w.length == 1 && w.a_step == 8 && w.b_step == 8);
-    CHECK(!mls_walk_next(&w, &a, &b));
+    CHECK(!mls_strided_iter_next(&w, &a, &b));
 }
 
 /* Items from odd addresses, forwards, backwards and over each other. */

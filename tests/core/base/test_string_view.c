@@ -1,9 +1,9 @@
-#include "support/runner.h"
 #include "base/string_view.h"
+#include "support/runner.h"
 
-static mls_text text_of(const char *data)
+static mls_str text_of(const char *data)
 {
-    return (mls_text){.data = data, .length = strlen(data)};
+    return (mls_str){.data = data, .length = strlen(data)};
 }
 
 static void utf8_is_told_from_other_bytes(void)
@@ -44,31 +44,31 @@ static void a_code_point_becomes_the_character_of_its_length(void)
 
 static void a_text_is_equal_only_to_all_of_itself(void)
 {
-    const mls_text nul = {.data = "a\0b", .length = 3};
-    CHECK(mls_text_is(text_of("ab"), "ab") && !mls_text_is(text_of("ab"), "abc"));
-    CHECK(!mls_text_is(nul, "a"));
-    CHECK(mls_text_equal(text_of("ab"), text_of("ab")));
-    CHECK(!mls_text_equal(nul, text_of("a")));
-    CHECK(mls_text_equal((mls_text){0}, text_of("")));
-    CHECK(!mls_text_equal(text_of("ab"), text_of("ac")));
+    const mls_str nul = {.data = "a\0b", .length = 3};
+    CHECK(mls_str_is(text_of("ab"), "ab") && !mls_str_is(text_of("ab"), "abc"));
+    CHECK(!mls_str_is(nul, "a"));
+    CHECK(mls_str_equal(text_of("ab"), text_of("ab")));
+    CHECK(!mls_str_equal(nul, text_of("a")));
+    CHECK(mls_str_equal((mls_str){0}, text_of("")));
+    CHECK(!mls_str_equal(text_of("ab"), text_of("ac")));
 }
 
 static void a_prefix_is_no_longer_than_its_text(void)
 {
-    CHECK(mls_text_starts(text_of("module.w"), text_of("module.")));
-    CHECK(mls_text_starts(text_of("w"), (mls_text){0}));
-    CHECK(mls_text_starts((mls_text){0}, (mls_text){0}));
-    CHECK(!mls_text_starts(text_of("mod"), text_of("module.")));
-    CHECK(!mls_text_starts(text_of("Module.w"), text_of("module.")));
+    CHECK(mls_str_starts(text_of("module.w"), text_of("module.")));
+    CHECK(mls_str_starts(text_of("w"), (mls_str){0}));
+    CHECK(mls_str_starts((mls_str){0}, (mls_str){0}));
+    CHECK(!mls_str_starts(text_of("mod"), text_of("module.")));
+    CHECK(!mls_str_starts(text_of("Module.w"), text_of("module.")));
 }
 
 static void order_is_that_of_the_bytes(void)
 {
-    CHECK(mls_text_compare(text_of("a"), text_of("b")) < 0);
-    CHECK(mls_text_compare(text_of("b"), text_of("aa")) > 0);
-    CHECK(mls_text_compare(text_of("a"), text_of("aa")) < 0);
-    CHECK(mls_text_compare(text_of("\xC3\xA9"), text_of("z")) > 0);
-    CHECK(mls_text_compare((mls_text){0}, text_of("")) == 0);
+    CHECK(mls_str_compare(text_of("a"), text_of("b")) < 0);
+    CHECK(mls_str_compare(text_of("b"), text_of("aa")) > 0);
+    CHECK(mls_str_compare(text_of("a"), text_of("aa")) < 0);
+    CHECK(mls_str_compare(text_of("\xC3\xA9"), text_of("z")) > 0);
+    CHECK(mls_str_compare((mls_str){0}, text_of("")) == 0);
 }
 
 /* One by one, as RFC 8259 has it: what may stand in a string for itself, of ASCII. */
@@ -92,7 +92,7 @@ static void plain_characters_are_counted_as_one_by_one(void)
                 memcpy(text, fillers, sizeof text);
                 text[(place + 1) % 8] = (char)(unsigned char)d;
                 text[place] = (char)(unsigned char)c;
-                CHECK(mls_text_eight_plain(text) == plain_of(text));
+                CHECK(mls_str_eight_plain(text) == plain_of(text));
             }
         }
     }

@@ -26,7 +26,7 @@ static void gather(rank_case *c)
         memset(out, 0, all);
         memcpy(out + start, mine, sizes[c->rank]);
         const void *from = round == 0 ? mine : out + start; /* where it belongs */
-        EXPECT(c, mls_local_all_gather(c->g, &quick, from, sizes, out, &st) == MLS_OK);
+        EXPECT(c, mls_shm_all_gather(c->g, &quick, from, sizes, out, &st) == MLS_OK);
         size_t at = 0;
         for (size_t r = 0; r < c->world; r++) {
             for (size_t i = 0; i < sizes[r]; i++) {
@@ -61,7 +61,7 @@ static void broadcast(rank_case *c)
             for (size_t i = 0; i < n; i++) {
                 data[i] = c->rank == root ? byte_of(root, i) : 0;
             }
-            EXPECT(c, mls_local_broadcast(c->g, &quick, data, n, root, &st) == MLS_OK);
+            EXPECT(c, mls_shm_broadcast(c->g, &quick, data, n, root, &st) == MLS_OK);
             size_t good = 0;
             while (good < n && data[good] == byte_of(root, good)) {
                 good++;
@@ -103,7 +103,7 @@ static void trade(rank_case *c)
             data[at++] = byte_of(c->rank * 10 + r, i);
         }
     }
-    EXPECT(c, mls_local_all_to_all(c->g, &quick, data, sent, out, wanted, &st) == MLS_OK);
+    EXPECT(c, mls_shm_all_to_all(c->g, &quick, data, sent, out, wanted, &st) == MLS_OK);
     at = 0;
     size_t wrong = 0;
     for (size_t r = 0; r < c->world; r++) {
@@ -113,10 +113,9 @@ static void trade(rank_case *c)
     }
     EXPECT(c, wrong == 0);
     wanted[0] += c->rank + 1 == c->world; /* one rank wants what it does not get */
-    const mls_code code =
-        mls_local_all_to_all(c->g, &quick, data, sent, out, wanted, &st);
+    const mls_code code = mls_shm_all_to_all(c->g, &quick, data, sent, out, wanted, &st);
     EXPECT(c, code == MLS_E_PEER && strstr(st.text, "rank 0 sends") != NULL);
-    EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
     free(data);
     free(out);
 }
@@ -148,14 +147,14 @@ static void collect(rank_case *c)
     mls_status st;
     for (int root = -1; root < (int)c->world; root++) {
         kept k = {.world = c->world};
-        const mls_local_places places = {.place = keep, .context = &k};
+        const mls_shm_places places = {.place = keep, .context = &k};
         const size_t n = root == 0 ? c->rank : 6000 * c->rank + 4000;
         unsigned char *mine = malloc(n + 1);
         for (size_t i = 0; i < n; i++) {
             mine[i] = byte_of(c->rank, i);
         }
-        EXPECT(c, mls_local_gather_bytes(c->g, &quick, mine, n, root, &places, &st) ==
-                      MLS_OK);
+        EXPECT(c,
+               mls_shm_gather_bytes(c->g, &quick, mine, n, root, &places, &st) == MLS_OK);
         for (size_t r = 0; r < c->world; r++) {
             EXPECT(c, (k.data[r] != NULL) == (root < 0 || root == (int)c->rank));
             size_t wrong = 0;
@@ -178,11 +177,10 @@ static void refuse(rank_case *c)
 {
     mls_status st;
     kept k = {.world = c->world, .refuse = c->rank == 0};
-    const mls_local_places places = {.place = keep, .context = &k};
-    const mls_code code =
-        mls_local_gather_bytes(c->g, &quick, "abc", 3, -1, &places, &st);
+    const mls_shm_places places = {.place = keep, .context = &k};
+    const mls_code code = mls_shm_gather_bytes(c->g, &quick, "abc", 3, -1, &places, &st);
     EXPECT(c, code == (c->rank == 0 ? MLS_E_MEMORY : MLS_OK));
-    EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_E_PEER);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_E_PEER);
     EXPECT(c, strstr(st.text, "gather_bytes failed on rank 0") != NULL);
     for (size_t r = 0; r < c->world; r++) {
         free(k.data[r]);
@@ -191,7 +189,7 @@ static void refuse(rank_case *c)
 
 static void memory_that_runs_out_half_way_ends_the_group(void)
 {
-    in_threads((mls_local_shape){.world = 2}, refuse);
+    in_threads((mls_shm_shape){.world = 2}, refuse);
 }
 
 /* Rank 0 gathers in place, so it waits while rank 1 copies to new pages. It gives up
@@ -201,7 +199,7 @@ static void unmap_after_giving_up(rank_case *c)
     enum { BYTES = 16 << 20 };
     static atomic_uint rounds;
     mls_status st;
-    const mls_local_call hasty = {
+    const mls_shm_call hasty = {
         .timeout = c->rank == 0 ? 5e-4 * (1 + atomic_fetch_add(&rounds, 1) % 8) : 20};
     const size_t sizes[2] = {BYTES, 0};
     unsigned char *out =
@@ -210,8 +208,8 @@ static void unmap_after_giving_up(rank_case *c)
     if (c->rank == 0) {
         memset(out, 7, BYTES);
     }
-    (void)mls_local_barrier(c->g, &quick, &st);
-    const mls_code code = mls_local_all_gather(c->g, &hasty, out, sizes, out, &st);
+    (void)mls_shm_barrier(c->g, &quick, &st);
+    const mls_code code = mls_shm_all_gather(c->g, &hasty, out, sizes, out, &st);
     if (code == MLS_OK) {
         EXPECT(c, out[0] == 7 && memcmp(out, out + 1, BYTES - 1) == 0);
     } else {
@@ -223,7 +221,7 @@ static void unmap_after_giving_up(rank_case *c)
 static void an_array_may_be_freed_once_its_operation_failed(void)
 {
     for (int round = 0; round < 60; round++) {
-        in_threads((mls_local_shape){.world = 2}, unmap_after_giving_up);
+        in_threads((mls_shm_shape){.world = 2}, unmap_after_giving_up);
     }
 }
 

@@ -37,9 +37,9 @@ static void reduce_all(rank_case *c)
         float *data = array_of(c->rank, n);
         float *out = calloc(n + 1, sizeof *out);
         EXPECT(c,
-               mls_local_all_reduce(c->g, &quick, data, out, n, &sum_f32, &st) == MLS_OK);
-        EXPECT(c, mls_local_all_reduce(c->g, &quick, data, data, n, &sum_f32, &st) ==
-                      MLS_OK);
+               mls_shm_all_reduce(c->g, &quick, data, out, n, &sum_f32, &st) == MLS_OK);
+        EXPECT(c,
+               mls_shm_all_reduce(c->g, &quick, data, data, n, &sum_f32, &st) == MLS_OK);
         for (size_t i = 0; i < n; i++) {
             const float expected = total(c->world, i);
             const bool same =
@@ -97,10 +97,10 @@ static void scatter(rank_case *c)
                                     .reduction = sum_f32,
                                     .tally = {.squares = 99}};
     }
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) ==
-                  MLS_OK);
+    EXPECT(c,
+           mls_shm_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) == MLS_OK);
     for (size_t s = 0; s < SEGMENTS; s++) {
-        mls_tally expected = {0};
+        mls_norm_partial expected = {0};
         const size_t mine = counts[s][c->rank];
         for (size_t i = 0; i < mine; i++) {
             const float value = total(c->world, starts[s] + i);
@@ -112,14 +112,14 @@ static void scatter(rank_case *c)
         }
         mls_tensor t;
         EXPECT(c, mls_tensor_init(&t, outs[s], MLS_F32, 1, &mine, &st) == MLS_OK);
-        mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &expected);
+        mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &expected);
         EXPECT(c, memcmp(&expected, &segments[s].tally, sizeof expected) == 0);
         if (s != 1) {
             free(outs[s]);
         }
         free(arrays[s]);
     }
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
+    EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
 }
 
 static void shares_are_summed_and_tallied_however_they_are_cut(void)
@@ -154,7 +154,7 @@ static void scatter_large(rank_case *c)
                                 .counts = counts[1],
                                 .out = wide + 1,
                                 .reduction = widened}};
-    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, 2, true, &st) == MLS_OK);
+    EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, segments, 2, true, &st) == MLS_OK);
     size_t wrong = 0;
     for (size_t i = 0; i < mine; i++) {
         const float value = total(2, start + i);
@@ -167,9 +167,9 @@ static void scatter_large(rank_case *c)
     }
     EXPECT(c, wrong == 0 && memcmp(out, "\0\0\0\0", 4) == 0);
     mls_tensor t;
-    mls_tally expected = {0};
+    mls_norm_partial expected = {0};
     EXPECT(c, mls_tensor_init(&t, out + 1, MLS_F32, 1, &mine, &st) == MLS_OK);
-    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &expected);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &expected);
     EXPECT(c, memcmp(&expected, &segments[0].tally, sizeof expected) == 0);
     free(data);
     free(out);
@@ -197,10 +197,10 @@ static void overwrite(rank_case *c)
         if (c->rank == 1) {
             usleep(5 * 1000); /* the last to come is the last to read */
         }
-        EXPECT(c, (all ? mls_local_all_reduce(c->g, &quick, data, out, 2 * COUNT,
-                                              &sum_f32, &st)
-                       : mls_local_reduce_scatter(c->g, &quick, &segment, 1, true,
-                                                  &st)) == MLS_OK);
+        EXPECT(c, (all ? mls_shm_all_reduce(c->g, &quick, data, out, 2 * COUNT, &sum_f32,
+                                            &st)
+                       : mls_shm_reduce_scatter(c->g, &quick, &segment, 1, true, &st)) ==
+                      MLS_OK);
         for (size_t i = 0; i < (all ? 2 * COUNT : COUNT); i++) {
             wrong += out[i] != (float)(2 * round + 1);
         }
@@ -212,7 +212,7 @@ static void overwrite(rank_case *c)
 
 static void no_rank_returns_before_all_have_read(void)
 {
-    in_threads((mls_local_shape){.world = 2}, overwrite);
+    in_threads((mls_shm_shape){.world = 2}, overwrite);
 }
 
 /* Rank 0 has no share, waits for rank 1 to read its array, gives up and frees it. */
@@ -230,9 +230,9 @@ static void give_up(rank_case *c)
                            .out = out,
                            .reduction = sum_f32};
     segment.reduction.dtype = segment.reduction.out_dtype = MLS_F16;
-    EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
-    const mls_local_call hasty = {.timeout = c->rank == 0 ? 0.002 : 20};
-    const mls_code code = mls_local_reduce_scatter(c->g, &hasty, &segment, 1, true, &st);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
+    const mls_shm_call hasty = {.timeout = c->rank == 0 ? 0.002 : 20};
+    const mls_code code = mls_shm_reduce_scatter(c->g, &hasty, &segment, 1, true, &st);
     size_t wrong = 0;
     if (c->rank == 0) {
         memset(data, 0, COUNT * sizeof *data);
@@ -248,7 +248,7 @@ static void give_up(rank_case *c)
 static void a_sum_counts_only_if_all_arrays_were_whole(void)
 {
     for (int round = 0; round < 5; round++) {
-        in_threads((mls_local_shape){.world = 2}, give_up);
+        in_threads((mls_shm_shape){.world = 2}, give_up);
     }
 }
 
@@ -256,7 +256,7 @@ static void large_sums_have_the_same_bits_with_every_instruction_set(void)
 {
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         if (mls_cpu_offers((mls_cpu)cpu)) {
-            threads_with((mls_cpu)cpu, (mls_local_shape){.world = 2}, scatter_large);
+            threads_with((mls_cpu)cpu, (mls_shm_shape){.world = 2}, scatter_large);
         }
     }
 }
@@ -272,15 +272,15 @@ static void refuse_reductions(rank_case *c)
                            .counts = counts,
                            .out = &x,
                            .reduction = wrong};
-    EXPECT(c, mls_local_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &st) == MLS_E_VALUE);
+    EXPECT(c, mls_shm_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &st) == MLS_E_VALUE);
     EXPECT(c,
-           mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_E_VALUE);
-    EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
+           mls_shm_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_E_VALUE);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
 }
 
 static void reductions_that_make_no_sense_send_nothing(void)
 {
-    in_threads((mls_local_shape){.world = 3}, refuse_reductions);
+    in_threads((mls_shm_shape){.world = 3}, refuse_reductions);
 }
 
 static const test_case tests[] = {

@@ -98,9 +98,9 @@ static mls_code parse(mls_mlpackage *out)
     return mls_mlpackage_parse(spec->data, spec->length, out, &st);
 }
 
-static bool name_is(mls_text name, const char *expected)
+static bool name_is(mls_str name, const char *expected)
 {
-    return mls_text_is(name, expected);
+    return mls_str_is(name, expected);
 }
 
 /* The description must be refused, with `part` in the text. */

@@ -1,18 +1,18 @@
 /* Sketches: they add up as arrays do, and see what is lost, doubled or in the wrong
  * place. */
-#include "support/runner.h"
 #include "gradients/ams_sketch.h"
+#include "support/runner.h"
 
 #include <math.h>
 #include <stdint.h>
 
 enum { COUNT = 200 };
 
-static mls_sketch sketch_of(const float *values, size_t start, size_t count)
+static mls_ams_sketch sketch_of(const float *values, size_t start, size_t count)
 {
     mls_status st;
-    mls_sketch sketch = {0};
-    CHECK(mls_sketch_add(&sketch, values, MLS_F32, start, count, 7, &st) == MLS_OK);
+    mls_ams_sketch sketch = {0};
+    CHECK(mls_ams_sketch_add(&sketch, values, MLS_F32, start, count, 7, &st) == MLS_OK);
     return sketch;
 }
 
@@ -41,12 +41,12 @@ static void an_array_may_be_cut_anywhere(void)
     float a[COUNT];
     mls_status st;
     fill(a, 0.25f);
-    const mls_sketch whole = sketch_of(a, 0, COUNT);
+    const mls_ams_sketch whole = sketch_of(a, 0, COUNT);
     const size_t cuts[] = {0, 1, 63, 64, 65, 127, COUNT};
     for (size_t i = 0; i < sizeof cuts / sizeof cuts[0]; i++) {
-        mls_sketch sketch = sketch_of(a, 0, cuts[i]);
-        CHECK(mls_sketch_add(&sketch, a + cuts[i], MLS_F32, cuts[i], COUNT - cuts[i], 7,
-                             &st) == MLS_OK);
+        mls_ams_sketch sketch = sketch_of(a, 0, cuts[i]);
+        CHECK(mls_ams_sketch_add(&sketch, a + cuts[i], MLS_F32, cuts[i], COUNT - cuts[i],
+                                 7, &st) == MLS_OK);
         CHECK(sketch.signed_sum == whole.signed_sum);
         CHECK(sketch.magnitude == whole.magnitude);
     }
@@ -56,13 +56,13 @@ static void swapped_elements_and_another_seed_are_seen(void)
 {
     float a[COUNT];
     fill(a, 1.0f);
-    const mls_sketch before = sketch_of(a, 0, COUNT);
+    const mls_ams_sketch before = sketch_of(a, 0, COUNT);
     int seen = 0;
     for (int i = 0; i + 1 < COUNT; i++) {
         const float kept = a[i];
         a[i] = a[i + 1];
         a[i + 1] = kept;
-        const mls_sketch after = sketch_of(a, 0, COUNT);
+        const mls_ams_sketch after = sketch_of(a, 0, COUNT);
         seen += after.signed_sum != before.signed_sum;
         CHECK(after.magnitude == before.magnitude);
         a[i + 1] = a[i];
@@ -78,9 +78,9 @@ static void all_numbers_can_be_sketched_and_nothing_else(void)
     static const unsigned char ones[8] = {1};
     for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
         mls_status st;
-        mls_sketch sketch = {.signed_sum = 5, .magnitude = 5};
+        mls_ams_sketch sketch = {.signed_sum = 5, .magnitude = 5};
         const mls_code code =
-            mls_sketch_add(&sketch, ones, (mls_dtype)dtype, 0, 1, 0, &st);
+            mls_ams_sketch_add(&sketch, ones, (mls_dtype)dtype, 0, 1, 0, &st);
         const bool number = dtype <= MLS_U64;
         CHECK(code == (number ? MLS_OK : MLS_E_DTYPE));
         CHECK(sketch.signed_sum != 5 || !number || dtype <= MLS_F64);
@@ -91,11 +91,11 @@ static void all_numbers_can_be_sketched_and_nothing_else(void)
 static void halves_are_read_as_what_they_are(void)
 {
     mls_status st;
-    mls_sketch sketch = {0};
+    mls_ams_sketch sketch = {0};
     const uint16_t half = 0xC000, brain = 0xC000; /* both are -2 */
-    CHECK(mls_sketch_add(&sketch, &half, MLS_F16, 0, 1, 1, &st) == MLS_OK);
+    CHECK(mls_ams_sketch_add(&sketch, &half, MLS_F16, 0, 1, 1, &st) == MLS_OK);
     CHECK(sketch.magnitude == 2);
-    CHECK(mls_sketch_add(&sketch, &brain, MLS_BF16, 0, 1, 1, &st) == MLS_OK);
+    CHECK(mls_ams_sketch_add(&sketch, &brain, MLS_BF16, 0, 1, 1, &st) == MLS_OK);
     CHECK(sketch.magnitude == 4 && fabs(sketch.signed_sum) == 4);
 }
 

@@ -1,12 +1,13 @@
 /* Sealed texts: the checksum that stands in the text it covers. */
-#include "support/runner.h"
 #include "io/json_checksum.h"
+#include "support/runner.h"
 
 #include <stdlib.h>
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
 
-static const char sealed_text[] = MLS_SEAL_START ",\n\"a\": [1, 2.5, \"\xc3\xa9\"]}\n";
+static const char sealed_text[] =
+    MLS_JSON_CHECKSUM_START ",\n\"a\": [1, 2.5, \"\xc3\xa9\"]}\n";
 
 enum { LENGTH = sizeof sealed_text - 1, DIGITS_AT = 13 };
 
@@ -14,7 +15,7 @@ enum { LENGTH = sizeof sealed_text - 1, DIGITS_AT = 13 };
 static void make(char *text)
 {
     memcpy(text, sealed_text, sizeof sealed_text);
-    (void)mls_seal(text, LENGTH, crc);
+    (void)mls_json_checksum_set(text, LENGTH, crc);
 }
 
 static void the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place(void)
@@ -22,7 +23,7 @@ static void the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place(vo
     char text[sizeof sealed_text];
     char digits[MLS_CRC_DIGITS];
     memcpy(text, sealed_text, sizeof sealed_text);
-    const uint32_t sum = mls_seal(text, LENGTH, crc);
+    const uint32_t sum = mls_json_checksum_set(text, LENGTH, crc);
     CHECK(sum == crc->update(0, sealed_text, LENGTH));
     mls_crc_to_digits(sum, digits);
     CHECK(memcmp(text + DIGITS_AT, digits, sizeof digits) == 0);
@@ -36,20 +37,20 @@ static void a_known_text_has_a_known_seal(void)
     /* worked out apart from this library, for those who write another one */
     char text[] = "{\"checksum\":\"00000000\",\"format\":\"mlstate.index\"}\n";
     mls_status st;
-    CHECK(mls_seal(text, strlen(text), crc) == 0x972186f1U);
+    CHECK(mls_json_checksum_set(text, strlen(text), crc) == 0x972186f1U);
     CHECK_TEXT(text, "{\"checksum\":\"972186f1\",\"format\":\"mlstate.index\"}\n");
-    CHECK(mls_seal_check(text, strlen(text), crc, &st) == MLS_OK);
+    CHECK(mls_json_checksum_check(text, strlen(text), crc, &st) == MLS_OK);
 }
 
 static void what_was_sealed_passes(void)
 {
     char text[sizeof sealed_text];
-    char least[] = MLS_SEAL_START "}";
+    char least[] = MLS_JSON_CHECKSUM_START "}";
     mls_status st;
     make(text);
-    CHECK(mls_seal_check(text, LENGTH, crc, &st) == MLS_OK);
-    (void)mls_seal(least, strlen(least), crc);
-    CHECK(mls_seal_check(least, strlen(least), crc, &st) == MLS_OK);
+    CHECK(mls_json_checksum_check(text, LENGTH, crc, &st) == MLS_OK);
+    (void)mls_json_checksum_set(least, strlen(least), crc);
+    CHECK(mls_json_checksum_check(least, strlen(least), crc, &st) == MLS_OK);
 }
 
 static void sealing_again_needs_zeros_first(void)
@@ -58,7 +59,7 @@ static void sealing_again_needs_zeros_first(void)
     char text[sizeof sealed_text], again[sizeof sealed_text];
     make(text);
     memcpy(again, text, sizeof text);
-    (void)mls_seal(again, LENGTH, crc);
+    (void)mls_json_checksum_set(again, LENGTH, crc);
     CHECK_TEXT(again, text);
 }
 
@@ -69,9 +70,9 @@ static void every_flipped_bit_is_found(void)
     for (size_t bit = 0; bit < 8 * LENGTH; bit++) {
         mls_status st;
         text[bit / 8] = (char)(text[bit / 8] ^ (1 << bit % 8));
-        const mls_code code = mls_seal_check(text, LENGTH, crc, &st);
+        const mls_code code = mls_json_checksum_check(text, LENGTH, crc, &st);
         /* of the start, digits aside, a change is a text that is not sealed */
-        const bool start = bit / 8 < sizeof MLS_SEAL_START - 1;
+        const bool start = bit / 8 < sizeof MLS_JSON_CHECKSUM_START - 1;
         CHECK(code == MLS_E_CHECKSUM || (start && code == MLS_E_FORMAT));
         CHECK(code == st.code && st.text[0] != '\0');
         text[bit / 8] = (char)(text[bit / 8] ^ (1 << bit % 8));
@@ -88,10 +89,10 @@ static void every_other_length_is_found(void)
         char *cut = malloc(length + 1);
         REQUIRE(cut != NULL);
         memcpy(cut, text, length);
-        CHECK(mls_seal_check(cut, length, crc, &st) != MLS_OK);
+        CHECK(mls_json_checksum_check(cut, length, crc, &st) != MLS_OK);
         free(cut);
     }
-    CHECK(mls_seal_check(text, LENGTH + 1, crc, &st) == MLS_E_CHECKSUM);
+    CHECK(mls_json_checksum_check(text, LENGTH + 1, crc, &st) == MLS_E_CHECKSUM);
 }
 
 static void a_text_without_a_seal_says_so(void)
@@ -115,7 +116,8 @@ static void a_text_without_a_seal_says_so(void)
     };
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
         mls_status st;
-        CHECK(mls_seal_check(texts[i], strlen(texts[i]), crc, &st) == MLS_E_FORMAT);
+        CHECK(mls_json_checksum_check(texts[i], strlen(texts[i]), crc, &st) ==
+              MLS_E_FORMAT);
         CHECK(st.has_offset && st.offset == 0);
         CHECK_TEXT(st.expected, "{\"checksum\":\"xxxxxxxx\"");
     }
@@ -129,7 +131,7 @@ static void damage_is_told_with_both_checksums(void)
     make(text);
     memcpy(digits, text + DIGITS_AT, MLS_CRC_DIGITS);
     text[LENGTH - 3] = '!';
-    REQUIRE(mls_seal_check(text, LENGTH, crc, &st) == MLS_E_CHECKSUM);
+    REQUIRE(mls_json_checksum_check(text, LENGTH, crc, &st) == MLS_E_CHECKSUM);
     CHECK_TEXT(st.expected, digits);
     CHECK(strlen(st.got) == MLS_CRC_DIGITS && strcmp(st.got, digits) != 0);
 }

@@ -1,6 +1,6 @@
 /* The JSON reader: the grammar of RFC 8259, and what it refuses. */
-#include "io/json_reader.h"
 #include "base/memory.h"
+#include "io/json_reader.h"
 #include "support/runner.h"
 
 #include <stdlib.h>
@@ -23,7 +23,7 @@ static bool accepts(const char *text, size_t length)
 
 static bool text_is(const mls_json *doc, mls_json_node node, const char *expected)
 {
-    return mls_text_is(mls_json_text(doc, node), expected);
+    return mls_str_is(mls_json_text(doc, node), expected);
 }
 
 static void every_kind_of_value_is_read(void)
@@ -102,7 +102,7 @@ static void escapes_become_utf8(void)
     node = mls_json_next(doc, node);
     CHECK(text_is(doc, node, "A\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"));
     node = mls_json_next(doc, node);
-    const mls_text with_nul = mls_json_text(doc, node);
+    const mls_str with_nul = mls_json_text(doc, node);
     CHECK(with_nul.length == 3 && memcmp(with_nul.data, "a\0b", 3) == 0);
     node = mls_json_next(doc, node);
     CHECK(text_is(doc, node, "\xC3\xA9\xF0\x9F\x98\x80"));

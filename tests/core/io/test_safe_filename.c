@@ -5,7 +5,7 @@ static const char *encoded(const char *name)
 {
     static char out[MLS_FILENAME_BYTES + 1];
     const size_t length =
-        mls_filename_encode((mls_text){.data = name, .length = strlen(name)}, 7, out);
+        mls_filename_encode((mls_str){.data = name, .length = strlen(name)}, 7, out);
     CHECK(strlen(out) == length && length <= MLS_FILENAME_BYTES);
     return out;
 }
@@ -83,7 +83,7 @@ static void no_two_names_share_a_file(void)
         for (unsigned second = 0; second < 256; second++) {
             const char name[] = {(char)first, (char)second};
             char out[MLS_FILENAME_BYTES + 1], back[8];
-            mls_filename_encode((mls_text){.data = name, .length = 2}, 0, out);
+            mls_filename_encode((mls_str){.data = name, .length = 2}, 0, out);
             CHECK(decoded(out, back) == 2 && memcmp(back, name, 2) == 0);
             for (const char *c = out; *c != '\0'; c++) {
                 CHECK((*c >= 'a' && *c <= 'z') || (*c >= '0' && *c <= '9') ||
@@ -97,13 +97,13 @@ static void long_names_are_told_apart_by_number(void)
 {
     char name[5000], first[MLS_FILENAME_BYTES + 1], second[MLS_FILENAME_BYTES + 1];
     memset(name, 'X', sizeof name);
-    const mls_text text = {.data = name, .length = sizeof name};
+    const mls_str text = {.data = name, .length = sizeof name};
     CHECK(mls_filename_encode(text, 1, first) <= MLS_FILENAME_BYTES);
     CHECK(mls_filename_encode(text, UINT64_MAX, second) <= MLS_FILENAME_BYTES);
     CHECK(strcmp(first, second) != 0 && strstr(first, "=~1") != NULL);
     /* the longest name that fits is not cut, and the mark never is */
     memset(name, 'x', sizeof name);
-    const mls_text fits = {.data = name, .length = MLS_FILENAME_BYTES};
+    const mls_str fits = {.data = name, .length = MLS_FILENAME_BYTES};
     CHECK(mls_filename_encode(fits, 1, first) == MLS_FILENAME_BYTES);
     CHECK(strchr(first, '=') == NULL);
     CHECK(strcmp(second + strlen(second) - 18, "=~ffffffffffffffff") == 0);

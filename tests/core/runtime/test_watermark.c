@@ -9,7 +9,7 @@ enum { THINGS = 2000, READERS = 4 };
 
 /* Plain memory: a sanitizer for threads sees any use of it before the gate allows it. */
 typedef struct factory {
-    mls_gate gate;
+    mls_watermark gate;
     size_t things[THINGS];
     size_t sums[READERS];
 } factory;
@@ -23,7 +23,7 @@ static void *add_up(void *argument)
 {
     const reader *r = argument;
     for (size_t i = 0; i < THINGS; i++) {
-        mls_gate_wait(&r->from->gate, i + 1);
+        mls_watermark_wait(&r->from->gate, i + 1);
         r->from->sums[r->number] += r->from->things[i];
     }
     return NULL;
@@ -34,7 +34,7 @@ static void what_is_waited_for_has_been_made(void)
     static factory f;
     pthread_t threads[READERS];
     reader readers[READERS];
-    mls_gate_init(&f.gate);
+    mls_watermark_init(&f.gate);
     for (size_t i = 0; i < READERS; i++) {
         readers[i] = (reader){&f, i};
         REQUIRE(pthread_create(&threads[i], NULL, add_up, &readers[i]) == 0);
@@ -42,26 +42,26 @@ static void what_is_waited_for_has_been_made(void)
     for (size_t i = 0; i < THINGS; i++) {
         f.things[i] = i + 1;
         if (i % 16 == 15) {
-            mls_gate_open(&f.gate, i + 1);
+            mls_watermark_advance(&f.gate, i + 1);
         }
     }
-    mls_gate_open(&f.gate, THINGS);
+    mls_watermark_advance(&f.gate, THINGS);
     for (size_t i = 0; i < READERS; i++) {
         pthread_join(threads[i], NULL);
         CHECK(f.sums[i] == (size_t)THINGS * (THINGS + 1) / 2);
     }
-    mls_gate_fini(&f.gate);
+    mls_watermark_fini(&f.gate);
 }
 
 static void nobody_waits_for_nothing_or_behind_the_end(void)
 {
-    mls_gate gate;
-    mls_gate_init(&gate);
-    mls_gate_wait(&gate, 0);
-    mls_gate_open(&gate, SIZE_MAX);
-    mls_gate_wait(&gate, THINGS);
-    mls_gate_wait(&gate, SIZE_MAX);
-    mls_gate_fini(&gate);
+    mls_watermark gate;
+    mls_watermark_init(&gate);
+    mls_watermark_wait(&gate, 0);
+    mls_watermark_advance(&gate, SIZE_MAX);
+    mls_watermark_wait(&gate, THINGS);
+    mls_watermark_wait(&gate, SIZE_MAX);
+    mls_watermark_fini(&gate);
     CHECK(atomic_load(&gate.open) == SIZE_MAX);
 }
 

@@ -1,16 +1,16 @@
 /* Headers of files in the making: order, places, room for checksums. */
 #include "base/memory.h"
-#include "support/runner.h"
-#include "safetensors/safetensors_header.h"
 #include "base/size.h"
+#include "safetensors/safetensors_header.h"
+#include "support/runner.h"
 
 #include <stdlib.h>
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
 
-static mls_text text(const char *chars)
+static mls_str text(const char *chars)
 {
-    return (mls_text){.data = chars, .length = strlen(chars)};
+    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 static const size_t five[] = {5}, matrix[] = {2, 3}, none[] = {0, 4};
@@ -66,8 +66,8 @@ static void large_items_come_first_then_names(void)
     REQUIRE(parses(&h, &file) && file.count == 4);
     for (size_t i = 0; i < 4; i++) {
         const mls_stored *stored = &file.tensors[i];
-        CHECK(mls_text_is(tensors[i].name, order[i]) && tensors[i].number == numbers[i]);
-        CHECK(mls_text_equal(stored->name, tensors[i].name));
+        CHECK(mls_str_is(tensors[i].name, order[i]) && tensors[i].number == numbers[i]);
+        CHECK(mls_str_equal(stored->name, tensors[i].name));
         CHECK(stored->offset == tensors[i].offset && stored->bytes == tensors[i].bytes);
         CHECK(stored->dtype == tensors[i].dtype && stored->rank == tensors[i].rank);
         CHECK(tensors[i].offset % mls_dtype_of(tensors[i].dtype)->item_bytes == 0);
@@ -99,7 +99,7 @@ static void no_length_of_the_text_moves_the_payload_off_its_place(void)
     char long_value[200];
     memset(long_value, 'x', sizeof long_value);
     for (size_t length = 0; length < sizeof long_value; length++) {
-        const mls_text_pair pair = {text("key"), {long_value, length}};
+        const mls_str_pair pair = {text("key"), {long_value, length}};
         mls_header_tensor tensors[4];
         mls_header h;
         mls_safetensors file = {0};
@@ -172,16 +172,16 @@ static void the_headers_checksum_is_that_of_zeros_in_its_place(void)
 
 static void metadata_goes_by_key_among_our_own(void)
 {
-    const mls_text_pair pairs[] = {{text("z"), text("\"\\")},
-                                   {text("mlstate.shards"), text("{}")},
-                                   {text("a"), text("")}};
+    const mls_str_pair pairs[] = {{text("z"), text("\"\\")},
+                                  {text("mlstate.shards"), text("{}")},
+                                  {text("a"), text("")}};
     mls_header h;
     mls_safetensors file = {0};
     mls_status st;
     mls_header_tensor unused;
     REQUIRE(mls_header_init(&h, &unused, 0, pairs, 3, 8, &st) == MLS_OK);
     (void)mls_header_finish(&h, crc);
-    mls_buffer_put(&h.text, "", 1); /* so that it can be searched */
+    mls_json_writer_put(&h.text, "", 1); /* so that it can be searched */
     h.text.length--;
     const char *at = h.text.data + 8, *before = at;
     static const char *const keys[] = {"\"a\":\"\"", "\"mlstate.blocks.crc32c\":\"\"",
@@ -199,7 +199,7 @@ static void metadata_goes_by_key_among_our_own(void)
 }
 
 /* Refused, by its name, with nothing to release. */
-static bool refuses(mls_header_tensor *tensors, size_t count, const mls_text_pair *pairs,
+static bool refuses(mls_header_tensor *tensors, size_t count, const mls_str_pair *pairs,
                     size_t pair_count, const char *name, const char *why)
 {
     mls_header h = {.count = 77};
@@ -222,12 +222,12 @@ static void names_and_keys_that_cannot_be_are_refused(void)
     one = tensor("a\xC3", MLS_U8, 1, five);
     CHECK(refuses(&one, 1, NULL, 0, "a", "UTF-8")); /* as far as it can be shown */
     one = tensor("a", MLS_U8, 1, five);
-    const mls_text_pair twice[] = {
+    const mls_str_pair twice[] = {
         {text("k"), text("1")}, {text("l"), text("2")}, {text("k"), text("3")}};
     CHECK(refuses(&one, 1, twice, 3, "k", "twice"));
-    const mls_text_pair ours = {text("mlstate.blocks.crc32c"), text("00000000")};
+    const mls_str_pair ours = {text("mlstate.blocks.crc32c"), text("00000000")};
     CHECK(refuses(&one, 1, &ours, 1, "mlstate.blocks.crc32c", "twice"));
-    const mls_text_pair value = {text("k"), text("\xFF")};
+    const mls_str_pair value = {text("k"), text("\xFF")};
     CHECK(refuses(&one, 1, &value, 1, "k", "UTF-8"));
 }
 
@@ -250,7 +250,7 @@ static void a_header_over_the_formats_limit_is_refused(void)
     char *value = malloc(length);
     REQUIRE(value != NULL);
     memset(value, 'x', length);
-    const mls_text_pair pair = {text("k"), {value, length}};
+    const mls_str_pair pair = {text("k"), {value, length}};
     mls_header_tensor one = tensor("a", MLS_U8, 1, five);
     mls_header h = {.count = 77};
     mls_status st;

@@ -1,7 +1,7 @@
 /* Reading safetensors: other writers' headers, and headers that lie. */
-#include "support/runner.h"
-#include "safetensors/safetensors.h"
 #include "base/size.h"
+#include "safetensors/safetensors.h"
+#include "support/runner.h"
 
 enum { ROOM = 4096 };
 
@@ -47,9 +47,9 @@ static void another_writers_header_is_understood(void)
     mls_status st;
     REQUIRE(parse(&file, &f, &st) == MLS_OK);
     CHECK(f.count == 4 && !f.has_crc && f.metadata_count == 2);
-    CHECK(mls_text_is(f.metadata[0].key, "format"));
-    CHECK(mls_text_is(f.metadata[0].value, "pt"));
-    CHECK(mls_text_is(f.tensors[0].name, "b") && f.tensors[0].dtype == MLS_F16);
+    CHECK(mls_str_is(f.metadata[0].key, "format"));
+    CHECK(mls_str_is(f.metadata[0].value, "pt"));
+    CHECK(mls_str_is(f.tensors[0].name, "b") && f.tensors[0].dtype == MLS_F16);
     CHECK(f.tensors[0].rank == 2 && f.tensors[0].shape[0] == 2);
     CHECK(f.tensors[0].offset == file.head + 4 && f.tensors[0].bytes == 4);
     CHECK(f.tensors[1].rank == 0 && f.tensors[1].bytes == 4);

@@ -1,9 +1,9 @@
 /* Writing safetensors: what is written comes back, and damage to it is noticed. */
-#include "io/file.h"
 #include "base/memory.h"
-#include "support/runner.h"
-#include "safetensors/safetensors.h"
 #include "base/size.h"
+#include "io/file.h"
+#include "safetensors/safetensors.h"
+#include "support/runner.h"
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -31,13 +31,13 @@ static void make_path(void)
              (long)getpid());
 }
 
-static mls_text text(const char *chars)
+static mls_str text(const char *chars)
 {
-    return (mls_text){.data = chars, .length = strlen(chars)};
+    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 static mls_code save(const mls_named_tensor *tensors, size_t count,
-                     const mls_text_pair *pairs, size_t pair_count, mls_status *st)
+                     const mls_str_pair *pairs, size_t pair_count, mls_status *st)
 {
     make_path();
     const mls_safetensors_content content = {.tensors = tensors,
@@ -66,7 +66,7 @@ static bool stored_is(size_t index, const char *name, const void *expected, size
     unsigned char *data = mls_alloc(bytes, 1);
     if (data != NULL && mls_safetensors_open(path, crc, true, &fd, &f, &st) == MLS_OK) {
         const mls_stored *t = &f.tensors[index];
-        same = index < f.count && f.has_crc && mls_text_is(t->name, name) &&
+        same = index < f.count && f.has_crc && mls_str_is(t->name, name) &&
                t->bytes == bytes && t->offset % mls_dtype_of(t->dtype)->item_bytes == 0 &&
                read_one(fd, t, true, crc, data, &st) == MLS_OK &&
                memcmp(data, expected, bytes) == 0;
@@ -92,8 +92,7 @@ static void what_is_written_comes_back_in_order(void)
                                         {text("f2"), &f},
                                         {text("f1"), &none},
                                         {text(""), &d}};
-    const mls_text_pair pairs[] = {{text("z"), text("last")},
-                                   {text("a"), text("\x01\"")}};
+    const mls_str_pair pairs[] = {{text("z"), text("last")}, {text("a"), text("\x01\"")}};
     mls_status st;
     REQUIRE(save(tensors, 5, pairs, 2, &st) == MLS_OK);
     CHECK(stored_is(0, "", &one, 8));
@@ -105,8 +104,8 @@ static void what_is_written_comes_back_in_order(void)
     mls_safetensors file;
     REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &st) == MLS_OK);
     CHECK(file.tensors[0].offset % 64 == 0);
-    CHECK(file.metadata_count == 2 && mls_text_is(file.metadata[0].key, "a"));
-    CHECK(mls_text_is(file.metadata[0].value, "\x01\""));
+    CHECK(file.metadata_count == 2 && mls_str_is(file.metadata[0].key, "a"));
+    CHECK(mls_str_is(file.metadata[0].value, "\x01\""));
     mls_safetensors_fini(&file);
     close(fd);
     unlink(path);
@@ -187,10 +186,10 @@ static void names_that_no_file_can_hold_are_refused(void)
     const mls_named_tensor twice[] = {good, {text("b"), &t}, good};
     const mls_named_tensor reserved = {text("__metadata__"), &t};
     const mls_named_tensor broken = {text("\xFF"), &t};
-    const mls_text_pair ours = {text("mlstate.x"), text("")};
-    const mls_text_pair broken_key = {text("\xC3"), text("")};
-    const mls_text_pair broken_value = {text("k"), text("\xED\xA0\x80")};
-    const mls_text_pair same[] = {{text("k"), text("1")}, {text("k"), text("2")}};
+    const mls_str_pair ours = {text("mlstate.x"), text("")};
+    const mls_str_pair broken_key = {text("\xC3"), text("")};
+    const mls_str_pair broken_value = {text("k"), text("\xED\xA0\x80")};
+    const mls_str_pair same[] = {{text("k"), text("1")}, {text("k"), text("2")}};
     mls_status st;
     make_path();
     CHECK(save(twice, 3, NULL, 0, &st) == MLS_E_VALUE);
@@ -210,7 +209,7 @@ static void a_header_over_100_megabytes_is_refused(void)
     char *long_text = malloc(bytes);
     REQUIRE(long_text != NULL);
     memset(long_text, 'x', bytes);
-    const mls_text_pair pair = {text("k"), {.data = long_text, .length = bytes}};
+    const mls_str_pair pair = {text("k"), {.data = long_text, .length = bytes}};
     mls_status st;
     CHECK(save(NULL, 0, &pair, 1, &st) == MLS_E_SIZE);
     CHECK(access(path, F_OK) != 0);
@@ -233,7 +232,7 @@ static void any_changed_byte_of_a_header_and_any_cut_is_noticed(void)
     float floats[4] = {1, 2, 3, 4};
     const mls_tensor t = view(floats, MLS_F32, 2, 2, 2);
     const mls_named_tensor tensors[] = {{text("weight"), &t}, {text("x"), &t}};
-    const mls_text_pair pair = {text("key"), text("value")};
+    const mls_str_pair pair = {text("key"), text("value")};
     unsigned char *data = NULL;
     size_t length = 0;
     mls_status st;

@@ -48,19 +48,19 @@ static mls_part part_of(const mls_layout *layout, int rank, const size_t *shape,
 static void compare(const mls_layout *stored, int rank, const size_t *shape,
                     const mls_part *to)
 {
-    mls_meeting meeting;
-    mls_meeting_init(&meeting, stored, rank, shape, to);
+    mls_layout_intersection meeting;
+    mls_layout_intersection_init(&meeting, stored, rank, shape, to);
     const size_t parts = parts_of(stored);
     for (size_t i = 0; i < parts; i++) {
         const mls_part part = part_of(stored, rank, shape, i);
         if (meet(&part, to)) {
             size_t found = SIZE_MAX;
-            CHECK(mls_meeting_next(&meeting, &found) && found == i);
+            CHECK(mls_layout_intersection_next(&meeting, &found) && found == i);
         }
     }
     size_t more;
-    CHECK(!mls_meeting_next(&meeting, &more));
-    CHECK(!mls_meeting_next(&meeting, &more));
+    CHECK(!mls_layout_intersection_next(&meeting, &more));
+    CHECK(!mls_layout_intersection_next(&meeting, &more));
 }
 
 static void the_parts_found_are_those_that_meet(void)
@@ -99,17 +99,17 @@ static void the_number_of_parts_does_not_matter(void)
     const mls_layout two = {2, {{0, 1U << 18}, {1, 1U << 10}}};
     const mls_layout new = {1, {{MLS_LAYOUT_FLAT, (1U << 30) / 4 * 3}}};
     const mls_part to = part_of(&new, 2, shape, 12345678);
-    mls_meeting meeting;
+    mls_layout_intersection meeting;
     size_t part, count = 0;
-    for (mls_meeting_init(&meeting, &old, 2, shape, &to);
-         mls_meeting_next(&meeting, &part); count++) {
+    for (mls_layout_intersection_init(&meeting, &old, 2, shape, &to);
+         mls_layout_intersection_next(&meeting, &part); count++) {
         const mls_part found = part_of(&old, 2, shape, part);
         CHECK(meet(&found, &to));
     }
     CHECK(count == 2 || count == 3);
     count = 0;
-    for (mls_meeting_init(&meeting, &two, 2, shape, &to);
-         mls_meeting_next(&meeting, &part); count++) {
+    for (mls_layout_intersection_init(&meeting, &two, 2, shape, &to);
+         mls_layout_intersection_next(&meeting, &part); count++) {
         const mls_part found = part_of(&two, 2, shape, part);
         CHECK(meet(&found, &to));
     }

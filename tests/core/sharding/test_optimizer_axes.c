@@ -6,19 +6,19 @@
 
 enum { NONE = MLS_NO_AXIS, UNTOUCHED = 99 };
 
-static mls_text text(const char *chars)
+static mls_str text(const char *chars)
 {
-    return (mls_text){.data = chars, .length = strlen(chars)};
+    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
-/* Whether mls_align finds `expected`; NULL: the parameter's own axes. */
+/* Whether mls_optimizer_axes finds `expected`; NULL: the parameter's own axes. */
 static bool aligns(const char *state, int rank, const size_t *shape, int parameter_rank,
                    const size_t *parameter_shape, const signed char *expected)
 {
     signed char axes[MLS_LAYOUT_RANK];
     memset(axes, UNTOUCHED, sizeof axes);
-    const bool found =
-        mls_align(text(state), rank, shape, parameter_rank, parameter_shape, axes);
+    const bool found = mls_optimizer_axes(text(state), rank, shape, parameter_rank,
+                                          parameter_shape, axes);
     if (expected == NULL) {
         return !found && axes[0] == UNTOUCHED;
     }
@@ -63,7 +63,7 @@ static void names_decide_for_square_matrices(void)
     CHECK(aligns("factor", 1, sums, 2, shape, (const signed char[]){0}));
     CHECK(aligns("", 1, sums, 2, shape, (const signed char[]){0}));
     CHECK(aligns("co", 1, sums, 2, shape, (const signed char[]){0}));
-    CHECK(mls_align((mls_text){0}, 1, sums, 2, shape, (signed char[]){7}));
+    CHECK(mls_optimizer_axes((mls_str){0}, 1, sums, 2, shape, (signed char[]){7}));
 }
 
 static void batches_of_matrices_keep_their_first_axes(void)

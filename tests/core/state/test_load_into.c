@@ -25,9 +25,9 @@ static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
     }
 }
 
-static mls_text text(const char *chars)
+static mls_str text(const char *chars)
 {
-    return (mls_text){.data = chars, .length = strlen(chars)};
+    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 static mls_tensor view(void *data, mls_dtype dtype, size_t rows, size_t columns)
@@ -39,9 +39,10 @@ static mls_tensor view(void *data, mls_dtype dtype, size_t rows, size_t columns)
     return t;
 }
 
-static mls_load_pair pair(const char *name, const mls_tensor *dst, const mls_tensor *src)
+static mls_load_into_pair pair(const char *name, const mls_tensor *dst,
+                               const mls_tensor *src)
 {
-    return (mls_load_pair){.name = text(name), .dst = dst, .src = src};
+    return (mls_load_into_pair){.name = text(name), .dst = dst, .src = src};
 }
 
 static const mls_kernels *best_kernels(void)
@@ -53,28 +54,28 @@ static const mls_kernels *best_kernels(void)
 }
 
 /* Load with a number of threads; false where it was refused. */
-static bool load(const mls_load_pair *pairs, size_t count, size_t threads)
+static bool load(const mls_load_into_pair *pairs, size_t count, size_t threads)
 {
-    mls_load *plan = NULL;
+    mls_load_into *plan = NULL;
     mls_pool *pool = NULL;
     mls_status st;
     const bool ready = mls_pool_new(threads, &pool, &st) == MLS_OK &&
-                       mls_load_new(pairs, count, true, &plan, &st) == MLS_OK;
+                       mls_load_into_new(pairs, count, true, &plan, &st) == MLS_OK;
     if (ready) {
-        mls_load_run(plan, best_kernels(), pool);
+        mls_load_into_run(plan, best_kernels(), pool);
     }
-    mls_load_free(plan);
+    mls_load_into_free(plan);
     mls_pool_free(pool);
     return ready;
 }
 
 /* The code of a refusal that must leave everything as it is. */
-static mls_code refusal(const mls_load_pair *pairs, size_t count, bool cast,
+static mls_code refusal(const mls_load_into_pair *pairs, size_t count, bool cast,
                         mls_status *st)
 {
-    mls_load *plan = NULL;
+    mls_load_into *plan = NULL;
     memcpy(before, small, sizeof small);
-    const mls_code code = mls_load_new(pairs, count, cast, &plan, st);
+    const mls_code code = mls_load_into_new(pairs, count, cast, &plan, st);
     CHECK(code != MLS_OK && st->code == code && plan == NULL);
     CHECK(memcmp(before, small, sizeof small) == 0);
     return code;
@@ -92,8 +93,8 @@ static void shapes_and_dtypes_are_refused_by_name(void)
     const mls_tensor whole = view(small + 2048, MLS_I32, 4, 4);
     mls_tensor vector = flat;
     mls_status st;
-    mls_load_pair pairs[2] = {pair("first", &good, &source),
-                              pair("second", &half, &flat)};
+    mls_load_into_pair pairs[2] = {pair("first", &good, &source),
+                                   pair("second", &half, &flat)};
     CHECK(refusal(pairs, 2, true, &st) == MLS_E_SHAPE); /* the shape comes first */
     CHECK_TEXT(st.name, "second");
     CHECK_TEXT(st.expected, "(2, 8)");
@@ -122,7 +123,7 @@ static void a_target_over_its_own_source_is_refused(void)
 {
     mls_tensor target = view(small, MLS_F32, 8, 8);
     mls_tensor source = view(small + 128, MLS_F32, 8, 8);
-    mls_load_pair one = pair("weight", &target, &source);
+    mls_load_into_pair one = pair("weight", &target, &source);
     mls_status st;
     CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
     CHECK_TEXT(st.name, "weight");
@@ -147,12 +148,12 @@ static void a_target_over_another_source_is_refused_with_both_names(void)
     const mls_tensor c = view(small + 2048, MLS_F32, 8, 8);
     const mls_tensor over_c = view(small + 2048 + 252, MLS_F32, 8, 8);
     mls_status st;
-    const mls_load_pair swapped[2] = {pair("a", &a, &b), pair("b", &b, &a)};
+    const mls_load_into_pair swapped[2] = {pair("a", &a, &b), pair("b", &b, &a)};
     CHECK(refusal(swapped, 2, false, &st) == MLS_E_OVERLAP);
     CHECK_TEXT(st.name, "a");
     CHECK(strstr(st.text, "'a'") != NULL && strstr(st.text, "'b'") != NULL);
 
-    mls_load_pair chained[2] = {pair("here", &a, &b), pair("there", &over_c, &a)};
+    mls_load_into_pair chained[2] = {pair("here", &a, &b), pair("there", &over_c, &a)};
     CHECK(refusal(chained, 2, false, &st) == MLS_E_OVERLAP);
     CHECK_TEXT(st.name, "here");
     CHECK(strstr(st.text, "'there'") != NULL);
@@ -173,14 +174,14 @@ static void both_names_are_seen_however_long_they_are(void)
         memcpy(long_b + i, "\xE2\x86\x92", 3);
     }
     const mls_tensor a = view(small, MLS_U8, 8, 8), b = view(small + 64, MLS_U8, 8, 8);
-    const mls_load_pair pairs[2] = {pair(long_a, &a, &b), pair(long_b, &b, &a)};
+    const mls_load_into_pair pairs[2] = {pair(long_a, &a, &b), pair(long_b, &b, &a)};
     mls_status st;
     CHECK(refusal(pairs, 2, false, &st) == MLS_E_OVERLAP);
     CHECK(strstr(st.text, "\xE2\x82\xAC...'") != NULL);
     CHECK(strstr(st.text, "\xE2\x86\x92...'") != NULL);
     CHECK(mls_utf8_valid(st.text, strlen(st.text)));
-    const mls_load_pair nameless[2] = {{.name = {NULL, 0}, .dst = &a, .src = &b},
-                                       {.name = {NULL, 0}, .dst = &b, .src = &a}};
+    const mls_load_into_pair nameless[2] = {{.name = {NULL, 0}, .dst = &a, .src = &b},
+                                            {.name = {NULL, 0}, .dst = &b, .src = &a}};
     CHECK(refusal(nameless, 2, false, &st) == MLS_E_OVERLAP);
     CHECK(strstr(st.text, "''") != NULL);
 }
@@ -189,7 +190,7 @@ static void targets_that_lie_on_themselves_are_refused(void)
 {
     mls_tensor target = view(small, MLS_F32, 4, 8);
     const mls_tensor source = view(small + 1024, MLS_F32, 4, 8);
-    const mls_load_pair one = pair("wide", &target, &source);
+    const mls_load_into_pair one = pair("wide", &target, &source);
     mls_status st;
     target.strides[0] = 0; /* broadcast */
     CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
@@ -219,16 +220,16 @@ static void a_target_that_is_its_source_is_left_out(void)
     wide.strides[0] = 0;       /* not written, so this is no fault */
     turned.swapped = true;     /* a byte has no order */
     same_row.strides[0] = 999; /* one index: the stride says nothing */
-    const mls_load_pair pairs[] = {
+    const mls_load_into_pair pairs[] = {
         pair("plain", &plain, &plain), pair("tied", &plain, &plain),
         pair("bytes", &bytes, &turned), pair("wide", &wide, &wide),
         pair("row", &row, &same_row)};
-    mls_load *plan = NULL;
+    mls_load_into *plan = NULL;
     mls_status st;
-    REQUIRE(mls_load_new(pairs, 5, false, &plan, &st) == MLS_OK);
-    CHECK(mls_load_bytes(plan) == 0);
-    mls_load_run(plan, best_kernels(), NULL);
-    mls_load_free(plan);
+    REQUIRE(mls_load_into_new(pairs, 5, false, &plan, &st) == MLS_OK);
+    CHECK(mls_load_into_bytes(plan) == 0);
+    mls_load_into_run(plan, best_kernels(), NULL);
+    mls_load_into_free(plan);
     CHECK(memcmp(before, small, sizeof small) == 0);
 }
 
@@ -237,19 +238,19 @@ static void nothing_and_empty_tensors_are_fine(void)
     mls_tensor none = view(NULL, MLS_F32, 0, 8), inside = view(small, MLS_F32, 0, 8);
     mls_tensor source = view(small, MLS_F32, 2, 2),
                target = view(small + 64, MLS_F32, 2, 2);
-    const mls_load_pair pairs[] = {pair("none", &none, &inside),
-                                   pair("t", &target, &source),
-                                   pair("inside", &inside, &none)};
-    mls_load *plan = NULL;
+    const mls_load_into_pair pairs[] = {pair("none", &none, &inside),
+                                        pair("t", &target, &source),
+                                        pair("inside", &inside, &none)};
+    mls_load_into *plan = NULL;
     mls_status st;
     CHECK(load(NULL, 0, 2));
     fill_random(small, sizeof small, 3);
-    REQUIRE(mls_load_new(pairs, 3, false, &plan, &st) == MLS_OK);
-    CHECK(mls_load_bytes(plan) == 16);
-    mls_load_run(plan, best_kernels(), NULL);
+    REQUIRE(mls_load_into_new(pairs, 3, false, &plan, &st) == MLS_OK);
+    CHECK(mls_load_into_bytes(plan) == 16);
+    mls_load_into_run(plan, best_kernels(), NULL);
     CHECK(memcmp(small, small + 64, 16) == 0);
-    mls_load_free(plan);
-    mls_load_free(NULL);
+    mls_load_into_free(plan);
+    mls_load_into_free(NULL);
     target.rank = source.rank = 0; /* scalars */
     small[0] ^= 1;
     CHECK(load(&pairs[1], 1, 1));
@@ -262,7 +263,7 @@ static void nothing_and_empty_tensors_are_fine(void)
  * bytes of the target's memory, those between its elements included. */
 static void check_pair(const mls_tensor *dst, const mls_tensor *src)
 {
-    const mls_load_pair one = pair("it", dst, src);
+    const mls_load_into_pair one = pair("it", dst, src);
     mls_tensor wanted = *dst;
     wanted.data = wanted_bytes + (dst->data - to_bytes);
     memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
@@ -328,7 +329,7 @@ static void every_float_converts_to_every_other(void)
             mls_tensor dst = view(to_bytes, (mls_dtype)to, ROWS, COLUMNS);
             mls_tensor src = view(from_bytes, (mls_dtype)from, ROWS, COLUMNS);
             mls_tensor wanted = dst;
-            const mls_load_pair one = pair("it", &dst, &src);
+            const mls_load_into_pair one = pair("it", &dst, &src);
             wanted.data = wanted_bytes;
             for (size_t threads = 1; threads <= MOST_THREADS; threads += 2) {
                 memset(to_bytes, 0xA5, sizeof to_bytes);
@@ -353,12 +354,12 @@ static void tied_targets_are_written_in_the_order_of_the_pairs(void)
     const mls_tensor whole_from = view(from_bytes, MLS_U8, 3, 1 << 20);
     const mls_tensor half_from = view(from_bytes + 99, MLS_U8, 1, BYTES / 2);
     const mls_tensor beside_from = view(from_bytes + 7, MLS_U8, 1, LARGE);
-    const mls_load_pair pairs[3] = {pair("whole", &whole, &whole_from),
-                                    pair("beside", &beside, &beside_from),
-                                    pair("half", &half, &half_from)};
+    const mls_load_into_pair pairs[3] = {pair("whole", &whole, &whole_from),
+                                         pair("beside", &beside, &beside_from),
+                                         pair("half", &half, &half_from)};
     for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
         for (int turned = 0; turned < 2; turned++) { /* either may be the last */
-            mls_load_pair order[3] = {pairs[0], pairs[1], pairs[2]};
+            mls_load_into_pair order[3] = {pairs[0], pairs[1], pairs[2]};
             if (turned != 0) {
                 order[0] = pairs[2], order[2] = pairs[0];
             }
@@ -377,7 +378,7 @@ static void many_tensors_in_any_order_arrive(void)
 {
     enum { SLOT = 1024 };
     static mls_tensor views[2 * MANY];
-    static mls_load_pair pairs[MANY];
+    static mls_load_into_pair pairs[MANY];
     static size_t place[MANY];
     uint64_t seed = 8;
     fill_random(from_bytes, sizeof from_bytes, 9);
@@ -408,7 +409,8 @@ static void many_tensors_in_any_order_arrive(void)
 
 enum { FEW = 7 };
 
-/* What mls_load_new should say of targets and sources that are never the same view. */
+/* What mls_load_into_new should say of targets and sources that are never the same view.
+ */
 static bool collides(const mls_tensor *targets, const mls_tensor *sources, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -427,11 +429,11 @@ static void the_sweep_agrees_with_comparing_all(void)
     size_t refused = 0, loaded = 0;
     for (int round = 0; round < 20000; round++) {
         mls_tensor targets[FEW], sources[FEW];
-        mls_load_pair pairs[FEW];
+        mls_load_into_pair pairs[FEW];
         const size_t count = 1 + next_random(&seed) % FEW;
         unsigned char wanted[SMALL];
         mls_status st;
-        mls_load *plan = NULL;
+        mls_load_into *plan = NULL;
         for (size_t i = 0; i < count; i++) {
             const size_t bytes = next_random(&seed) % 40;
             /* the even half of the tests keeps the two sides apart */
@@ -445,19 +447,19 @@ static void the_sweep_agrees_with_comparing_all(void)
             }
         }
         memcpy(wanted, small, sizeof small);
-        const mls_code code = mls_load_new(pairs, count, false, &plan, &st);
+        const mls_code code = mls_load_into_new(pairs, count, false, &plan, &st);
         CHECK((code == MLS_E_OVERLAP) == collides(targets, sources, count));
         if (code == MLS_OK) {
             for (size_t i = 0; i < count; i++) {
                 memcpy(wanted + (targets[i].data - small), sources[i].data,
                        targets[i].shape[1]);
             }
-            mls_load_run(plan, best_kernels(), NULL);
+            mls_load_into_run(plan, best_kernels(), NULL);
             loaded++;
         }
         refused += code == MLS_E_OVERLAP;
         CHECK(memcmp(wanted, small, sizeof small) == 0);
-        mls_load_free(plan);
+        mls_load_into_free(plan);
     }
     CHECK(refused > 1000 && loaded > 1000);
 }

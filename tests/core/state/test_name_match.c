@@ -6,13 +6,13 @@
 
 enum { MOST = 40 };
 
-static mls_text text(const char *chars)
+static mls_str text(const char *chars)
 {
-    return (mls_text){.data = chars, .length = strlen(chars)};
+    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 /* Match, and compare with what the header says. */
-static void check(const mls_text *a, size_t a_count, const mls_text *b, size_t b_count)
+static void check(const mls_str *a, size_t a_count, const mls_str *b, size_t b_count)
 {
     size_t partners[MOST], rest[MOST], rest_count = 0;
     bool taken[MOST] = {false};
@@ -22,7 +22,7 @@ static void check(const mls_text *a, size_t a_count, const mls_text *b, size_t b
     for (size_t i = 0; i < a_count; i++) {
         if (partners[i] != MLS_NO_PARTNER) {
             REQUIRE(partners[i] < b_count && !taken[partners[i]]);
-            CHECK(mls_text_equal(a[i], b[partners[i]]));
+            CHECK(mls_str_equal(a[i], b[partners[i]]));
             taken[partners[i]] = true;
         }
     }
@@ -37,14 +37,14 @@ static void check(const mls_text *a, size_t a_count, const mls_text *b, size_t b
     /* none is left out that could have a partner */
     for (size_t i = 0; i < a_count; i++) {
         for (size_t j = 0; partners[i] == MLS_NO_PARTNER && j < b_count; j++) {
-            CHECK(taken[j] || !mls_text_equal(a[i], b[j]));
+            CHECK(taken[j] || !mls_str_equal(a[i], b[j]));
         }
     }
 }
 
 static void lists_in_one_order_are_matched_in_step(void)
 {
-    const mls_text names[] = {text("a"), text("b.c"), text(""), text("b")};
+    const mls_str names[] = {text("a"), text("b.c"), text(""), text("b")};
     size_t partners[4], rest[4], rest_count = 9;
     mls_status st;
     REQUIRE(mls_names_match(names, 4, names, 4, partners, rest, &rest_count, &st) ==
@@ -62,15 +62,15 @@ static void lists_in_one_order_are_matched_in_step(void)
 
 static void a_name_is_compared_as_bytes_with_its_length(void)
 {
-    const mls_text a[] = {{"x\0y", 3}, {"x\0z", 3}, {"x", 1}};
-    const mls_text b[] = {{"x", 1}, {"x\0z", 3}, {"x\0y", 3}};
+    const mls_str a[] = {{"x\0y", 3}, {"x\0z", 3}, {"x", 1}};
+    const mls_str b[] = {{"x", 1}, {"x\0z", 3}, {"x\0y", 3}};
     check(a, 3, b, 3);
 }
 
 static void equal_names_of_a_list_get_one_partner_each(void)
 {
-    const mls_text a[] = {text("w"), text("w"), text("v"), text("w")};
-    const mls_text b[] = {text("v"), text("w"), text("w")};
+    const mls_str a[] = {text("w"), text("w"), text("v"), text("w")};
+    const mls_str b[] = {text("v"), text("w"), text("w")};
     check(a, 4, b, 3);
     check(b, 3, a, 4);
 }
@@ -78,7 +78,7 @@ static void equal_names_of_a_list_get_one_partner_each(void)
 static void any_two_lists_are_matched(void)
 {
     static char chars[MOST][4];
-    mls_text pool[MOST], a[MOST], b[MOST];
+    mls_str pool[MOST], a[MOST], b[MOST];
     srand(7);
     for (size_t i = 0; i < MOST; i++) {
         snprintf(chars[i], sizeof chars[i], "n%d", (int)i % 23); /* some twice */

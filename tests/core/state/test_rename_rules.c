@@ -7,20 +7,20 @@
 #include <stdlib.h>
 
 /* A literal with all its bytes, NUL characters included. */
-#define TEXT(literal) ((mls_text){.data = "" literal, .length = sizeof(literal) - 1})
+#define TEXT(literal) ((mls_str){.data = "" literal, .length = sizeof(literal) - 1})
 
 #define COUNT(list) (sizeof(list) / sizeof((list)[0]))
 
 /* ---- applying ---- */
 
-static mls_rename_rule rule(mls_text old, mls_text new, bool anywhere)
+static mls_rename_rule rule(mls_str old, mls_str new, bool anywhere)
 {
     return (mls_rename_rule){.old = old, .new = new, .anywhere = anywhere};
 }
 
 /* Whether `name` becomes `want`, with just enough room and with plenty. */
-static bool becomes(mls_text name, const mls_rename_rule *rules, size_t count,
-                    mls_text want)
+static bool becomes(mls_str name, const mls_rename_rule *rules, size_t count,
+                    mls_str want)
 {
     char plenty[256];
     const size_t length = mls_name_apply(name, rules, count, plenty, sizeof plenty, NULL);
@@ -37,8 +37,7 @@ static bool becomes(mls_text name, const mls_rename_rule *rules, size_t count,
     return same;
 }
 
-static bool one_rule(mls_text name, mls_text old, mls_text new, bool anywhere,
-                     mls_text want)
+static bool one_rule(mls_str name, mls_str old, mls_str new, bool anywhere, mls_str want)
 {
     const mls_rename_rule only = rule(old, new, anywhere);
     return becomes(name, &only, 1, want);
@@ -62,7 +61,7 @@ static void a_prefix_is_replaced_at_the_start_only(void)
 
 static void anywhere_means_wherever_a_segment_starts(void)
 {
-    const mls_text mark = TEXT("_orig_mod.");
+    const mls_str mark = TEXT("_orig_mod.");
     CHECK(one_rule(TEXT("_orig_mod.a._orig_mod.b"), mark, TEXT(""), true, TEXT("a.b")));
     CHECK(one_rule(TEXT("a._orig_mod._orig_mod.b"), mark, TEXT(""), true, TEXT("a.b")));
     CHECK(one_rule(TEXT("x_orig_mod.b"), mark, TEXT(""), true, TEXT("x_orig_mod.b")));
@@ -81,7 +80,7 @@ static void anywhere_means_wherever_a_segment_starts(void)
 
 static void a_prefix_ends_where_a_segment_ends(void)
 {
-    const mls_text layer = TEXT("layers.1"), first = TEXT("layers.0");
+    const mls_str layer = TEXT("layers.1"), first = TEXT("layers.0");
     CHECK(one_rule(TEXT("layers.1.w"), layer, first, false, TEXT("layers.0.w")));
     CHECK(one_rule(TEXT("layers.1"), layer, first, false, TEXT("layers.0")));
     CHECK(one_rule(TEXT("layers.10.w"), layer, first, false, TEXT("layers.10.w")));
@@ -145,7 +144,7 @@ static void endless_growth_is_told_and_not_tried(void)
     }
     mls_rename_rule rules[RULES];
     for (size_t i = 0; i < RULES; i++) {
-        rules[i] = rule(TEXT("a"), (mls_text){many, 2 * SEGMENTS - 1}, true);
+        rules[i] = rule(TEXT("a"), (mls_str){many, 2 * SEGMENTS - 1}, true);
     }
     char out[16];
     CHECK(mls_name_apply(TEXT("a"), rules, RULES, out, sizeof out, NULL) == SIZE_MAX);
@@ -186,37 +185,36 @@ static void random_names_are_renamed_by_definition(void)
         }
         const char *old = olds[rand() % 6], *new = news[rand() % 6];
         const size_t want_length = by_definition(name, length, old, new, want);
-        REQUIRE(one_rule((mls_text){name, length}, (mls_text){old, strlen(old)},
-                         (mls_text){new, strlen(new)}, true,
-                         (mls_text){want, want_length}));
+        REQUIRE(one_rule((mls_str){name, length}, (mls_str){old, strlen(old)},
+                         (mls_str){new, strlen(new)}, true,
+                         (mls_str){want, want_length}));
     }
 }
 
 /* ---- explaining ---- */
 
-static mls_explanation explain(const mls_text *unexpected, size_t unexpected_count,
-                               const mls_text *missing, size_t missing_count)
+static mls_explanation explain(const mls_str *unexpected, size_t unexpected_count,
+                               const mls_str *missing, size_t missing_count)
 {
     mls_status st;
     mls_explanation found = {0};
-    CHECK(mls_names_explain(unexpected, unexpected_count, missing, missing_count, &found,
-                            &st) == MLS_OK);
+    CHECK(mls_name_tree_explain(unexpected, unexpected_count, missing, missing_count,
+                                &found, &st) == MLS_OK);
     return found;
 }
 
 static bool rule_is(const mls_explanation *found, size_t at, const char *old,
                     const char *new, bool anywhere)
 {
-    return at < found->rule_count && mls_text_is(found->rules[at].old, old) &&
-           mls_text_is(found->rules[at].new, new) &&
-           found->rules[at].anywhere == anywhere;
+    return at < found->rule_count && mls_str_is(found->rules[at].old, old) &&
+           mls_str_is(found->rules[at].new, new) && found->rules[at].anywhere == anywhere;
 }
 
 static void a_prefix_too_much_is_found(void)
 {
-    const mls_text unexpected[] = {TEXT("module.a.w"), TEXT("module.a.b"),
-                                   TEXT("module.c")};
-    const mls_text missing[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c")};
+    const mls_str unexpected[] = {TEXT("module.a.w"), TEXT("module.a.b"),
+                                  TEXT("module.c")};
+    const mls_str missing[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c")};
     mls_explanation found = explain(unexpected, 3, missing, 3);
     CHECK(found.rule_count == 1 && found.matched == 3);
     CHECK(rule_is(&found, 0, "module.", "", false));
@@ -226,9 +224,9 @@ static void a_prefix_too_much_is_found(void)
 
 static void a_prefix_too_little_is_found(void)
 {
-    const mls_text unexpected[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c"), TEXT("d")};
-    const mls_text missing[] = {TEXT("net.inner.a.w"), TEXT("net.inner.a.b"),
-                                TEXT("net.inner.c")};
+    const mls_str unexpected[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c"), TEXT("d")};
+    const mls_str missing[] = {TEXT("net.inner.a.w"), TEXT("net.inner.a.b"),
+                               TEXT("net.inner.c")};
     mls_explanation found = explain(unexpected, 4, missing, 3);
     CHECK(found.rule_count == 1 && found.matched == 3);
     CHECK(rule_is(&found, 0, "", "net.inner.", false));
@@ -237,11 +235,11 @@ static void a_prefix_too_little_is_found(void)
 
 static void marks_of_wrappers_are_found_wherever_they_stand(void)
 {
-    const mls_text unexpected[] = {
+    const mls_str unexpected[] = {
         TEXT("_fsdp_wrapped_module.a._fsdp_wrapped_module.w"),
         TEXT("_fsdp_wrapped_module.b._checkpoint_wrapped_module.w"),
         TEXT("_fsdp_wrapped_module.c._fsdp_wrapped_module._checkpoint_wrapped_module.w")};
-    const mls_text missing[] = {TEXT("a.w"), TEXT("b.w"), TEXT("c.w")};
+    const mls_str missing[] = {TEXT("a.w"), TEXT("b.w"), TEXT("c.w")};
     mls_explanation found = explain(unexpected, 3, missing, 3);
     CHECK(found.rule_count == 2 && found.matched == 3);
     CHECK(rule_is(&found, 0, "_fsdp_wrapped_module.", "", true));
@@ -252,9 +250,9 @@ static void marks_of_wrappers_are_found_wherever_they_stand(void)
 static void marks_and_a_prefix_are_found_together(void)
 {
     /* "module.model." is a part of no name */
-    const mls_text unexpected[] = {TEXT("module._orig_mod.model.a"),
-                                   TEXT("module._orig_mod.model.b._orig_mod.w")};
-    const mls_text missing[] = {TEXT("a"), TEXT("b.w"), TEXT("z")};
+    const mls_str unexpected[] = {TEXT("module._orig_mod.model.a"),
+                                  TEXT("module._orig_mod.model.b._orig_mod.w")};
+    const mls_str missing[] = {TEXT("a"), TEXT("b.w"), TEXT("z")};
     mls_explanation found = explain(unexpected, 2, missing, 3);
     CHECK(found.rule_count == 2 && found.matched == 2);
     CHECK(rule_is(&found, 0, "_orig_mod.", "", true));
@@ -269,15 +267,15 @@ static void marks_and_a_prefix_are_found_together(void)
 static void the_fewest_rules_are_given(void)
 {
     /* one mark at the front is a prefix; a mark that both sides have is left alone */
-    const mls_text front[] = {TEXT("_orig_mod.a"), TEXT("_orig_mod.b")};
-    const mls_text plain[] = {TEXT("a"), TEXT("b")};
+    const mls_str front[] = {TEXT("_orig_mod.a"), TEXT("_orig_mod.b")};
+    const mls_str plain[] = {TEXT("a"), TEXT("b")};
     mls_explanation found = explain(front, 2, plain, 2);
     CHECK(found.rule_count == 1 && rule_is(&found, 0, "_orig_mod.", "", false));
     mls_explanation_fini(&found);
-    const mls_text both[] = {TEXT("module.a._fsdp_wrapped_module.w"),
-                             TEXT("module.b._fsdp_wrapped_module.w")};
-    const mls_text still[] = {TEXT("a._fsdp_wrapped_module.w"),
-                              TEXT("b._fsdp_wrapped_module.w")};
+    const mls_str both[] = {TEXT("module.a._fsdp_wrapped_module.w"),
+                            TEXT("module.b._fsdp_wrapped_module.w")};
+    const mls_str still[] = {TEXT("a._fsdp_wrapped_module.w"),
+                             TEXT("b._fsdp_wrapped_module.w")};
     found = explain(both, 2, still, 2);
     CHECK(found.rule_count == 1 && rule_is(&found, 0, "module.", "", false));
     mls_explanation_fini(&found);
@@ -288,9 +286,9 @@ static void the_fewest_rules_are_given(void)
 
 static void what_explains_too_little_is_not_given(void)
 {
-    const mls_text unexpected[] = {TEXT("module.a"), TEXT("module.b"), TEXT("x"),
-                                   TEXT("y")};
-    const mls_text half[] = {TEXT("a"), TEXT("b"), TEXT("p"), TEXT("q"), TEXT("r")};
+    const mls_str unexpected[] = {TEXT("module.a"), TEXT("module.b"), TEXT("x"),
+                                  TEXT("y")};
+    const mls_str half[] = {TEXT("a"), TEXT("b"), TEXT("p"), TEXT("q"), TEXT("r")};
     mls_explanation found = explain(unexpected, 4, half, 5);
     CHECK(found.rule_count == 0 && found.matched == 0 && found.prefix == NULL);
     found = explain(unexpected, 4, half, 3); /* two of three */
@@ -302,7 +300,7 @@ static void what_explains_too_little_is_not_given(void)
 
 static void nothing_explains_empty_lists(void)
 {
-    const mls_text names[] = {TEXT("module.a"), TEXT("_orig_mod.b")};
+    const mls_str names[] = {TEXT("module.a"), TEXT("_orig_mod.b")};
     mls_explanation found = explain(NULL, 0, names, 2);
     CHECK(found.rule_count == 0 && found.matched == 0);
     found = explain(names, 2, NULL, 0);
@@ -317,21 +315,21 @@ static void nothing_explains_empty_lists(void)
 static void rules_that_make_names_one_are_not_given(void)
 {
     /* "module.a" would become "a", which is there */
-    const mls_text prefix[] = {TEXT("module.a"), TEXT("module.b"), TEXT("a")};
-    const mls_text b[] = {TEXT("b")};
+    const mls_str prefix[] = {TEXT("module.a"), TEXT("module.b"), TEXT("a")};
+    const mls_str b[] = {TEXT("b")};
     mls_explanation found = explain(prefix, 3, b, 1);
     CHECK(found.rule_count == 0);
     found = explain(prefix, 2, b, 1);
     CHECK(found.rule_count == 1 && found.matched == 1);
     mls_explanation_fini(&found);
     /* without its mark one name is another */
-    const mls_text marked[] = {TEXT("x._orig_mod.a"), TEXT("x.a"), TEXT("y._orig_mod.b")};
-    const mls_text missing[] = {TEXT("y.b")};
+    const mls_str marked[] = {TEXT("x._orig_mod.a"), TEXT("x.a"), TEXT("y._orig_mod.b")};
+    const mls_str missing[] = {TEXT("y.b")};
     found = explain(marked, 3, missing, 1);
     CHECK(found.rule_count == 0);
     /* a name that moves on makes way for the next one */
-    const mls_text twice[] = {TEXT("m.m.a"), TEXT("m.a"), TEXT("m.b")};
-    const mls_text once[] = {TEXT("a"), TEXT("b"), TEXT("c")};
+    const mls_str twice[] = {TEXT("m.m.a"), TEXT("m.a"), TEXT("m.b")};
+    const mls_str once[] = {TEXT("a"), TEXT("b"), TEXT("c")};
     found = explain(twice, 3, once, 3);
     CHECK(found.rule_count == 1 && found.matched == 2);
     CHECK(rule_is(&found, 0, "m.", "", false));
@@ -340,33 +338,33 @@ static void rules_that_make_names_one_are_not_given(void)
 
 static void rules_that_leave_nothing_of_a_name_are_not_given(void)
 {
-    const mls_text unexpected[] = {TEXT("module."), TEXT("module.a")};
-    const mls_text missing[] = {TEXT("a"), TEXT("z")};
+    const mls_str unexpected[] = {TEXT("module."), TEXT("module.a")};
+    const mls_str missing[] = {TEXT("a"), TEXT("z")};
     mls_explanation found = explain(unexpected, 2, missing, 1);
     CHECK(found.rule_count == 0);
-    const mls_text marked[] = {TEXT("_orig_mod."), TEXT("x._orig_mod.a")};
-    const mls_text plain[] = {TEXT("x.a")};
+    const mls_str marked[] = {TEXT("_orig_mod."), TEXT("x._orig_mod.a")};
+    const mls_str plain[] = {TEXT("x.a")};
     found = explain(marked, 2, plain, 1);
     CHECK(found.rule_count == 0);
 }
 
 static void a_prefix_is_whole_segments(void)
 {
-    const mls_text unexpected[] = {TEXT("xa"), TEXT("xb")};
-    const mls_text missing[] = {TEXT("a"), TEXT("b")};
+    const mls_str unexpected[] = {TEXT("xa"), TEXT("xb")};
+    const mls_str missing[] = {TEXT("a"), TEXT("b")};
     mls_explanation found = explain(unexpected, 2, missing, 2);
     CHECK(found.rule_count == 0);
-    const mls_text inside[] = {TEXT("x_orig_mod.a"), TEXT("y_orig_mod.b")};
-    const mls_text without[] = {TEXT("xa"), TEXT("yb")};
+    const mls_str inside[] = {TEXT("x_orig_mod.a"), TEXT("y_orig_mod.b")};
+    const mls_str without[] = {TEXT("xa"), TEXT("yb")};
     found = explain(inside, 2, without, 2);
     CHECK(found.rule_count == 0);
 }
 
 static void well_known_prefixes_win_a_tie(void)
 {
-    const mls_text unexpected[] = {TEXT("aux.w"), TEXT("aux.b"), TEXT("model.w"),
-                                   TEXT("model.b")};
-    const mls_text missing[] = {TEXT("w"), TEXT("b")};
+    const mls_str unexpected[] = {TEXT("aux.w"), TEXT("aux.b"), TEXT("model.w"),
+                                  TEXT("model.b")};
+    const mls_str missing[] = {TEXT("w"), TEXT("b")};
     mls_explanation found = explain(unexpected, 4, missing, 2);
     CHECK(found.rule_count == 1 && rule_is(&found, 0, "model.", "", false));
     mls_explanation_fini(&found);
@@ -374,13 +372,13 @@ static void well_known_prefixes_win_a_tie(void)
 
 static void a_name_that_occurs_twice_is_refused(void)
 {
-    const mls_text twice[] = {TEXT("a"), TEXT("b"), TEXT("a")};
-    const mls_text once[] = {TEXT("m.a"), TEXT("m.b")};
+    const mls_str twice[] = {TEXT("a"), TEXT("b"), TEXT("a")};
+    const mls_str once[] = {TEXT("m.a"), TEXT("m.b")};
     mls_status st;
     mls_explanation found = {.matched = 77};
-    CHECK(mls_names_explain(twice, 3, once, 2, &found, &st) == MLS_E_VALUE);
+    CHECK(mls_name_tree_explain(twice, 3, once, 2, &found, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.name, "a");
-    CHECK(mls_names_explain(once, 2, twice, 3, &found, &st) == MLS_E_VALUE);
+    CHECK(mls_name_tree_explain(once, 2, twice, 3, &found, &st) == MLS_E_VALUE);
     CHECK(found.matched == 77);
 }
 
@@ -394,17 +392,17 @@ static void long_and_strange_names_are_explained(void)
         }
         chars[i][LONG] = (char)('b' + (char)i);
     }
-    const mls_text unexpected[] = {{chars[0], LONG + 1}, {chars[1], LONG + 1}};
-    const mls_text missing[] = {{chars[0] + 200, LONG - 199},
-                                {chars[1] + 200, LONG - 199}};
+    const mls_str unexpected[] = {{chars[0], LONG + 1}, {chars[1], LONG + 1}};
+    const mls_str missing[] = {{chars[0] + 200, LONG - 199},
+                               {chars[1] + 200, LONG - 199}};
     mls_explanation found = explain(unexpected, 2, missing, 2);
     CHECK(found.rule_count == 1 && found.matched == 2);
     CHECK(found.rules[0].old.length == 200 && found.rules[0].new.length == 0);
     mls_explanation_fini(&found);
-    const mls_text strange[] = {TEXT("%n\"\0.a"), TEXT("%n\"\0.\xC3\xB6")};
-    const mls_text rest[] = {TEXT("a"), TEXT("\xC3\xB6")};
+    const mls_str strange[] = {TEXT("%n\"\0.a"), TEXT("%n\"\0.\xC3\xB6")};
+    const mls_str rest[] = {TEXT("a"), TEXT("\xC3\xB6")};
     found = explain(strange, 2, rest, 2);
-    CHECK(found.rule_count == 1 && mls_text_equal(found.rules[0].old, TEXT("%n\"\0.")));
+    CHECK(found.rule_count == 1 && mls_str_equal(found.rules[0].old, TEXT("%n\"\0.")));
     mls_explanation_fini(&found);
 }
 
@@ -412,20 +410,20 @@ enum { MANY = 3000 };
 
 /* A model's names, each with something in front and in the middle. */
 static void model_names(const char *front, const char *middle, char (*chars)[96],
-                        mls_text *list)
+                        mls_str *list)
 {
     static const char *const leaves[] = {"attn.q.weight", "attn.q.bias", "norm.weight"};
     for (size_t i = 0; i < MANY; i++) {
         const int length = snprintf(chars[i], sizeof chars[i], "%slayers.%zu.%s%s", front,
                                     i / 3, middle, leaves[i % 3]);
-        list[i] = (mls_text){chars[i], (size_t)length};
+        list[i] = (mls_str){chars[i], (size_t)length};
     }
 }
 
 static void a_whole_model_is_explained_from_both_sides(void)
 {
     static char chars[2][MANY][96];
-    static mls_text wrapped[MANY], plain[MANY];
+    static mls_str wrapped[MANY], plain[MANY];
     model_names("_orig_mod.net.", "_checkpoint_wrapped_module.", chars[0], wrapped);
     model_names("", "", chars[1], plain);
     /* each list the longer one in turn */
@@ -450,7 +448,7 @@ static void a_few_names_among_many_others_are_explained(void)
 {
     enum { FEW = 30 };
     static char chars[2][MANY][96];
-    static mls_text many[MANY], few[MANY];
+    static mls_str many[MANY], few[MANY];
     model_names("model.", "", chars[0], many);
     model_names("", "", chars[1], few);
     mls_explanation found = explain(many, MANY, few + MANY / 2, FEW);
@@ -465,9 +463,9 @@ static void a_star_means_anywhere(void)
 {
     mls_rename_rule r;
     CHECK(mls_rename_rule_of(TEXT("*a."), TEXT("b"), &r) && r.anywhere);
-    CHECK(mls_text_is(r.old, "a.") && mls_text_is(r.new, "b"));
+    CHECK(mls_str_is(r.old, "a.") && mls_str_is(r.new, "b"));
     CHECK(mls_rename_rule_of(TEXT("a*"), TEXT(""), &r) && !r.anywhere);
-    CHECK(mls_text_is(r.old, "a*"));
+    CHECK(mls_str_is(r.old, "a*"));
     CHECK(mls_rename_rule_of(TEXT(""), TEXT("model."), &r) && !r.anywhere);
     CHECK(!mls_rename_rule_of(TEXT("*"), TEXT("b"), &r));
 }

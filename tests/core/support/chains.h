@@ -1,6 +1,6 @@
 /* chains: chains of blocks for tests, and a plain recursion that judges plans of them. */
-#ifndef MLS_TEST_CHAINS_H
-#define MLS_TEST_CHAINS_H
+#ifndef MLS_CHAINS_H
+#define MLS_CHAINS_H
 
 #include "activation/chain.h"
 

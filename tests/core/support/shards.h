@@ -4,11 +4,11 @@
 #ifndef MLS_SHARDS_H
 #define MLS_SHARDS_H
 
-#include "checkpoint/ranks/merged_index.h"
-#include "io/file.h"
 #include "base/memory.h"
-#include "support/runner.h"
+#include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/write/shard_write.h"
+#include "io/file.h"
+#include "support/runner.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -114,9 +114,9 @@ static inline unsigned char *noise(size_t bytes)
     return data;
 }
 
-static inline mls_text text(const char *chars)
+static inline mls_str text(const char *chars)
 {
-    return (mls_text){.data = chars, .length = strlen(chars)};
+    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 /* A whole tensor; with `state` one of the optimizer. */
@@ -204,25 +204,25 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
                               const void *expected, const mls_codecs *codecs)
 {
     const mls_layout whole = {0};
-    mls_catalog catalog = {0};
+    mls_merged_index catalog = {0};
     mls_stored_shard stored[16];
     mls_part parts[16];
-    mls_piece pieces[16];
+    mls_read_range pieces[16];
     mls_part to;
     mls_status st;
     size_t count = 0, failed;
-    if (mls_catalog_init(&catalog, &index, 1, &st) != MLS_OK ||
+    if (mls_merged_index_init(&catalog, &index, 1, &st) != MLS_OK ||
         mls_layout_part(&whole, item->rank, item->shape, 0, &to, &st) != MLS_OK) {
         return false;
     }
     const size_t bytes = mls_part_count(&to) * mls_dtype_of(item->dtype)->item_bytes;
-    const size_t number = mls_catalog_find(&catalog, &item->id);
+    const size_t number = mls_merged_index_find(&catalog, &item->id);
     unsigned char *got = malloc(bytes + 1);
     bool good = got != NULL && number != SIZE_MAX &&
                 catalog.tensors[number].places <= 16 &&
-                mls_catalog_pieces(&catalog, &catalog.tensors[number], &to, got,
-                                   &(mls_piece_room){stored, parts, pieces}, &count,
-                                   &st) == MLS_OK;
+                mls_merged_index_pieces(&catalog, &catalog.tensors[number], &to, got,
+                                        &(mls_read_scratch){stored, parts, pieces},
+                                        &count, &st) == MLS_OK;
     for (int verified = 0; good && verified < 2; verified++) {
         memset(got, 0xA5, bytes);
         good = mls_shards_read(&(mls_read_request){.folder = pool_fd,
@@ -235,7 +235,7 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
                memcmp(got, expected, bytes) == 0;
     }
     free(got);
-    mls_catalog_fini(&catalog);
+    mls_merged_index_fini(&catalog);
     return good;
 }
 

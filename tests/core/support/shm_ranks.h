@@ -18,7 +18,7 @@ enum { RANKS_MOST = 6 };
 
 /* What a rank is given; failures of a forked rank travel as its exit status. */
 typedef struct rank_case {
-    mls_local *g;
+    mls_shm *g;
     size_t rank, world;
     void (*run)(struct rank_case *c);
     atomic_int failures;
@@ -34,24 +34,24 @@ typedef struct rank_case {
         }                                                                                \
     } while (0)
 
-static const mls_local_call quick = {.timeout = 20};
+static const mls_shm_call quick = {.timeout = 20};
 
 static inline void *rank_main(void *argument)
 {
     rank_case *c = argument;
     c->run(c);
-    mls_local_free(c->g);
+    mls_shm_free(c->g);
     return NULL;
 }
 
-static inline void threads_with(mls_cpu cpu, mls_local_shape shape,
+static inline void threads_with(mls_cpu cpu, mls_shm_shape shape,
                                 void (*run)(rank_case *c))
 {
     static rank_case cases[RANKS_MOST];
-    mls_local *groups[RANKS_MOST];
+    mls_shm *groups[RANKS_MOST];
     pthread_t threads[RANKS_MOST];
     mls_status st;
-    REQUIRE(mls_local_threads(&shape, mls_kernels_of(cpu), groups, &st) == MLS_OK);
+    REQUIRE(mls_shm_threads(&shape, mls_kernels_of(cpu), groups, &st) == MLS_OK);
     for (size_t r = 0; r < shape.world; r++) {
         cases[r] =
             (rank_case){.g = groups[r], .rank = r, .world = shape.world, .run = run};
@@ -63,7 +63,7 @@ static inline void threads_with(mls_cpu cpu, mls_local_shape shape,
     }
 }
 
-static inline void in_threads(mls_local_shape shape, void (*run)(rank_case *c))
+static inline void in_threads(mls_shm_shape shape, void (*run)(rank_case *c))
 {
     threads_with(MLS_CPU_SCALAR, shape, run);
 }
@@ -89,32 +89,32 @@ static inline int shared_file(size_t bytes)
 }
 
 #if !defined(WITHOUT_FORK)
-static inline void forked_rank(const mls_local_shape *shape, size_t rank, int fd,
+static inline void forked_rank(const mls_shm_shape *shape, size_t rank, int fd,
                                void (*run)(rank_case *c))
 {
     rank_case c = {.rank = rank, .world = shape->world};
     mls_status st;
     alarm(60);
-    if (mls_local_join(shape, rank, fd, mls_kernels_of(MLS_CPU_SCALAR), &c.g, &st) !=
+    if (mls_shm_join(shape, rank, fd, mls_kernels_of(MLS_CPU_SCALAR), &c.g, &st) !=
         MLS_OK) {
         printf("    rank %zu: %s\n", rank, st.text);
         fflush(stdout);
         _exit(99);
     }
     run(&c);
-    mls_local_free(c.g);
+    mls_shm_free(c.g);
     fflush(stdout);
     _exit(c.failures == 0 ? 0 : 1);
 }
 
 /* `killed` is a rank that ends by SIGKILL, or -1. */
-static inline void in_processes(mls_local_shape shape, void (*run)(rank_case *c),
+static inline void in_processes(mls_shm_shape shape, void (*run)(rank_case *c),
                                 int killed)
 {
     pid_t pids[RANKS_MOST];
     size_t bytes;
     mls_status st;
-    REQUIRE(mls_local_measure(&shape, &bytes, &st) == MLS_OK);
+    REQUIRE(mls_shm_measure(&shape, &bytes, &st) == MLS_OK);
     const int fd = shared_file(bytes);
     REQUIRE(fd >= 0);
     fflush(stdout);
@@ -139,7 +139,7 @@ static inline void in_processes(mls_local_shape shape, void (*run)(rank_case *c)
 #endif
 
 /* Small slots, so that operations take many steps. */
-static const mls_local_shape shapes[] = {
+static const mls_shm_shape shapes[] = {
     {.world = 1},
     {.world = 2, .slot_bytes = 4096, .depth = 2},
     {.world = 2},

@@ -1,7 +1,7 @@
 /* copy: strided views turned into contiguous runs, and one element encoded for a fill.
  *
- * A view is first reduced to runs (strided_iter.h), ordered by the destination's strides.  The
- * run decides how everything is moved: packed on both sides, a kernel takes it whole;
+ * A view is first reduced to runs (strided_iter.h), ordered by the destination's strides.
+ * The run decides how everything is moved: packed on both sides, a kernel takes it whole;
  * else it goes through the stack in chunks, where it is packed, brought to this machine's
  * byte order, converted, and spread out again.
  *
@@ -9,10 +9,10 @@
  */
 #include "array/copy/copy.h"
 
-#include "array/float_convert.h"
 #include "array/copy/copy_kernels.h"
-#include "base/size.h"
+#include "array/float_convert.h"
 #include "array/strided_iter.h"
+#include "base/size.h"
 
 #include <math.h>
 #include <string.h>
@@ -330,8 +330,8 @@ static mls_store_operation operation_of(const copier *c)
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
               mls_destination destination)
 {
-    mls_walk w;
-    if (!mls_walk_init(&w, dst, src)) {
+    mls_strided_iter w;
+    if (!mls_strided_iter_init(&w, dst, src)) {
         return;
     }
     copier c = copier_for(kernels, dst, src);
@@ -354,7 +354,7 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
         } else {
             copy_chunks(&c, to, dst_stride, from, src_stride, count);
         }
-    } while (mls_walk_next(&w, &dst_at, &src_at));
+    } while (mls_strided_iter_next(&w, &dst_at, &src_at));
     mls_store_end(&trial);
 }
 
@@ -404,8 +404,8 @@ static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination)
 {
-    mls_walk w;
-    if (!mls_walk_init(&w, dst, NULL)) {
+    mls_strided_iter w;
+    if (!mls_strided_iter_init(&w, dst, NULL)) {
         return;
     }
     const size_t count = w.length;
@@ -424,6 +424,6 @@ void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element ele
                 memcpy(to, element.bytes, element.size);
             }
         }
-    } while (mls_walk_next(&w, &at, &unused));
+    } while (mls_strided_iter_next(&w, &at, &unused));
     mls_store_end(&trial);
 }

@@ -25,8 +25,8 @@ static mls_tensor box_at(const mls_tensor *t, const size_t *inner, int axis, siz
 /* Each turn of the outer loop takes one box.  The axis that it grows along is the
  * outermost one at which the run stands at the start of an index and has all of that
  * index left. */
-void mls_pack(const mls_kernels *kernels, const mls_tensor *t, size_t first, size_t count,
-              unsigned char *to)
+void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, size_t first,
+                    size_t count, unsigned char *to)
 {
     const size_t item = mls_tensor_item_bytes(t);
     size_t inner[MLS_MAX_RANK]; /* elements of one index along each axis */

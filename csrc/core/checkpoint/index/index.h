@@ -1,22 +1,23 @@
 /* index: which shards one rank has stored, and where.
  *
- * An index is a sealed JSON text (json_checksum.h) that lists files and, of each shard, what it is
- * of which tensor, its version and checksums, and where in which file its bytes lie.
- * docs/format.md describes it member by member.  Reading believes nothing: a text that
- * passes describes shards that fit their tensors, their files and the address space.
+ * An index is a sealed JSON text (json_checksum.h) that lists files and, of each shard,
+ * what it is of which tensor, its version and checksums, and where in which file its
+ * bytes lie. docs/format.md describes it member by member.  Reading believes nothing: a
+ * text that passes describes shards that fit their tensors, their files and the address
+ * space.
  */
 #ifndef MLS_INDEX_H
 #define MLS_INDEX_H
 
-#include "sharding/optimizer_axes.h"
-#include "io/json_writer.h"
-#include "crc32c/crc32c.h"
 #include "array/dtype.h"
-#include "io/json_reader.h"
-#include "checkpoint/storage/shard_layers.h"
-#include "sharding/layout.h"
 #include "base/status.h"
 #include "base/string_view.h"
+#include "checkpoint/storage/shard_layers.h"
+#include "crc32c/crc32c.h"
+#include "io/json_reader.h"
+#include "io/json_writer.h"
+#include "sharding/layout.h"
+#include "sharding/optimizer_axes.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -49,14 +50,14 @@ enum {
 /* A tensor, whichever of its shards is concerned. */
 typedef struct mls_tensor_id {
     mls_section section;
-    mls_text name;  /* of the parameter */
-    mls_text state; /* of the optimizer, such as "m"; without dots */
+    mls_str name;   /* of the parameter */
+    mls_str state;  /* of the optimizer, such as "m"; without dots */
     bool has_state; /* never in `params` */
 } mls_tensor_id;
 
 /* The tensor under a key of a section: of MLS_OPTIM_STATE, "layer.0.weight.m" is the
  * state "m" of the parameter "layer.0.weight".  Shares the key's text. */
-mls_tensor_id mls_tensor_id_of(mls_section section, mls_text key);
+mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key);
 
 /* By section, name and state: below, at or above 0. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b);
@@ -105,8 +106,9 @@ typedef struct mls_index {
     uint32_t *crcs;
     mls_layers *sparse; /* of all sparse shards; below, of all of these */
     mls_layer *layers;
-    mls_extent *extents;
-    mls_frames *frames; /* of all layers that are coded; below, of all of these */
+    mls_row_range *extents;
+    mls_compressed_frames
+        *frames; /* of all layers that are coded; below, of all of these */
     size_t *ends;
 } mls_index;
 
@@ -122,21 +124,21 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
  * written is what mls_index_parse would accept: the caller's names are UTF-8, its shards
  * in order and of a size that fits.  MLS_E_MEMORY, MLS_E_SIZE (over 512 MiB). */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
-                         mls_buffer *out, uint32_t *crc_out, mls_status *st);
+                         mls_json_writer *out, uint32_t *crc_out, mls_status *st);
 
 /* Append the start of a shard's JSON object, what it is and its version, without a
  * closing brace: shard files say the same of what they hold. */
-void mls_index_put_shard(mls_buffer *b, const mls_index_shard *shard);
+void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *shard);
 
 /* Append the members of a layer that are not its place, each with its comma in front:
  * "row" and "rows", unless it is full; "codec" and "frames", where it is coded.  Shard
  * files say the same of what they hold. */
-void mls_index_put_layer(mls_buffer *b, const mls_layer *layer);
+void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer);
 
 /* Whether a path is one that a shard file can have, "params/x.safetensors": one folder
  * and one file, so that whoever opens or deletes what an index names stays inside the
  * pool, whoever wrote the index. */
-bool mls_index_is_path(mls_text path);
+bool mls_index_is_path(mls_str path);
 
 /* Whether a tensor of that shape could lie in memory: its bytes, with dimensions of 0
  * taken for 1, so that any library can hold it. */

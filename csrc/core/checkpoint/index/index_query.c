@@ -33,7 +33,7 @@ const char *mls_tier_name(mls_tier tier)
 }
 
 /* Parameters may have dots in their names; names of optimizer states have none. */
-mls_tensor_id mls_tensor_id_of(mls_section section, mls_text key)
+mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key)
 {
     size_t dot = key.length;
     while (section == MLS_OPTIM_STATE && dot > 0 && key.data[dot - 1] != '.') {
@@ -55,14 +55,14 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
     if (a->section != b->section) {
         return a->section < b->section ? -1 : 1;
     }
-    const int names = mls_text_compare(a->name, b->name);
+    const int names = mls_str_compare(a->name, b->name);
     if (names != 0) {
         return names;
     }
     if (a->has_state != b->has_state) {
         return a->has_state ? 1 : -1;
     }
-    return a->has_state ? mls_text_compare(a->state, b->state) : 0;
+    return a->has_state ? mls_str_compare(a->state, b->state) : 0;
 }
 
 /* Parts of one tensor follow one another. */
@@ -133,8 +133,9 @@ size_t mls_index_place_count(const mls_index_shard *shard)
     return shard->layers == NULL ? 1 : shard->layers->count;
 }
 
-/* Characters of our own file names (safe_filename.h), so that no path leads anywhere else. */
-static bool plain_name(mls_text text)
+/* Characters of our own file names (safe_filename.h), so that no path leads anywhere
+ * else. */
+static bool plain_name(mls_str text)
 {
     for (size_t i = 0; i < text.length; i++) {
         const char c = text.data[i];
@@ -147,7 +148,7 @@ static bool plain_name(mls_text text)
 }
 
 /* The suffix has a length of its own: a name of nothing else is none. */
-bool mls_index_is_path(mls_text path)
+bool mls_index_is_path(mls_str path)
 {
     static const char suffix[] = ".safetensors";
     const size_t suffix_length = sizeof suffix - 1;
@@ -156,7 +157,7 @@ bool mls_index_is_path(mls_text path)
         const size_t start = strlen(folder) + 1;
         if (path.length > start + suffix_length && path.length <= MLS_PATH_BYTES &&
             memcmp(path.data, folder, start - 1) == 0 && path.data[start - 1] == '/') {
-            const mls_text name = {path.data + start, path.length - start};
+            const mls_str name = {path.data + start, path.length - start};
             return plain_name(name) && memcmp(path.data + path.length - suffix_length,
                                               suffix, suffix_length) == 0;
         }
@@ -226,7 +227,7 @@ static mls_code refuse(const mls_index_shard *shard, const char *what, mls_statu
     if (shard == NULL || shard->id.name.data == NULL) {
         return mls_fail_at(st, 0, "%s", what);
     }
-    const mls_text name = shard->id.name;
+    const mls_str name = shard->id.name;
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail_at(st, 0, "shard of '%.*s': %s", shown, name.data, what);
     mls_status_name(st, name.data, name.length);

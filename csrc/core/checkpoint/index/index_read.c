@@ -7,11 +7,11 @@
  */
 #include "checkpoint/index/index.h"
 
-#include "checkpoint/index/index_values.h"
 #include "base/memory.h"
-#include "safetensors/safetensors.h"
-#include "io/json_checksum.h"
 #include "base/size.h"
+#include "checkpoint/index/index_values.h"
+#include "io/json_checksum.h"
+#include "safetensors/safetensors.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -58,7 +58,7 @@ enum { LAYER_ARRAYS = LAYER_COLUMNS - LAYER_NUMBERS };
 /* What many shards have in common, and its values in the text, for messages. */
 typedef struct shard_kind {
     mls_section section;
-    mls_text state;
+    mls_str state;
     bool has_state;
     mls_dtype dtype;
     mls_layout layout;
@@ -122,7 +122,7 @@ static mls_code read_files(reader *r, mls_json_node object)
     mls_json_node node = mls_json_first(r->in.json, m[PATH].node);
     for (size_t i = 0; i < x->file_count; i++, node = mls_json_next(r->in.json, node)) {
         mls_index_file *file = &x->files[i];
-        mls_text path;
+        mls_str path;
         if ((code = mls_index_read_text(&r->in, node, "path", &path)) != MLS_OK) {
             return code;
         }
@@ -156,7 +156,7 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
     }
     if (mls_json_type_of(r->in.json, first) == MLS_JSON_STRING) {
         step->axis = MLS_LAYOUT_FLAT;
-        return mls_text_is(mls_json_text(r->in.json, first), "flat");
+        return mls_str_is(mls_json_text(r->in.json, first), "flat");
     }
     if (!mls_json_u64(r->in.json, first, &axis) || axis >= MLS_LAYOUT_RANK) {
         return false;
@@ -239,7 +239,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     kind->section = (mls_section)section;
     kind->layout_node = m[LAYOUT].node;
     kind->axes_node = m[AXES].node;
-    const mls_text dtype = mls_json_text(r->in.json, m[DTYPE].node);
+    const mls_str dtype = mls_json_text(r->in.json, m[DTYPE].node);
     if (!mls_dtype_from_file_name(dtype.data, dtype.length, &kind->dtype)) {
         return mls_index_fail_value(&r->in, m[DTYPE].node, "dtype", "is unknown");
     }
@@ -379,9 +379,9 @@ static mls_code read_crcs(reader *r, mls_layer *layer)
 static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
                           mls_layer *layer)
 {
-    mls_extent *runs = r->index.extents + r->extents_used;
+    mls_row_range *runs = r->index.extents + r->extents_used;
     mls_rows rows = mls_layer_rows(layer->row, elements);
-    mls_text text;
+    mls_str text;
     const mls_code code = mls_index_read_text(&r->in, node, "rows", &text);
     if (code != MLS_OK) {
         return code;
@@ -400,9 +400,9 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
 static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
                             size_t item, size_t elements, mls_layer *layer)
 {
-    mls_frames *frames = &r->index.frames[r->frames_used];
+    mls_compressed_frames *frames = &r->index.frames[r->frames_used];
     int codec;
-    mls_text text;
+    mls_str text;
     mls_code code = mls_index_read_word(
         &r->in, codec_node, "codec", codec_of, MLS_CODEC_COUNT,
         "is one that this mlstate does not know: use a newer one", &codec);
@@ -410,14 +410,14 @@ static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node n
         (code = mls_index_read_text(&r->in, node, "frames", &text)) != MLS_OK) {
         return code;
     }
-    *frames = (mls_frames){.codec = (mls_codec)codec,
-                           .item = item,
-                           .bytes = mls_layer_held(layer, elements) * item,
-                           .ends = r->index.ends + r->ends_used};
+    *frames = (mls_compressed_frames){.codec = (mls_codec)codec,
+                                      .item = item,
+                                      .bytes = mls_layer_held(layer, elements) * item,
+                                      .ends = r->index.ends + r->ends_used};
     /* room was counted by the text, so the lengths are counted before they are read */
-    const size_t count = mls_frames_count(frames->bytes);
-    if (count == 0 || count != mls_frames_text_count(text) ||
-        !mls_frames_read(frames, text)) {
+    const size_t count = mls_compressed_frames_count(frames->bytes);
+    if (count == 0 || count != mls_compressed_frames_text_count(text) ||
+        !mls_compressed_frames_read(frames, text)) {
         return mls_index_fail_value(
             &r->in, node, "frames",
             "are not a length for each MiB of the layer's elements");
@@ -484,7 +484,7 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
     const size_t made =
         layer->frames == NULL
             ? mls_layer_held(layer, elements) * mls_dtype_of(shard->dtype)->item_bytes
-            : layer->frames->ends[mls_frames_count(layer->frames->bytes) - 1];
+            : layer->frames->ends[mls_compressed_frames_count(layer->frames->bytes) - 1];
     if (layer->bytes != made) {
         mls_index_fail_column(
             &r->in, &bytes,
@@ -572,7 +572,7 @@ static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kin
     const mls_json_node node = r->name;
     const column kind_column = r->shards[KIND];
     size_t number = 0;
-    mls_text name;
+    mls_str name;
     mls_code code = mls_index_read_text(&r->in, node, "name", &name);
     if (code != MLS_OK) {
         return code;
@@ -651,7 +651,7 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
     const column shape = r->shards[SHAPE];
     size_t elements = 0, count = 0;
     mls_code code = MLS_OK;
-    r->in.name = (mls_text){0};
+    r->in.name = (mls_str){0};
     if ((code = read_identity(r, shard, &kind)) != MLS_OK ||
         (code = read_shape(r, shard)) != MLS_OK ||
         (code = mls_index_next_number(&r->in, &r->shards[VERSION], 1, INT64_MAX,
@@ -687,7 +687,8 @@ static void count_layers(const reader *r, needs *n)
         n->extents += runs == 0 ? 2 : 3 * runs;
         if (lengths != MLS_JSON_NONE) {
             n->frames++;
-            n->ends += mls_frames_text_count(mls_json_text(r->in.json, lengths));
+            n->ends +=
+                mls_compressed_frames_text_count(mls_json_text(r->in.json, lengths));
         }
     }
 }
@@ -779,7 +780,7 @@ static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layer
     if (code != MLS_OK) {
         return code;
     }
-    r->in.name = (mls_text){0};
+    r->in.name = (mls_str){0};
     code = mls_index_end_columns(&r->in, r->shards, SHARD_NUMBERS);
     return code == MLS_OK ? mls_index_end_columns(&r->in, r->layers, LAYER_NUMBERS)
                           : code;
@@ -798,7 +799,7 @@ static mls_code read_format(reader *r)
     if (code != MLS_OK) {
         return code;
     }
-    if (!mls_text_is(mls_json_text(r->in.json, m[FORMAT].node), "mlstate.index")) {
+    if (!mls_str_is(mls_json_text(r->in.json, m[FORMAT].node), "mlstate.index")) {
         return mls_index_fail_value(&r->in, m[FORMAT].node, "format",
                                     "is not \"mlstate.index\"");
     }
@@ -806,7 +807,7 @@ static mls_code read_format(reader *r)
         version == MLS_INDEX_VERSION) {
         return MLS_OK;
     }
-    const mls_text text = mls_json_text(r->in.json, m[FORMAT_NUMBER].node);
+    const mls_str text = mls_json_text(r->in.json, m[FORMAT_NUMBER].node);
     const int shown = (int)(text.length < 20 ? text.length : 20);
     mls_fail_at(r->in.st, mls_json_offset(r->in.json, m[FORMAT_NUMBER].node),
                 "\"format_version\" %.*s is not supported: this mlstate reads version %d",
@@ -820,7 +821,7 @@ static mls_code read_format(reader *r)
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {
-    const mls_text text = mls_json_text(r->in.json, generation->node);
+    const mls_str text = mls_json_text(r->in.json, generation->node);
     uint32_t half;
     if (text.length != MLS_GENERATION_DIGITS || !mls_crc_from_digits(text.data, &half) ||
         !mls_crc_from_digits(text.data + MLS_CRC_DIGITS, &half)) {
@@ -864,7 +865,7 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
                          mls_index *out, mls_status *st)
 {
     mls_json *json = NULL;
-    mls_code code = mls_seal_check(text, length, crc, st);
+    mls_code code = mls_json_checksum_check(text, length, crc, st);
     if (code != MLS_OK ||
         (code = mls_json_parse(text, length, (mls_json_limits){DEPTH, NODES}, &json,
                                st)) != MLS_OK) {

@@ -37,7 +37,7 @@ mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                                         [MLS_JSON_ARRAY] = "an array",
                                         [MLS_JSON_OBJECT] = "an object"};
     const mls_json_type type = mls_json_type_of(in->json, node);
-    const mls_text text = mls_json_text(in->json, node);
+    const mls_str text = mls_json_text(in->json, node);
     const int shown = (int)(text.length < SHOWN_NAME ? text.length : SHOWN_NAME);
     mls_index_fail_at(in, mls_json_offset(in->json, node), key, what);
     if (type == MLS_JSON_STRING || type == MLS_JSON_NUMBER) {
@@ -101,7 +101,7 @@ mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member
 
 /* A string; its bytes belong to the document. */
 mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
-                             const char *key, mls_text *out)
+                             const char *key, mls_str *out)
 {
     if (mls_json_type_of(in->json, node) != MLS_JSON_STRING) {
         return fail_type(in, node, key, MLS_JSON_STRING);
@@ -115,10 +115,10 @@ mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
                              const char *key, const char *(*name_of)(int), int count,
                              const char *what, int *out)
 {
-    mls_text text;
+    mls_str text;
     const mls_code code = mls_index_read_text(in, node, key, &text);
     int i = 0;
-    while (code == MLS_OK && i < count && !mls_text_is(text, name_of(i))) {
+    while (code == MLS_OK && i < count && !mls_str_is(text, name_of(i))) {
         i++;
     }
     *out = i;
@@ -163,7 +163,7 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
                                const char *what)
 {
-    const mls_text rest = column->rest;
+    const mls_str rest = column->rest;
     size_t length = 0;
     while (length < rest.length && length < SHOWN_VALUE && rest.data[length] != ',') {
         length++;

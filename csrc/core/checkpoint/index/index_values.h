@@ -10,9 +10,9 @@
 #ifndef MLS_INDEX_VALUES_H
 #define MLS_INDEX_VALUES_H
 
-#include "io/json_reader.h"
 #include "base/status.h"
 #include "base/string_view.h"
+#include "io/json_reader.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -21,7 +21,7 @@
 /* A document, borrowed, and where messages are written to. */
 typedef struct mls_index_source {
     const mls_json *json;
-    mls_text name; /* of the shard that is being read; `data` NULL: none is */
+    mls_str name; /* of the shard that is being read; `data` NULL: none is */
     mls_status *st;
 } mls_index_source;
 
@@ -48,7 +48,7 @@ mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member
 
 /* A string, whose bytes belong to the document. */
 mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
-                             const char *key, mls_text *out);
+                             const char *key, mls_str *out);
 
 /* A string that is one of `count` names: its number.  `what` is the message if it is
  * another one. */
@@ -60,7 +60,7 @@ mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
 typedef struct mls_index_column {
     const char *key;
     size_t offset; /* of `rest` in the text of the document */
-    mls_text rest; /* values that were not read yet */
+    mls_str rest;  /* values that were not read yet */
 } mls_index_column;
 
 /* A cursor at the first value of a column that was found or not. */

@@ -113,35 +113,36 @@ static void collect(rebuild *r, const mls_index *index, size_t file)
 }
 
 /* The text that says of each tensor which shard it is, as a save writes it. */
-static void describe_shards(const rebuild *r, mls_buffer *text)
+static void describe_shards(const rebuild *r, mls_json_writer *text)
 {
-    mls_buffer_text(text, "{");
+    mls_json_writer_text(text, "{");
     for (size_t i = 0; i < r->count; i++) {
         const member *m = &r->members[i];
-        mls_buffer_text(text, i == 0 ? "" : ",");
-        mls_buffer_json(text, (mls_text){m->key, mls_shard_key_length(&m->shard->id)});
-        mls_buffer_text(text, ":");
+        mls_json_writer_text(text, i == 0 ? "" : ",");
+        mls_json_writer_json(text,
+                             (mls_str){m->key, mls_shard_key_length(&m->shard->id)});
+        mls_json_writer_text(text, ":");
         mls_index_put_shard(text, m->shard);
         mls_index_put_layer(text, &m->place);
-        mls_buffer_text(text, "}");
+        mls_json_writer_text(text, "}");
     }
-    mls_buffer_text(text, "}");
+    mls_json_writer_text(text, "}");
 }
 
 /* Lay out the header, with the checksums that the index has.  Gives: mls_header_fini. */
 static mls_code lay_out(const rebuild *r, mls_header *header, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
-    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
+    mls_json_writer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
     describe_shards(r, &text);
-    const mls_text_pair pair = {.key = {key, sizeof key - 1},
-                                .value = {text.data, text.length}};
+    const mls_str_pair pair = {.key = {key, sizeof key - 1},
+                               .value = {text.data, text.length}};
     const mls_code code =
         text.code != MLS_OK
             ? mls_fail(st, text.code, "no room to describe %zu shards", r->count)
             : mls_header_init(header, r->tensors, r->count, &pair, 1, MLS_SHARD_ALIGNMENT,
                               st);
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
     for (size_t i = 0; code == MLS_OK && i < r->count; i++) {
         const mls_header_tensor *tensor = &r->tensors[i];
         const size_t blocks = mls_safetensors_blocks(tensor->bytes);
@@ -155,18 +156,19 @@ static mls_code lay_out(const rebuild *r, mls_header *header, mls_status *st)
 
 /* Append the header if its checksum is the recorded one: then it is what was written. */
 static mls_code append_header(mls_header *header, const mls_index_file *record,
-                              const mls_crc_kernels *crc, mls_buffer *out, mls_status *st)
+                              const mls_crc_kernels *crc, mls_json_writer *out,
+                              mls_status *st)
 {
     if (mls_header_finish(header, crc) != record->header_crc ||
         header->file_bytes != record->bytes) {
         return mls_fail(st, MLS_E_VALUE, "the index does not list all of the file");
     }
-    mls_buffer_put(out, header->text.data, header->text.length);
+    mls_json_writer_put(out, header->text.data, header->text.length);
     return out->code == MLS_OK ? MLS_OK : no_memory(st);
 }
 
 mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_kernels *crc,
-                          mls_buffer *out, mls_status *st)
+                          mls_json_writer *out, mls_status *st)
 {
     rebuild r = {0};
     mls_header header = {0};
@@ -187,7 +189,7 @@ mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_ker
 
 /* Ranks may share a file: an index that lists only a part of it is passed over. */
 mls_code mls_shard_header_find(const mls_index *indexes, size_t count, const char *path,
-                               const mls_crc_kernels *crc, mls_buffer *out,
+                               const mls_crc_kernels *crc, mls_json_writer *out,
                                mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {

@@ -6,10 +6,10 @@
 #ifndef MLS_SHARD_HEADER_H
 #define MLS_SHARD_HEADER_H
 
-#include "io/json_writer.h"
-#include "crc32c/crc32c.h"
-#include "checkpoint/index/index.h"
 #include "base/status.h"
+#include "checkpoint/index/index.h"
+#include "crc32c/crc32c.h"
+#include "io/json_writer.h"
 
 #include <stddef.h>
 
@@ -26,12 +26,12 @@ void mls_shard_write_key(const mls_tensor_id *id, char *to);
  * list all that the file was written with; its recorded checksum tells.  MLS_E_MEMORY. On
  * failure the buffer is as it was. */
 mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_kernels *crc,
-                          mls_buffer *out, mls_status *st);
+                          mls_json_writer *out, mls_status *st);
 
 /* The same for the file of a path, from the first index that lists all of it.
  * MLS_E_VALUE: none does. */
 mls_code mls_shard_header_find(const mls_index *indexes, size_t count, const char *path,
-                               const mls_crc_kernels *crc, mls_buffer *out,
+                               const mls_crc_kernels *crc, mls_json_writer *out,
                                mls_status *st);
 
 #endif

@@ -34,10 +34,11 @@ static size_t find_group(const mls_index_shard *shard,
 }
 
 /* Give up at the first group that is one too many. */
-mls_code mls_pattern_init(const mls_index *index, mls_pattern *out, mls_status *st)
+mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
+                                mls_status *st)
 {
     const mls_index_shard *firsts[MLS_PATTERN_GROUPS];
-    mls_pattern made = {.known = true};
+    mls_index_pattern made = {.known = true};
     size_t group = 0;
     made.groups = mls_alloc(index->shard_count, 1);
     if (made.groups == NULL) {
@@ -48,7 +49,7 @@ mls_code mls_pattern_init(const mls_index *index, mls_pattern *out, mls_status *
         const mls_index_shard *shard = &index->shards[i];
         group = find_group(shard, firsts, made.group_count, group);
         if (group == MLS_PATTERN_GROUPS) {
-            mls_pattern_fini(&made);
+            mls_index_pattern_fini(&made);
             break;
         }
         if (group == made.group_count) {
@@ -62,20 +63,20 @@ mls_code mls_pattern_init(const mls_index *index, mls_pattern *out, mls_status *
 }
 
 /* Nothing else is allocated. */
-void mls_pattern_fini(mls_pattern *pattern)
+void mls_index_pattern_fini(mls_index_pattern *pattern)
 {
     mls_free(pattern->groups);
-    *pattern = (mls_pattern){0};
+    *pattern = (mls_index_pattern){0};
 }
 
-static void put_numbers(mls_buffer *b, const size_t *numbers, size_t count)
+static void put_numbers(mls_json_writer *b, const size_t *numbers, size_t count)
 {
-    mls_buffer_put(b, (const char *)numbers, count * sizeof *numbers);
+    mls_json_writer_put(b, (const char *)numbers, count * sizeof *numbers);
 }
 
 /* Lengths come first, so that no two lists of shards have the same bytes. */
-void mls_pattern_bytes(const mls_index *index, const mls_pattern *pattern,
-                       mls_buffer *out)
+void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pattern,
+                             mls_json_writer *out)
 {
     for (size_t i = 0; i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
@@ -84,8 +85,8 @@ void mls_pattern_bytes(const mls_index *index, const mls_pattern *pattern,
             s->id.state.length,      s->dtype,          (size_t)s->rank,
             (size_t)s->layout.count, s->axes != NULL,   pattern->groups[i]};
         put_numbers(out, head, sizeof head / sizeof head[0]);
-        mls_buffer_put(out, s->id.name.data, s->id.name.length);
-        mls_buffer_put(out, s->id.state.data, s->id.state.length);
+        mls_json_writer_put(out, s->id.name.data, s->id.name.length);
+        mls_json_writer_put(out, s->id.state.data, s->id.state.length);
         put_numbers(out, s->shape, (size_t)s->rank);
         for (int j = 0; j < s->layout.count; j++) {
             const size_t step[] = {(size_t)s->layout.steps[j].axis,
@@ -93,7 +94,7 @@ void mls_pattern_bytes(const mls_index *index, const mls_pattern *pattern,
             put_numbers(out, step, 2);
         }
         if (s->axes != NULL) {
-            mls_buffer_put(out, (const char *)s->axes, (size_t)s->rank);
+            mls_json_writer_put(out, (const char *)s->axes, (size_t)s->rank);
         }
     }
 }
@@ -114,8 +115,8 @@ static size_t find_shard(const mls_index *index, const mls_tensor_id *id)
 }
 
 /* Shards of one tensor are neighbours in an index, and each is of another group. */
-void mls_pattern_places(const mls_index *indexes, const mls_pattern *patterns,
-                        size_t count, const mls_tensor_id *id, mls_buffer *out)
+void mls_index_pattern_places(const mls_index *indexes, const mls_index_pattern *patterns,
+                              size_t count, const mls_tensor_id *id, mls_json_writer *out)
 {
     for (size_t i = 0; i < count; i++) {
         const mls_index *index = &indexes[i];
@@ -125,8 +126,8 @@ void mls_pattern_places(const mls_index *indexes, const mls_pattern *patterns,
                 break;
             }
             /* no more indexes are in memory than a number of 32 bits can count */
-            const mls_pattern_place place = {(uint32_t)i, patterns[i].groups[j]};
-            mls_buffer_put(out, (const char *)&place, sizeof place);
+            const mls_index_pattern_place place = {(uint32_t)i, patterns[i].groups[j]};
+            mls_json_writer_put(out, (const char *)&place, sizeof place);
         }
     }
 }

@@ -1,8 +1,8 @@
 /* load_plan: parts of tensors chosen, looked up in the catalog, and placed. */
 #include "checkpoint/ranks/load_plan.h"
 
-#include "io/file.h"
 #include "base/memory.h"
+#include "io/file.h"
 
 #include <string.h>
 
@@ -10,8 +10,8 @@
 
 /* A part takes hundreds of bytes, most of which are never touched: so the table is not
  * cleared, here and in mls_load_plan_find. */
-mls_code mls_load_plan_init(mls_load_plan *plan, const mls_catalog *catalog, size_t most,
-                            mls_status *st)
+mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *catalog,
+                            size_t most, mls_status *st)
 {
     *plan = (mls_load_plan){0};
     plan->wanted = mls_realloc(NULL, most, sizeof *plan->wanted);
@@ -36,13 +36,13 @@ void mls_load_plan_fini(mls_load_plan *plan)
  * one before, and no search is needed. */
 mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
 {
-    const mls_catalog *catalog = plan->catalog;
+    const mls_merged_index *catalog = plan->catalog;
     const size_t next = plan->last + 1;
     const size_t at =
         next < catalog->tensor_count &&
                 mls_tensor_id_compare(&catalog->tensors[next].facts->id, id) == 0
             ? next
-            : mls_catalog_find(catalog, id);
+            : mls_merged_index_find(catalog, id);
     if (at == SIZE_MAX) {
         return NULL;
     }
@@ -58,7 +58,7 @@ mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
 /* Name the tensor of a failure. */
 static mls_code name_tensor(const mls_wanted *w, mls_status *st)
 {
-    const mls_text name = w->tensor->facts->id.name;
+    const mls_str name = w->tensor->facts->id.name;
     mls_status_name(st, name.data, name.length);
     return st->code;
 }
@@ -207,10 +207,10 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
     }
     for (size_t i = 0; i < plan->count; i++) {
         mls_wanted *w = &plan->wanted[i];
-        const mls_piece_room room = {plan->stored + used, plan->parts + used,
-                                     plan->pieces + used};
-        if (mls_catalog_pieces(plan->catalog, w->tensor, &w->part, NULL, &room, &w->count,
-                               st) != MLS_OK) {
+        const mls_read_scratch room = {plan->stored + used, plan->parts + used,
+                                       plan->pieces + used};
+        if (mls_merged_index_pieces(plan->catalog, w->tensor, &w->part, NULL, &room,
+                                    &w->count, st) != MLS_OK) {
             *file = seen;
             return st->code;
         }

@@ -7,13 +7,13 @@
 #ifndef MLS_LOAD_PLAN_H
 #define MLS_LOAD_PLAN_H
 
-#include "checkpoint/ranks/merged_index.h"
 #include "array/copy/copy.h"
-#include "sharding/layout.h"
-#include "checkpoint/read/shard_read.h"
-#include "base/status.h"
-#include "checkpoint/storage/stored_ranges.h"
 #include "array/tensor.h"
+#include "base/status.h"
+#include "checkpoint/ranks/merged_index.h"
+#include "checkpoint/read/shard_read.h"
+#include "checkpoint/storage/stored_ranges.h"
+#include "sharding/layout.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -30,19 +30,19 @@ typedef struct mls_cutting {
 
 /* A part of a tensor that is wanted. */
 typedef struct mls_wanted {
-    const mls_catalog_tensor *tensor;
+    const mls_merged_index_tensor *tensor;
     size_t first, count; /* of the plan's pieces */
     bool long_zeros;     /* zeroed memory for the part saves work */
     mls_part part;       /* last: most of it is room that is never touched */
 } mls_wanted;
 
 typedef struct mls_load_plan {
-    const mls_catalog *catalog;
+    const mls_merged_index *catalog;
     mls_wanted *wanted;
     size_t count;
     mls_stored_shard *stored; /* of each piece; NULL until mls_load_plan_find */
     mls_part *parts;
-    mls_piece *pieces;
+    mls_read_range *pieces;
     size_t piece_count;
     size_t last; /* place in the catalog of the tensor added last */
 } mls_load_plan;
@@ -51,8 +51,8 @@ typedef struct mls_load_plan {
 
 /* Make a plan with room for `most` tensors.  Gives: free with mls_load_plan_fini.
  * MLS_E_MEMORY: the plan is zeroed. */
-mls_code mls_load_plan_init(mls_load_plan *plan, const mls_catalog *catalog, size_t most,
-                            mls_status *st);
+mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *catalog,
+                            size_t most, mls_status *st);
 
 void mls_load_plan_fini(mls_load_plan *plan); /* accepts a zeroed one; zeroes it */
 
@@ -93,7 +93,7 @@ mls_code mls_wanted_check_target(const mls_wanted *w, const mls_tensor *target,
 /* Find the pieces of all parts, and compare the files in `folder` with what the indexes
  * recorded: no memory for the result need be allocated before, since an index may claim
  * terabytes.  `*file` is the file that is not as recorded, else NULL.
- * Errors as mls_catalog_pieces and mls_file_expect; MLS_E_MEMORY. */
+ * Errors as mls_merged_index_pieces and mls_file_expect; MLS_E_MEMORY. */
 mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st);
 

@@ -16,7 +16,7 @@
  */
 static int compare_shards(const void *a, const void *b)
 {
-    const mls_catalog_shard *x = a, *y = b;
+    const mls_merged_index_shard *x = a, *y = b;
     const int parts = mls_index_compare(x->shard, y->shard);
     return parts != 0                        ? parts
            : x->index->rank < y->index->rank ? -1
@@ -26,16 +26,17 @@ static int compare_shards(const void *a, const void *b)
 /* Put the next shard to its tensor, or to a new one.  A part that the shard before it is
  * as well was stored by several ranks, which held the same of it: one is enough to
  * read. */
-static mls_code add(mls_catalog *c, const mls_catalog_shard *next, mls_status *st)
+static mls_code add(mls_merged_index *c, const mls_merged_index_shard *next,
+                    mls_status *st)
 {
-    mls_catalog_tensor *tensor =
+    mls_merged_index_tensor *tensor =
         c->tensor_count == 0 ? NULL : &c->tensors[c->tensor_count - 1];
     if (tensor == NULL ||
         mls_tensor_id_compare(&tensor->facts->id, &next->shard->id) != 0) {
         tensor = &c->tensors[c->tensor_count++];
-        *tensor = (mls_catalog_tensor){.facts = next->shard, .from = c->shard_count};
+        *tensor = (mls_merged_index_tensor){.facts = next->shard, .from = c->shard_count};
     } else if (!mls_index_same_tensor(tensor->facts, next->shard)) {
-        const mls_text name = next->shard->id.name;
+        const mls_str name = next->shard->id.name;
         mls_fail(st, MLS_E_FORMAT,
                  "the ranks do not agree on a tensor's dtype, shape or layout");
         mls_status_name(st, name.data, name.length);
@@ -120,17 +121,17 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
 
 /* An index is sorted already: one alone needs no more than to be grouped.  Room is made
  * for as many tensors as there are shards, since each shard may be the only one. */
-mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, size_t count,
-                          mls_status *st)
+mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
+                               size_t count, mls_status *st)
 {
-    mls_catalog c = {0};
+    mls_merged_index c = {0};
     mls_code code = MLS_OK;
     size_t all = 0;
     for (size_t i = 0; i < count; i++) {
         all += indexes[i]->shard_count; /* all of them lie in memory */
     }
     /* as many as there are shards, should no two be of one tensor or part */
-    mls_catalog_shard *sorted = mls_alloc(all, sizeof *sorted);
+    mls_merged_index_shard *sorted = mls_alloc(all, sizeof *sorted);
     c.shards = mls_alloc(all, sizeof *c.shards);
     c.tensors = mls_alloc(all, sizeof *c.tensors);
     if (sorted == NULL || c.shards == NULL || c.tensors == NULL) {
@@ -143,7 +144,7 @@ mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, siz
     all = 0;
     for (size_t i = 0; i < count; i++) {
         for (size_t j = 0; j < indexes[i]->shard_count; j++) {
-            sorted[all++] = (mls_catalog_shard){indexes[i], &indexes[i]->shards[j]};
+            sorted[all++] = (mls_merged_index_shard){indexes[i], &indexes[i]->shards[j]};
         }
     }
     /* one index is in order by itself, which spares a single rank the sorting */
@@ -156,7 +157,7 @@ mls_code mls_catalog_init(mls_catalog *out, const mls_index *const *indexes, siz
 done:
     mls_free(sorted);
     if (code != MLS_OK) {
-        mls_catalog_fini(&c);
+        mls_merged_index_fini(&c);
         return code;
     }
     *out = c;
@@ -164,16 +165,16 @@ done:
 }
 
 /* The indexes stay: whoever made them frees them. */
-void mls_catalog_fini(mls_catalog *catalog)
+void mls_merged_index_fini(mls_merged_index *catalog)
 {
     mls_free(catalog->tensors);
     mls_free(catalog->shards);
-    *catalog = (mls_catalog){0};
+    *catalog = (mls_merged_index){0};
 }
 
 /* By halves: tensors are in the order of their ids.  A name is looked up once for each
  * tensor that is loaded, so a table of hashes would not pay for itself. */
-size_t mls_catalog_find(const mls_catalog *catalog, const mls_tensor_id *id)
+size_t mls_merged_index_find(const mls_merged_index *catalog, const mls_tensor_id *id)
 {
     size_t low = 0, high = catalog->tensor_count;
     while (low < high) {
@@ -221,8 +222,8 @@ static size_t common(const mls_part *a, const mls_part *b)
 /* Parts that nobody stored do not matter where nothing of them is wanted.  What is stored
  * is counted, rather than what is missing looked for: a file may claim any number of
  * parts. */
-static mls_code check_missing(const mls_catalog *catalog,
-                              const mls_catalog_tensor *tensor, const mls_part *to,
+static mls_code check_missing(const mls_merged_index *catalog,
+                              const mls_merged_index_tensor *tensor, const mls_part *to,
                               mls_status *st)
 {
     size_t parts = 1, there = 0;
@@ -239,7 +240,7 @@ static mls_code check_missing(const mls_catalog *catalog,
     if (there == mls_part_count(to)) {
         return MLS_OK;
     }
-    const mls_text name = tensor->facts->id.name;
+    const mls_str name = tensor->facts->id.name;
     mls_fail(st, MLS_E_FORMAT,
              "a tensor is not all there: %zu of its %zu parts were stored, and with them "
              "%zu of %zu elements that are wanted",
@@ -250,17 +251,17 @@ static mls_code check_missing(const mls_catalog *catalog,
 
 /* What is being listed: the places that have something of `to`. */
 typedef struct listing {
-    const mls_catalog_shard *from;
+    const mls_merged_index_shard *from;
     const mls_part *part; /* that the shard is */
     const mls_part *to;
     unsigned char *data;
-    mls_piece_room room;
+    mls_read_scratch room;
     size_t count;
 } listing;
 
 /* A place more, of a file or of none.  Visible are extents of it, or all where there are
  * none to name. */
-static void list_place(listing *l, const mls_layer *place, const mls_extent *visible,
+static void list_place(listing *l, const mls_layer *place, const mls_row_range *visible,
                        size_t visible_count)
 {
     const mls_index_shard *shard = l->from->shard;
@@ -289,7 +290,8 @@ static void list_place(listing *l, const mls_layer *place, const mls_extent *vis
         mls_part_copy(&l->room.parts[l->count], l->part);
         next->part = &l->room.parts[l->count];
     }
-    l->room.pieces[l->count] = (mls_piece){.shard = next, .to = l->to, .data = l->data};
+    l->room.pieces[l->count] =
+        (mls_read_range){.shard = next, .to = l->to, .data = l->data};
     l->count++;
 }
 
@@ -300,7 +302,7 @@ static void list_layers(listing *l)
     mls_stored_range range;
     for (size_t i = 0; i <= layers->count; i++) {
         const mls_layer *layer = i < layers->count ? &layers->list[i] : NULL;
-        const mls_extent *visible = layer == NULL ? layers->zeros : layer->visible;
+        const mls_row_range *visible = layer == NULL ? layers->zeros : layer->visible;
         const size_t count = layer == NULL ? layers->zero_count : layer->visible_count;
         if (count > 0) {
             list_place(l, layer, visible, count);
@@ -314,9 +316,11 @@ static void list_layers(listing *l)
 
 /* Places without an element in common are left out here, so that their files need not
  * even be there: a rank of a large world looks at few of them. */
-mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor *tensor,
-                            const mls_part *to, unsigned char *data,
-                            const mls_piece_room *room, size_t *count, mls_status *st)
+mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
+                                 const mls_merged_index_tensor *tensor,
+                                 const mls_part *to, unsigned char *data,
+                                 const mls_read_scratch *room, size_t *count,
+                                 mls_status *st)
 {
     const mls_code code = check_missing(catalog, tensor, to, st);
     listing l = {.to = to, .data = data, .room = *room};
@@ -341,12 +345,12 @@ mls_code mls_catalog_pieces(const mls_catalog *catalog, const mls_catalog_tensor
 
 /* The first shard that has any of it has all of it, or no shard has: parts of one layout
  * do not overlap. */
-const mls_catalog_shard *mls_catalog_run(const mls_catalog *catalog,
-                                         const mls_catalog_tensor *tensor,
-                                         const mls_part *to, uint64_t *offset)
+const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *catalog,
+                                                   const mls_merged_index_tensor *tensor,
+                                                   const mls_part *to, uint64_t *offset)
 {
     for (size_t i = 0; i < tensor->count; i++) {
-        const mls_catalog_shard *from = &catalog->shards[tensor->from + i];
+        const mls_merged_index_shard *from = &catalog->shards[tensor->from + i];
         const mls_part part = mls_index_part(from->shard);
         mls_overlap overlap;
         mls_run run;

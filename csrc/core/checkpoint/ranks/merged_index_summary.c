@@ -3,8 +3,8 @@
  */
 #include "checkpoint/ranks/merged_index_summary.h"
 
-mls_tensor_summary mls_tensor_summarize(const mls_catalog *catalog,
-                                        const mls_catalog_tensor *tensor)
+mls_tensor_summary mls_tensor_summarize(const mls_merged_index *catalog,
+                                        const mls_merged_index_tensor *tensor)
 {
     mls_tensor_summary sum = {0};
     for (size_t i = 0; i < tensor->count; i++) {

@@ -1,9 +1,9 @@
 /* catalog_summary: totals over the shards of a tensor, of an index, and of a layer. */
-#ifndef MLS_CATALOG_SUMMARY_H
-#define MLS_CATALOG_SUMMARY_H
+#ifndef MLS_MERGED_INDEX_SUMMARY_H
+#define MLS_MERGED_INDEX_SUMMARY_H
 
-#include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/index/index.h"
+#include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/storage/shard_layers.h"
 
 #include <stddef.h>
@@ -18,8 +18,8 @@ typedef struct mls_tensor_summary {
     const char *codec;     /* of the last place that is compressed; NULL: none is */
 } mls_tensor_summary;
 
-mls_tensor_summary mls_tensor_summarize(const mls_catalog *catalog,
-                                        const mls_catalog_tensor *tensor);
+mls_tensor_summary mls_tensor_summarize(const mls_merged_index *catalog,
+                                        const mls_merged_index_tensor *tensor);
 
 /* Bytes of the elements of all shards of an index, and those that they take in files. */
 typedef struct mls_index_summary {

@@ -51,8 +51,9 @@ static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
  * its frame begins.  It is inside the file. */
 static size_t place_of(const mls_stored_shard *shard, size_t from)
 {
-    return shard->frames == NULL ? from
-                                 : mls_frame_begin(shard->frames, from / MLS_FRAME_BYTES);
+    return shard->frames == NULL
+               ? from
+               : mls_compressed_frame_begin(shard->frames, from / MLS_FRAME_BYTES);
 }
 
 /* What a piece shows of its shard, and the zeros that are the rest of it: bytes `from` ..
@@ -74,7 +75,7 @@ static size_t elements_of(const mls_stored_shard *shard)
 
 /* Whether the piece behind `piece` is of the zeros between its runs, and both go to one
  * run of bytes: then these are written in one pass, while they are in the cache. */
-static filling zeros_between(const mls_piece *piece, const mls_piece *next)
+static filling zeros_between(const mls_read_range *piece, const mls_read_range *next)
 {
     const filling none = {0};
     const mls_stored_shard *shard = piece->shard;
@@ -109,7 +110,7 @@ static size_t goes_to(const mls_stored_shard *shard, const filling *f, size_t at
 /* Cut what a piece needs into spans, at multiples of a span from the place's first byte,
  * so that no block is in two of them.  Zeros that are there already need no cutting. What
  * is filled with zeros belongs to the span behind it, and to the last one. */
-static mls_code plan_piece(mls_read_plan *plan, const mls_piece *piece,
+static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
                            const filling *zeros, mls_status *st)
 {
     const mls_stored_shard *shard = piece->shard;
@@ -251,13 +252,13 @@ static void cut_stretches(mls_read_plan *plan)
 }
 
 /* Nothing is cut and sorted that could not be planned for want of memory. */
-mls_code mls_read_plan_make(mls_read_plan *plan, const mls_piece *pieces, size_t count,
-                            size_t *planned, mls_status *st)
+mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
+                            size_t count, size_t *planned, mls_status *st)
 {
     mls_code code = MLS_OK;
     *planned = 0;
     while (*planned < count) {
-        const mls_piece *piece = &pieces[*planned];
+        const mls_read_range *piece = &pieces[*planned];
         filling zeros = {0};
         if (*planned + 1 < count) {
             zeros = zeros_between(piece, piece + 1);

@@ -10,9 +10,9 @@
 #ifndef MLS_READ_PLAN_H
 #define MLS_READ_PLAN_H
 
-#include "sharding/layout.h"
 #include "base/status.h"
 #include "checkpoint/storage/stored_ranges.h"
+#include "sharding/layout.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -21,17 +21,17 @@
  * the part `to` lies packed.  NULL, of zeros only: they are there already.  Pieces may
  * share a shard, and may share `data` where their shards are different parts of the
  * tensor. */
-typedef struct mls_piece {
+typedef struct mls_read_range {
     const mls_stored_shard *shard;
     const mls_part *to;
     unsigned char *data;
-} mls_piece;
+} mls_read_range;
 
 /* Bytes `from` .. `end` of a piece's shard.  Whole blocks, but for the ends of what the
  * piece needs.  File, place and cost are kept here: the shard that they come from is out
  * of the cache by the time that spans are put in order. */
 typedef struct mls_read_span {
-    const mls_piece *piece;
+    const mls_read_range *piece;
     size_t from, end;
     size_t to; /* byte of what is wanted that `from` is; all others follow. SIZE_MAX:
                 * there are several runs */
@@ -59,8 +59,8 @@ typedef struct mls_read_plan {
  * whether there is any counts, and whether it is that of the next piece.
  * MLS_E_FORMAT: records that place bytes beyond the file; MLS_E_MEMORY: nothing is
  * planned.  The status names the tensor and its file. */
-mls_code mls_read_plan_make(mls_read_plan *plan, const mls_piece *pieces, size_t count,
-                            size_t *planned, mls_status *st);
+mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
+                            size_t count, size_t *planned, mls_status *st);
 
 /* Accepts a plan of zeros. */
 void mls_read_plan_fini(mls_read_plan *plan);

@@ -11,11 +11,11 @@
 
 #    include "checkpoint/read/shard_read.h"
 
-#    include "io/file.h"
 #    include "base/memory.h"
-#    include "safetensors/safetensors.h"
 #    include "base/size.h"
+#    include "io/file.h"
 #    include "runtime/work_stealing.h"
+#    include "safetensors/safetensors.h"
 
 #    include <errno.h>
 #    include <fcntl.h>
@@ -40,12 +40,12 @@ enum {
 typedef struct reading {
     mls_read_request request;
     mls_read_plan plan;
-    mls_stretches stretches; /* of the plan's tasks */
-    atomic_size_t failed;    /* the first span that failed so far, else SIZE_MAX */
+    mls_work_queues stretches; /* of the plan's tasks */
+    atomic_size_t failed;      /* the first span that failed so far, else SIZE_MAX */
     atomic_bool stopped;
     pthread_mutex_t lock; /* of `status` */
     mls_status status;    /* why `failed` failed, or that all was stopped */
-    mls_gate made;        /* pieces that have their `data`, if there is a maker */
+    mls_watermark made;   /* pieces that have their `data`, if there is a maker */
     bool unmade;          /* the maker failed */
 } reading;
 
@@ -56,7 +56,7 @@ typedef struct worker {
     int fd;
     uint64_t file_bytes;
     unsigned char *buffer; /* STEP + ALIAS bytes; NULL until they are needed */
-    mls_frame_room frames;
+    mls_compressed_frame_room frames;
     uint64_t done; /* bytes of a task that went to their places */
 } worker;
 
@@ -358,7 +358,7 @@ static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
 static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
-    const size_t last = mls_frames_count(shard->frames->bytes) - 1;
+    const size_t last = mls_compressed_frames_count(shard->frames->bytes) - 1;
     const mls_coded coded = {.fd = w->fd,
                              .offset = shard->offset,
                              .bytes = shard->frames->ends[last],
@@ -369,12 +369,13 @@ static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
     while (r->now.left > 0) {
         const size_t number = r->now.at / MLS_FRAME_BYTES;
         const unsigned char *data;
-        const mls_code code = mls_frame_read(&w->frames, &coded, number, &data, st);
+        const mls_code code =
+            mls_compressed_frame_read(&w->frames, &coded, number, &data, st);
         if (code != MLS_OK) {
             return code;
         }
         scatter(w, r, data, number * MLS_FRAME_BYTES,
-                mls_frame_bytes(shard->frames, number));
+                mls_compressed_frame_bytes(shard->frames, number));
     }
     return MLS_OK;
 }
@@ -542,7 +543,7 @@ static void make_places(void *context)
     if (shared->unmade && shared->plan.count > 0) {
         record_stop(shared, shared->plan.spans);
     }
-    mls_gate_open(&shared->made, SIZE_MAX);
+    mls_watermark_advance(&shared->made, SIZE_MAX);
 }
 
 /* Wait until the spans `first` .. `end` have places to go to. */
@@ -554,7 +555,7 @@ static void wait_for_places(reading *shared, size_t first, size_t end)
             (size_t)(shared->plan.order[i]->piece - shared->request.pieces);
         last = piece > last ? piece : last;
     }
-    mls_gate_wait(&shared->made, last + 1);
+    mls_watermark_wait(&shared->made, last + 1);
 }
 
 /* All spans of a task, neighbours together. */
@@ -594,20 +595,20 @@ static void read_along(void *context, size_t index)
     worker w = {.shared = shared, .fd = -1};
     size_t stretch = SIZE_MAX, task;
     (void)index;
-    while (mls_stretches_take(&shared->stretches, &stretch, &task)) {
+    while (mls_work_queues_take(&shared->stretches, &stretch, &task)) {
         read_task(&w, task);
     }
     close_file(&w);
     mls_free(w.buffer);
-    mls_frame_room_fini(&w.frames);
+    mls_compressed_frame_room_fini(&w.frames);
 }
 
 /* Release what the threads shared. */
 static void reading_fini(reading *shared)
 {
-    mls_stretches_fini(&shared->stretches);
+    mls_work_queues_fini(&shared->stretches);
     mls_read_plan_fini(&shared->plan);
-    mls_gate_fini(&shared->made);
+    mls_watermark_fini(&shared->made);
     pthread_mutex_destroy(&shared->lock);
 }
 
@@ -618,7 +619,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     size_t planned;
     reading shared = {.request = *request};
     mls_pool *pool = request->pool;
-    mls_gate_init(&shared.made);
+    mls_watermark_init(&shared.made);
     pthread_mutex_init(&shared.lock, NULL);
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
@@ -626,7 +627,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
         mls_read_plan_make(&shared.plan, request->pieces, request->count, &planned, st);
     const mls_read_plan *plan = &shared.plan;
     if (code != MLS_E_MEMORY &&
-        !mls_stretches_init(&shared.stretches, plan->stretches, plan->stretch_count)) {
+        !mls_work_queues_init(&shared.stretches, plan->stretches, plan->stretch_count)) {
         planned = 0;
         code = mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
     }

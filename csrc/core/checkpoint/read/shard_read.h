@@ -8,11 +8,11 @@
 #ifndef MLS_SHARD_READ_H
 #define MLS_SHARD_READ_H
 
-#include "crc32c/crc32c.h"
-#include "runtime/watermark.h"
-#include "runtime/thread_pool.h"
-#include "checkpoint/read/read_plan.h"
 #include "base/status.h"
+#include "checkpoint/read/read_plan.h"
+#include "crc32c/crc32c.h"
+#include "runtime/thread_pool.h"
+#include "runtime/watermark.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -31,7 +31,7 @@ typedef struct mls_progress {
  * NULL, and else any address, the same for all pieces of a tensor: the plan depends on
  * it.  `make` returns false if it cannot set all of them. */
 typedef struct mls_maker {
-    bool (*make)(void *context, mls_gate *made);
+    bool (*make)(void *context, mls_watermark *made);
     void *context;
 } mls_maker;
 
@@ -40,7 +40,7 @@ typedef struct mls_maker {
 /* What to read, and how. */
 typedef struct mls_read_request {
     int folder; /* descriptor of the checkpoint's folder */
-    const mls_piece *pieces;
+    const mls_read_range *pieces;
     size_t count;                 /* of pieces */
     const mls_crc_kernels *crc;   /* NULL: checksums are not compared */
     const mls_codecs *codecs;     /* NULL: compressed shards cannot be read */

@@ -6,8 +6,8 @@
  */
 #include "checkpoint/storage/compressed_frames.h"
 
-#include "io/file.h"
 #include "base/memory.h"
+#include "io/file.h"
 #include "safetensors/safetensors.h"
 
 #include <string.h>
@@ -21,7 +21,7 @@ const char *mls_codec_name(mls_codec codec)
 }
 
 /* The last one is short. */
-size_t mls_frame_bytes(const mls_frames *frames, size_t number)
+size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t number)
 {
     const size_t left = frames->bytes - number * MLS_FRAME_BYTES;
     return left < MLS_FRAME_BYTES ? left : MLS_FRAME_BYTES;
@@ -30,7 +30,7 @@ size_t mls_frame_bytes(const mls_frames *frames, size_t number)
 /* ---- lengths as text ---- */
 
 /* One comma less than numbers. */
-size_t mls_frames_text_count(mls_text text)
+size_t mls_compressed_frames_text_count(mls_str text)
 {
     size_t commas = 0;
     for (size_t i = 0; i < text.length; i++) {
@@ -41,15 +41,15 @@ size_t mls_frames_text_count(mls_text text)
 
 /* A frame is never longer than what it codes, so that sums stay below those of bytes in
  * memory. */
-bool mls_frames_read(mls_frames *frames, mls_text text)
+bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 {
     const char *at = text.data, *end = at + text.length;
-    const size_t count = mls_frames_count(frames->bytes);
+    const size_t count = mls_compressed_frames_count(frames->bytes);
     size_t sum = 0;
     for (size_t i = 0; i < count; i++) {
         uint64_t length;
-        if (at == end || !mls_text_next_number(&at, end, &length) || length == 0 ||
-            length > mls_frame_bytes(frames, i)) {
+        if (at == end || !mls_str_next_number(&at, end, &length) || length == 0 ||
+            length > mls_compressed_frame_bytes(frames, i)) {
             return false;
         }
         sum += (size_t)length;
@@ -125,9 +125,10 @@ static void put_together(const unsigned char *from, size_t bytes, size_t item,
 
 /* Elements of one byte are apart already.  They are copied all the same: a codec may read
  * its input twice, and must find the same bytes even if the array changes meanwhile. */
-mls_code mls_frame_encode(const mls_codecs *codecs, mls_codec codec, size_t item,
-                          const unsigned char *from, size_t bytes, unsigned char *apart,
-                          unsigned char *to, size_t *out, mls_status *st)
+mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
+                                     size_t item, const unsigned char *from, size_t bytes,
+                                     unsigned char *apart, unsigned char *to, size_t *out,
+                                     mls_status *st)
 {
     size_t coded = 0;
     if (item > 1) {
@@ -178,7 +179,7 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_
 }
 
 /* Read one block of the coded bytes to the room's place `slot`, and verify it. */
-static mls_code read_block(const mls_frame_room *room, const mls_coded *coded,
+static mls_code read_block(const mls_compressed_frame_room *room, const mls_coded *coded,
                            size_t block, size_t slot, mls_status *st)
 {
     const size_t start = block * BLOCK, left = coded->bytes - start;
@@ -196,8 +197,8 @@ static mls_code read_block(const mls_frame_room *room, const mls_coded *coded,
 }
 
 /* Have the blocks from `first` to `last` in the room, which are one or two. */
-static mls_code need_blocks(mls_frame_room *room, const mls_coded *coded, size_t first,
-                            size_t last, mls_status *st)
+static mls_code need_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
+                            size_t first, size_t last, mls_status *st)
 {
     size_t have = 0; /* of them */
     if (room->crcs == coded->crcs && room->count > 0) {
@@ -223,8 +224,9 @@ static mls_code need_blocks(mls_frame_room *room, const mls_coded *coded, size_t
 }
 
 /* The coded bytes of a frame, in the room. */
-static mls_code read_coded(mls_frame_room *room, const mls_coded *coded, size_t begin,
-                           size_t end, const unsigned char **out, mls_status *st)
+static mls_code read_coded(mls_compressed_frame_room *room, const mls_coded *coded,
+                           size_t begin, size_t end, const unsigned char **out,
+                           mls_status *st)
 {
     mls_code code;
     if (coded->crc == NULL) {
@@ -239,13 +241,15 @@ static mls_code read_coded(mls_frame_room *room, const mls_coded *coded, size_t 
 }
 
 /* A frame as long as what it codes is not coded. */
-mls_code mls_frame_read(mls_frame_room *room, const mls_coded *coded, size_t number,
-                        const unsigned char **data, mls_status *st)
+mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
+                                   const mls_coded *coded, size_t number,
+                                   const unsigned char **data, mls_status *st)
 {
-    const mls_frames *frames = coded->frames;
+    const mls_compressed_frames *frames = coded->frames;
     const mls_codecs *codecs = coded->codecs;
-    const size_t begin = mls_frame_begin(frames, number), end = frames->ends[number];
-    const size_t bytes = mls_frame_bytes(frames, number);
+    const size_t begin = mls_compressed_frame_begin(frames, number),
+                 end = frames->ends[number];
+    const size_t bytes = mls_compressed_frame_bytes(frames, number);
     const unsigned char *from;
     if (room->room == NULL && (room->room = mls_realloc(NULL, ROOM, 1)) == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d MiB", ROOM >> 20);
@@ -276,10 +280,10 @@ mls_code mls_frame_read(mls_frame_room *room, const mls_coded *coded, size_t num
 }
 
 /* What it was of does not matter any more. */
-void mls_frame_room_fini(mls_frame_room *room)
+void mls_compressed_frame_room_fini(mls_compressed_frame_room *room)
 {
     mls_free(room->room);
-    *room = (mls_frame_room){0};
+    *room = (mls_compressed_frame_room){0};
 }
 
 #endif

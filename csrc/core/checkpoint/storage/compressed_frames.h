@@ -8,12 +8,12 @@
  *
  * The codecs are not ours.  Who writes and reads brings them along.
  */
-#ifndef MLS_FRAMES_H
-#define MLS_FRAMES_H
+#ifndef MLS_COMPRESSED_FRAMES_H
+#define MLS_COMPRESSED_FRAMES_H
 
-#include "crc32c/crc32c.h"
 #include "base/status.h"
 #include "base/string_view.h"
+#include "crc32c/crc32c.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -44,41 +44,43 @@ typedef struct mls_codecs {
 } mls_codecs;
 
 /* How a layer's bytes are coded. */
-typedef struct mls_frames {
+typedef struct mls_compressed_frames {
     mls_codec codec;
     size_t item;  /* bytes of an element: 1, 2, 4 or 8 */
     size_t bytes; /* of all elements that the layer holds, never 0 */
     size_t *ends; /* of each frame: where it ends among the coded bytes */
-} mls_frames;
+} mls_compressed_frames;
 
 /* How many frames so many bytes make. */
-static inline size_t mls_frames_count(size_t bytes)
+static inline size_t mls_compressed_frames_count(size_t bytes)
 {
     return bytes / MLS_FRAME_BYTES + (bytes % MLS_FRAME_BYTES != 0 ? 1 : 0);
 }
 
 /* Bytes of one frame, before it is coded. */
-size_t mls_frame_bytes(const mls_frames *frames, size_t number);
+size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t number);
 
 /* Where a frame begins among the coded bytes. */
-static inline size_t mls_frame_begin(const mls_frames *frames, size_t number)
+static inline size_t mls_compressed_frame_begin(const mls_compressed_frames *frames,
+                                                size_t number)
 {
     return number == 0 ? 0 : frames->ends[number - 1];
 }
 
 /* How many numbers a text such as "812,900" may be. */
-size_t mls_frames_text_count(mls_text text);
+size_t mls_compressed_frames_text_count(mls_str text);
 
 /* Read the lengths of all coded frames: `ends` are filled in, whose number is known by
  * `bytes`.  False: they are not as many, or one is 0 or more than what it codes. */
-bool mls_frames_read(mls_frames *frames, mls_text text);
+bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text);
 
 /* Code the bytes of one frame to `to`, where there is room for as many.  `apart` is room
  * for them, too.  `*out`: how many it became; as many as they were: it was not shorter,
  * and is stored as it was.  Errors of the codec. */
-mls_code mls_frame_encode(const mls_codecs *codecs, mls_codec codec, size_t item,
-                          const unsigned char *from, size_t bytes, unsigned char *apart,
-                          unsigned char *to, size_t *out, mls_status *st);
+mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
+                                     size_t item, const unsigned char *from, size_t bytes,
+                                     unsigned char *apart, unsigned char *to, size_t *out,
+                                     mls_status *st);
 
 #if !defined(_WIN32)
 
@@ -88,31 +90,33 @@ typedef struct mls_coded {
     uint64_t offset;      /* of the first coded byte */
     size_t bytes;         /* coded ones */
     const uint32_t *crcs; /* of blocks of these; looked at where `crc` is given */
-    const mls_frames *frames;
+    const mls_compressed_frames *frames;
     const mls_crc_kernels *crc; /* NULL: not verified */
     const mls_codecs *codecs;   /* NULL: there are none, and nothing can be decoded */
 } mls_coded;
 
 /* Room to read frames in, one after the other: 4 MiB. */
-typedef struct mls_frame_room {
+typedef struct mls_compressed_frame_room {
     unsigned char *room;  /* NULL: not yet allocated */
     const uint32_t *crcs; /* of the place that was read last, and which block ... */
     size_t first, count;  /* ... of it is the first of so many that are there */
-} mls_frame_room;
+} mls_compressed_frame_room;
 
 /* Read one frame, and decode it: `*data` is in the room, and good until the next call.
  * Where it is verified whole blocks are read, each once if frames are read in their
  * order. MLS_E_IO, MLS_E_FORMAT (with offset), MLS_E_CHECKSUM (with offset),
  * MLS_E_MEMORY, and errors of the codec. */
-mls_code mls_frame_read(mls_frame_room *room, const mls_coded *coded, size_t number,
-                        const unsigned char **data, mls_status *st);
+mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
+                                   const mls_coded *coded, size_t number,
+                                   const unsigned char **data, mls_status *st);
 
 /* Say which block, `length` bytes from `start` on of a place at `offset`, is not what was
  * written. */
 mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_t found,
                            uint32_t expected, mls_status *st);
 
-void mls_frame_room_fini(mls_frame_room *room); /* accepts a zeroed one; zeroes it */
+void mls_compressed_frame_room_fini(
+    mls_compressed_frame_room *room); /* accepts a zeroed one; zeroes it */
 
 #endif
 #endif

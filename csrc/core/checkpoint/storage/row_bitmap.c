@@ -127,7 +127,8 @@ static size_t next_row(const unsigned char *bits, size_t row, size_t end, bool s
 
 /* Rows that follow each other make one run: what is between two runs is one row at least,
  * which costs more bytes than naming it. */
-size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits, mls_extent *out)
+size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
+                     mls_row_range *out)
 {
     const size_t end = mls_rows_count(rows);
     size_t count = 0, at = 0;
@@ -138,7 +139,7 @@ size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits, mls_ext
         const size_t length = (stop == end ? rows->elements : stop * rows->row) -
                               begin; /* the last is short */
         if (out != NULL) {
-            out[count] = (mls_extent){.begin = begin, .count = length, .at = at};
+            out[count] = (mls_row_range){.begin = begin, .count = length, .at = at};
         }
         at += length;
         count++;

@@ -5,8 +5,8 @@
  * is a bit for each: they are set by several threads, and become a layer's runs
  * (shard_layers.h).
  */
-#ifndef MLS_ROWS_H
-#define MLS_ROWS_H
+#ifndef MLS_ROW_BITMAP_H
+#define MLS_ROW_BITMAP_H
 
 #include "checkpoint/storage/shard_layers.h"
 #include "sharding/layout.h"
@@ -54,6 +54,7 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
                              const unsigned char *before);
 
 /* The runs of all rows whose bit is set, ascending; `out` NULL: only how many. */
-size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits, mls_extent *out);
+size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
+                     mls_row_range *out);
 
 #endif

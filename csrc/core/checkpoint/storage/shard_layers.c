@@ -16,7 +16,7 @@ size_t mls_layer_held(const mls_layer *layer, size_t elements)
         return 0;
     }
     /* the last run knows how many elements were in front of it */
-    const mls_extent *last = &layer->runs[layer->run_count - 1];
+    const mls_row_range *last = &layer->runs[layer->run_count - 1];
     return last->at + last->count;
 }
 
@@ -30,7 +30,7 @@ mls_rows mls_layer_rows(size_t row, size_t elements)
 
 /* Rows are counted before they are multiplied: so many fit the shard, whose elements fit
  * a size. */
-bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_extent *out)
+bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range *out)
 {
     const size_t row = rows->row, left = rows->all - rows->at;
     if ((skip == 0 && rows->at > 0) || count == 0 || skip > left || count > left - skip) {
@@ -39,13 +39,13 @@ bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_extent *ou
     const size_t first = rows->at + (size_t)skip;
     rows->at = first + (size_t)count;
     const size_t end = rows->at == rows->all ? rows->elements : rows->at * row;
-    *out = (mls_extent){first * row, end - first * row, rows->held};
+    *out = (mls_row_range){first * row, end - first * row, rows->held};
     rows->held += out->count;
     return true;
 }
 
 /* One comma less than numbers. */
-size_t mls_layer_rows_count(mls_text text)
+size_t mls_layer_rows_count(mls_str text)
 {
     size_t commas = 0;
     for (size_t i = 0; i < text.length; i++) {
@@ -55,14 +55,14 @@ size_t mls_layer_rows_count(mls_text text)
 }
 
 /* Numbers come in pairs, and each pair is a run. */
-bool mls_layer_rows_read(mls_rows *rows, mls_text text, mls_extent *runs, size_t *count)
+bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size_t *count)
 {
     const char *at = text.data, *end = at + text.length;
     uint64_t skip, held;
     *count = 0;
     while (at < end) {
-        if (!mls_text_next_number(&at, end, &skip) ||
-            !mls_text_next_number(&at, end, &held) ||
+        if (!mls_str_next_number(&at, end, &skip) ||
+            !mls_str_next_number(&at, end, &held) ||
             !mls_rows_next(rows, skip, held, &runs[*count])) {
             return false;
         }
@@ -82,7 +82,7 @@ size_t mls_layers_room(const mls_layers *layers)
 }
 
 /* By halves: lists are ascending. */
-size_t mls_extents_find(const mls_extent *list, size_t count, size_t element)
+size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t element)
 {
     size_t low = 0, high = count;
     while (low < high) {
@@ -106,7 +106,7 @@ typedef struct walk {
 
 /* What is visible from the present place on, and of which layer: its number, or the
  * number of layers for zeros.  False at the end. */
-static bool step(walk *w, size_t *which, mls_extent *out)
+static bool step(walk *w, size_t *which, mls_row_range *out)
 {
     const size_t count = w->layers->count;
     size_t end = w->elements, i = count;
@@ -115,7 +115,7 @@ static bool step(walk *w, size_t *which, mls_extent *out)
     }
     /* zeros up to the end, unless some layer has something to say */
     *which = count;
-    *out = (mls_extent){.begin = w->at, .at = w->at};
+    *out = (mls_row_range){.begin = w->at, .at = w->at};
     while (*which == count && i-- > 0) {
         const mls_layer *layer = &w->layers->list[i];
         if (layer->row == 0) {
@@ -130,7 +130,7 @@ static bool step(walk *w, size_t *which, mls_extent *out)
             continue;
         }
         /* it is here, and ends the search, or it begins later, and ends what is found */
-        const mls_extent *run = &layer->runs[w->next[i]];
+        const mls_row_range *run = &layer->runs[w->next[i]];
         if (run->begin <= w->at) {
             *which = i;
             out->at = run->at + (w->at - run->begin);
@@ -145,19 +145,19 @@ static bool step(walk *w, size_t *which, mls_extent *out)
 
 /* A single layer shows all that it holds, and between its runs there are zeros: no walk
  * is needed, of shards that were saved once and have thousands of runs. */
-static size_t resolve_one(mls_layers *layers, size_t elements, mls_extent *room)
+static size_t resolve_one(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     mls_layer *only = &layers->list[0];
     size_t at = 0, count = 0;
     for (size_t i = 0; i < only->run_count; i++) {
-        const mls_extent *run = &only->runs[i];
+        const mls_row_range *run = &only->runs[i];
         if (run->begin > at) {
-            room[count++] = (mls_extent){at, run->begin - at, at};
+            room[count++] = (mls_row_range){at, run->begin - at, at};
         }
         at = run->begin + run->count;
     }
     if (at < elements) {
-        room[count++] = (mls_extent){at, elements - at, at};
+        room[count++] = (mls_row_range){at, elements - at, at};
     }
     only->visible = only->runs;
     only->visible_count = only->run_count;
@@ -167,13 +167,13 @@ static size_t resolve_one(mls_layers *layers, size_t elements, mls_extent *room)
 }
 
 /* Twice along: the first time to count, so that each layer's extents lie together. */
-size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_extent *room)
+size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     if (layers->count == 1 && layers->list[0].row != 0) {
         return resolve_one(layers, elements, room);
     }
     size_t starts[MLS_LAYERS_MOST + 2] = {0}, which;
-    mls_extent extent;
+    mls_row_range extent;
     walk w = {.layers = layers, .elements = elements};
     while (step(&w, &which, &extent)) {
         starts[which + 1]++;

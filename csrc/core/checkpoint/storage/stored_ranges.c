@@ -6,8 +6,8 @@
  */
 #include "checkpoint/storage/stored_ranges.h"
 
-#include "safetensors/safetensors.h"
 #include "base/size.h"
+#include "safetensors/safetensors.h"
 
 enum {
     SHOWN_NAME = 80, /* bytes of a name in a message */
@@ -15,9 +15,9 @@ enum {
 };
 
 /* All that is stored of coded bytes. */
-static size_t coded_bytes(const mls_frames *frames)
+static size_t coded_bytes(const mls_compressed_frames *frames)
 {
-    return frames->ends[mls_frames_count(frames->bytes) - 1];
+    return frames->ends[mls_compressed_frames_count(frames->bytes) - 1];
 }
 
 /* What is not in a file cannot lie behind its end. */
@@ -92,8 +92,8 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
             return;
         }
         /* elements of the layer become elements of the shard */
-        const mls_extent *a = &shard->visible[runs->extent];
-        const mls_extent *b = &shard->visible[runs->last - 1];
+        const mls_row_range *a = &shard->visible[runs->extent];
+        const mls_row_range *b = &shard->visible[runs->last - 1];
         first = a->begin + (first > a->at ? first - a->at : 0);
         behind = b->begin + (behind - b->at < b->count ? behind - b->at : b->count);
     }
@@ -113,11 +113,11 @@ static bool next_run(mls_stored_runs *r)
 /* The extent that ends behind the present run's start; false behind the last. */
 static bool next_extent(mls_stored_runs *r)
 {
-    const mls_extent *list = r->shard->visible;
+    const mls_row_range *list = r->shard->visible;
     /* mostly the very next one; where much is skipped the list is searched */
     size_t at = r->extent + 1;
     if (at < r->last && list[at].begin + list[at].count <= r->run.a) {
-        at += mls_extents_find(list + at, r->last - at, r->run.a);
+        at += mls_row_ranges_find(list + at, r->last - at, r->run.a);
     }
     r->extent = at;
     return at < r->last;
@@ -125,7 +125,7 @@ static bool next_extent(mls_stored_runs *r)
 
 /* The present run ends in front of the extent.  The next one may do; where it does not
  * either, those between are not walked one by one. */
-static void skip_run(mls_stored_runs *r, const mls_extent *extent)
+static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
 {
     r->run.count = 0;
     if (r->missed) {
@@ -144,7 +144,7 @@ static void skip_run(mls_stored_runs *r, const mls_extent *extent)
 static bool next_common(mls_stored_runs *r, mls_run *out)
 {
     while (r->run.count > 0 || next_run(r)) {
-        const mls_extent *e = &r->shard->visible[r->extent];
+        const mls_row_range *e = &r->shard->visible[r->extent];
         const size_t run_end = r->run.a + r->run.count, end = e->begin + e->count;
         if (end <= r->run.a) {
             if (!next_extent(r)) {
@@ -199,7 +199,7 @@ size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
     if (shard->visible == NULL) {
         return at;
     }
-    const mls_extent *extent = &shard->visible[find_stored(shard, at)];
+    const mls_row_range *extent = &shard->visible[find_stored(shard, at)];
     return extent->begin + (at - extent->at);
 }
 
@@ -221,8 +221,8 @@ bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
     size_t last = runs.first + (runs.overlap.a_end - runs.overlap.a_begin);
     if (shard->visible != NULL) {
         /* the extent of the last element, or the one in front of it */
-        const mls_extent *list = shard->visible;
-        const size_t at = mls_extents_find(list, shard->visible_count, last - 1);
+        const mls_row_range *list = shard->visible;
+        const size_t at = mls_row_ranges_find(list, shard->visible_count, last - 1);
         const bool inside = at < shard->visible_count && list[at].begin < last;
         last = inside ? list[at].at + (last - list[at].begin)
                       : list[at - 1].at + list[at - 1].count;
@@ -233,9 +233,9 @@ bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
 }
 
 /* Of coded bytes whole frames are read. */
-static void to_coded(const mls_frames *frames, size_t *begin, size_t *end)
+static void to_coded(const mls_compressed_frames *frames, size_t *begin, size_t *end)
 {
-    *begin = mls_frame_begin(frames, *begin / MLS_FRAME_BYTES);
+    *begin = mls_compressed_frame_begin(frames, *begin / MLS_FRAME_BYTES);
     *end = frames->ends[(*end - 1) / MLS_FRAME_BYTES];
 }
 

@@ -1,16 +1,16 @@
 /* stored: which stored bytes hold what is wanted of a shard.
  *
  * A place holds a whole shard, or one layer of it, of which some elements are visible
- * (shard_layers.h); wanted is a part of the tensor (layout.h).  What the two have in common is
- * walked run by run, in the order in which the bytes lie.
+ * (shard_layers.h); wanted is a part of the tensor (layout.h).  What the two have in
+ * common is walked run by run, in the order in which the bytes lie.
  */
-#ifndef MLS_STORED_H
-#define MLS_STORED_H
+#ifndef MLS_STORED_RANGES_H
+#define MLS_STORED_RANGES_H
 
-#include "checkpoint/storage/shard_layers.h"
-#include "sharding/layout.h"
 #include "base/status.h"
 #include "base/string_view.h"
+#include "checkpoint/storage/shard_layers.h"
+#include "sharding/layout.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -24,13 +24,15 @@ typedef struct mls_stored_shard {
     uint64_t offset;     /* of the place's first byte in it */
     size_t item_bytes;   /* of one element */
     const uint32_t
-        *crcs;     /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
-    mls_text name; /* of the tensor, for messages */
-    size_t bytes;  /* of the place's elements; counts only with `visible` */
-    const mls_extent *visible; /* NULL: it holds the whole shard, its elements packed */
+        *crcs;    /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
+    mls_str name; /* of the tensor, for messages */
+    size_t bytes; /* of the place's elements; counts only with `visible` */
+    const mls_row_range
+        *visible; /* NULL: it holds the whole shard, its elements packed */
     size_t visible_count;
-    const mls_frames *frames; /* of coded bytes; NULL: they are those of the elements */
-    const mls_part *part;     /* what the shard is of its tensor; borrowed */
+    const mls_compressed_frames
+        *frames;          /* of coded bytes; NULL: they are those of the elements */
+    const mls_part *part; /* what the shard is of its tensor; borrowed */
 } mls_stored_shard;
 
 /* Bytes of the place's elements.  False: more than can be counted, or those that are

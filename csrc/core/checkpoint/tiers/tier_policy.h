@@ -15,11 +15,11 @@
  * While a unit moves it is in two places, and counts in both: the budget of the tier it
  * leaves is right again once the move has ended.  Not thread-safe: the caller has a lock.
  */
-#ifndef MLS_TIERS_H
-#define MLS_TIERS_H
+#ifndef MLS_TIER_POLICY_H
+#define MLS_TIER_POLICY_H
 
-#include "checkpoint/index/index.h"
 #include "base/status.h"
+#include "checkpoint/index/index.h"
 
 #include <stdbool.h>
 #include <stddef.h>

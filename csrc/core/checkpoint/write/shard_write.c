@@ -13,9 +13,9 @@
 
 #    include "checkpoint/write/shard_write.h"
 
-#    include "io/file.h"
 #    include "base/memory.h"
 #    include "checkpoint/write/write_plan.h"
+#    include "io/file.h"
 
 #    include <errno.h>
 #    include <fcntl.h>
@@ -65,7 +65,7 @@ enum { INDEX_FOLDER = MLS_SECTION_COUNT, FOLDER_COUNT };
 
 typedef struct writer {
     const mls_shard_job *job;
-    mls_shard_plan plan;
+    mls_write_plan plan;
     int folders[FOLDER_COUNT]; /* open; a symbolic link is none of them */
     output *outputs;
     task *tasks;
@@ -223,7 +223,7 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
     while (fresh->runs[*run].at + fresh->runs[*run].count <= at) {
         ++*run;
     }
-    const mls_extent *here = &fresh->runs[*run];
+    const mls_row_range *here = &fresh->runs[*run];
     const size_t left = (here->at + here->count - at) * size;
     *bytes = left < *bytes ? left : *bytes;
     return here->begin + (at - here->at);
@@ -401,7 +401,7 @@ static mls_code expect_new(const writer *w, const char *path, mls_status *st)
 /* Lay the file out and create the temporary, which nobody else has open either. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
-    if (mls_shard_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
+    if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
         expect_new(w, out->path, st) != MLS_OK) {
         return st->code;
     }
@@ -483,7 +483,7 @@ static mls_code finish_output(sink *s)
         return mls_fail_os(s->st, errno, "cannot give a file its name");
     }
     out->named = true;
-    mls_shard_plan_finish(out->planned);
+    mls_write_plan_finish(out->planned);
     return MLS_OK;
 }
 
@@ -560,14 +560,14 @@ static void write_task(void *context, size_t index)
         give_buffer(w, buffer);
     }
     if (code != MLS_OK) {
-        const mls_text key = w->plan.planned[w->plan.files[t->file].shards[0]].key;
+        const mls_str key = w->plan.planned[w->plan.files[t->file].shards[0]].key;
         mls_status_name(&st, key.data, key.length);
         note_failure(w, w->begun + index, &st);
     }
 }
 
 /* Bytes of a file's first shard. */
-static size_t first_bytes(const mls_shard_plan *plan, size_t number)
+static size_t first_bytes(const mls_write_plan *plan, size_t number)
 {
     const size_t shard = plan->files[number].shards[0];
     return mls_planned_bytes(&plan->planned[shard], &plan->index.shards[shard]);
@@ -575,7 +575,7 @@ static size_t first_bytes(const mls_shard_plan *plan, size_t number)
 
 /* Tasks of one file: a single large shard is cut at blocks, all else is one task.  So is
  * what is coded, since each byte's place follows from those before it. */
-static size_t cut_file(const mls_shard_plan *plan, size_t number, task *out)
+static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);
     const bool coded = plan->planned[plan->files[number].shards[0]].frames != NULL;
@@ -714,8 +714,8 @@ static uint32_t combined(const uint32_t *crcs, size_t bytes)
 }
 
 /* Write a small file: temporary, name; durable only where every file is by itself. */
-static mls_code write_small(const writer *w, const char *path, const mls_buffer *text,
-                            mls_status *st)
+static mls_code write_small(const writer *w, const char *path,
+                            const mls_json_writer *text, mls_status *st)
 {
     char temporary[MLS_INDEX_PATH_BYTES + 8];
     if (expect_new(w, path, st) != MLS_OK) {
@@ -748,7 +748,7 @@ static mls_code write_small(const writer *w, const char *path, const mls_buffer 
 static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 {
     mls_index *index = &w->plan.index;
-    mls_buffer text = {0};
+    mls_json_writer text = {0};
     /* kept shards have their checksum from before; those of new blocks are known by now
      */
     for (size_t i = 0; i < index->shard_count; i++) {
@@ -775,7 +775,7 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
         code = write_small(w, out->path, &text, st);
         w->indexed = code == MLS_OK;
     }
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
     return code;
 }
 
@@ -811,7 +811,7 @@ static void release(writer *w)
     free_buffers(w);
     mls_free(w->outputs);
     mls_free(w->tasks);
-    mls_shard_plan_fini(&w->plan);
+    mls_write_plan_fini(&w->plan);
     pthread_mutex_destroy(&w->lock);
 }
 
@@ -847,7 +847,7 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
 {
     mls_shards_written written = {0};
     writer w = {.job = job, .failed = SIZE_MAX};
-    mls_code code = mls_shard_plan_init(&w.plan, job, st);
+    mls_code code = mls_write_plan_init(&w.plan, job, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -856,11 +856,11 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
         w.folders[i] = -1;
     }
     if ((code = open_folders(&w, st)) == MLS_OK &&
-        (code = mls_shard_plan_compare(&w.plan, st)) == MLS_OK &&
-        (code = mls_shard_plan_keep(&w.plan, st)) == MLS_OK &&
-        (code = mls_shard_plan_sift(&w.plan, st)) == MLS_OK &&
-        (code = mls_shard_plan_compress(&w.plan, st)) == MLS_OK &&
-        (code = mls_shard_plan_place(&w.plan, st)) == MLS_OK &&
+        (code = mls_write_plan_unchanged(&w.plan, st)) == MLS_OK &&
+        (code = mls_write_plan_reuse(&w.plan, st)) == MLS_OK &&
+        (code = mls_write_plan_sparse(&w.plan, st)) == MLS_OK &&
+        (code = mls_write_plan_compress(&w.plan, st)) == MLS_OK &&
+        (code = mls_write_plan_assign_files(&w.plan, st)) == MLS_OK &&
         (code = write_files(&w, st)) == MLS_OK &&
         (code = write_index(&w, &written, st)) == MLS_OK) {
         code = make_durable(&w, st);

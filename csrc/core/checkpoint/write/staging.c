@@ -5,11 +5,11 @@
  */
 #include "checkpoint/write/staging.h"
 
+#include "array/copy/pack_range.h"
+#include "base/memory.h"
+#include "base/size.h"
 #include "checkpoint/storage/compressed_frames.h"
 #include "sharding/layout.h"
-#include "base/memory.h"
-#include "array/copy/pack_range.h"
-#include "base/size.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -207,8 +207,8 @@ static void copy_bytes(const copying *c, const chosen *which, size_t start, size
     unsigned char *to = c->to->memory + which->place + start;
     /* any strides, either byte order; or bytes as they are */
     if (item->data == NULL) {
-        mls_pack(c->to->kernels, item->strided, item->first + start / size, bytes / size,
-                 to);
+        mls_pack_range(c->to->kernels, item->strided, item->first + start / size,
+                       bytes / size, to);
     } else {
         mls_copy_bytes(c->to->kernels, to, item->data + item->first * size + start, bytes,
                        (mls_destination){.bytes = c->bytes});

@@ -41,7 +41,7 @@ static size_t find_run(const mls_layer *layer, size_t at)
 
 /* Elements `first` .. `first + count` of what is written of a shard: where they lie, or
  * one after the other in `room`. */
-static const unsigned char *packed(const mls_shard_plan *plan, const mls_planned *planned,
+static const unsigned char *packed(const mls_write_plan *plan, const mls_planned *planned,
                                    size_t first, size_t count, unsigned char *room)
 {
     const mls_layer *fresh = planned->fresh;
@@ -53,7 +53,7 @@ static const unsigned char *packed(const mls_shard_plan *plan, const mls_planned
     /* runs follow one another without a gap in the layer, but not in memory; what is
      * strided is packed to its place at once */
     for (size_t run = find_run(fresh, first); count > 0; run++) {
-        const mls_extent *here = &fresh->runs[run];
+        const mls_row_range *here = &fresh->runs[run];
         const size_t skip = first - here->at, left = here->count - skip;
         const size_t step = left < count ? left : count;
         const unsigned char *from =
@@ -79,7 +79,7 @@ static bool pays(size_t coded, size_t bytes)
 
 /* What the tasks share. */
 typedef struct sampling {
-    mls_shard_plan *plan;
+    mls_write_plan *plan;
     const size_t *shards; /* the candidates */
     pthread_mutex_t lock; /* round what follows */
     size_t failed;        /* the first shard that failed, SIZE_MAX: none */
@@ -87,13 +87,13 @@ typedef struct sampling {
 } sampling;
 
 /* Give a planned shard frames, and a layer where it has none that is new. */
-static mls_code set_frames(const mls_shard_plan *plan, mls_planned *planned,
+static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
                            const mls_index_shard *shard, mls_status *st)
 {
     const size_t bytes = mls_planned_bytes(planned, shard);
     /* each is one block with what it points to, so that one call frees it */
-    mls_frames *frames =
-        mls_alloc(1, sizeof *frames + mls_frames_count(bytes) * sizeof *frames->ends);
+    mls_compressed_frames *frames = mls_alloc(
+        1, sizeof *frames + mls_compressed_frames_count(bytes) * sizeof *frames->ends);
     mls_layers *layers =
         planned->fresh != NULL ? NULL : mls_alloc(1, sizeof *layers + sizeof(mls_layer));
     if (frames == NULL || (planned->fresh == NULL && layers == NULL)) {
@@ -101,10 +101,10 @@ static mls_code set_frames(const mls_shard_plan *plan, mls_planned *planned,
         mls_free(layers);
         return mls_fail(st, MLS_E_MEMORY, "no memory to code %zu bytes", bytes);
     }
-    *frames = (mls_frames){.codec = plan->job->codec,
-                           .item = mls_dtype_of(shard->dtype)->item_bytes,
-                           .bytes = bytes,
-                           .ends = (size_t *)(frames + 1)};
+    *frames = (mls_compressed_frames){.codec = plan->job->codec,
+                                      .item = mls_dtype_of(shard->dtype)->item_bytes,
+                                      .bytes = bytes,
+                                      .ends = (size_t *)(frames + 1)};
     if (layers != NULL) {
         layers->list = (mls_layer *)(layers + 1);
         layers->count = 1;
@@ -132,7 +132,7 @@ static void unset_frames(mls_planned *planned)
 }
 
 /* Code the samples of a shard; `room` is for three of them. */
-static mls_code sample(const mls_shard_plan *plan, const mls_planned *planned,
+static mls_code sample(const mls_write_plan *plan, const mls_planned *planned,
                        unsigned char *room, bool *out, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
@@ -147,8 +147,8 @@ static mls_code sample(const mls_shard_plan *plan, const mls_planned *planned,
         size_t more = 0;
         const unsigned char *from = packed(plan, planned, first, count, room);
         const mls_code code =
-            mls_frame_encode(job->codecs, job->codec, item, from, length, room + SAMPLE,
-                             room + 2 * SAMPLE, &more, st);
+            mls_compressed_frame_encode(job->codecs, job->codec, item, from, length,
+                                        room + SAMPLE, room + 2 * SAMPLE, &more, st);
         if (code != MLS_OK) {
             return code;
         }
@@ -203,7 +203,7 @@ static void sample_task(void *context, size_t index)
 
 /* What shares a file with others is not coded: files of many small shards are written in
  * the order in which they were laid out. */
-static bool is_candidate(const mls_shard_plan *plan, size_t number)
+static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const size_t bytes =
         mls_planned_bytes(&plan->planned[number], &plan->index.shards[number]);
@@ -211,7 +211,7 @@ static bool is_candidate(const mls_shard_plan *plan, size_t number)
 }
 
 /* Everything that is written as a file of its own is sampled. */
-mls_code mls_shard_plan_compress(mls_shard_plan *plan, mls_status *st)
+mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 {
     size_t count = 0;
     if (!plan->job->compress) {
@@ -251,20 +251,22 @@ static mls_code report(const mls_shard_job *job, size_t bytes, mls_status *st)
 
 /* All frames, one after the other; none any more when it is known that it does not pay.
  * So there is never more than that and one frame. */
-static mls_code encode_frames(const mls_shard_plan *plan, mls_planned *planned,
+static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
                               unsigned char *room, unsigned char *to, size_t *out,
                               mls_status *st)
 {
     const mls_shard_job *job = plan->job;
-    mls_frames *frames = planned->frames;
+    mls_compressed_frames *frames = planned->frames;
     mls_code code = MLS_OK;
     size_t end = 0, first = 0;
     for (size_t i = 0; code == MLS_OK && first * frames->item < frames->bytes; i++) {
-        const size_t bytes = mls_frame_bytes(frames, i), count = bytes / frames->item;
+        const size_t bytes = mls_compressed_frame_bytes(frames, i),
+                     count = bytes / frames->item;
         size_t coded = 0;
         const unsigned char *from = packed(plan, planned, first, count, room);
-        code = mls_frame_encode(job->codecs, frames->codec, frames->item, from, bytes,
-                                room + MLS_FRAME_BYTES, to + end, &coded, st);
+        code = mls_compressed_frame_encode(job->codecs, frames->codec, frames->item, from,
+                                           bytes, room + MLS_FRAME_BYTES, to + end,
+                                           &coded, st);
         end += coded;
         first += count;
         frames->ends[i] = end;
@@ -283,7 +285,7 @@ static mls_code encode_frames(const mls_shard_plan *plan, mls_planned *planned,
 
 /* The memory is as large as what pays may become, and a frame; what is not used of it is
  * never touched. */
-mls_code mls_planned_encode(mls_shard_plan *plan, size_t number, unsigned char **out,
+mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char **out,
                             mls_status *st)
 {
     mls_planned *planned = &plan->planned[number];

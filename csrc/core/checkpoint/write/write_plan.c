@@ -6,10 +6,10 @@
  */
 #include "checkpoint/write/write_plan.h"
 
-#include "io/safe_filename.h"
 #include "base/memory.h"
-#include "checkpoint/index/shard_header.h"
 #include "base/size.h"
+#include "checkpoint/index/shard_header.h"
+#include "io/safe_filename.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,7 +23,7 @@ enum {
 /* ---- items in order ---- */
 
 /* All tables of a plan grow with its shards, so one message serves for each of them. */
-static mls_code no_memory(const mls_shard_plan *plan, mls_status *st)
+static mls_code no_memory(const mls_write_plan *plan, mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", plan->job->count);
 }
@@ -55,7 +55,7 @@ static size_t dims_of(const mls_shard_item *item)
 
 /* Room for everything that has its size from the items.  Each sum is below that of what
  * the items themselves take in memory. */
-static mls_code allocate(mls_shard_plan *plan, mls_status *st)
+static mls_code allocate(mls_write_plan *plan, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
     size_t dims = 0, keys = 0;
@@ -117,14 +117,14 @@ static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
 }
 
 /* What a file cannot say, or what the reader would refuse. */
-static mls_code check_id(const mls_shard_item *item, mls_text key, mls_status *st)
+static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st)
 {
     const mls_tensor_id *id = &item->id;
     /* what stands behind the key's last dot: of a tensor without state the whole name */
-    const mls_text undivided = id->has_state ? id->state : id->name;
+    const mls_str undivided = id->has_state ? id->state : id->name;
     if (!mls_utf8_valid(key.data, key.length)) {
         mls_fail(st, MLS_E_VALUE, "a name is not valid UTF-8");
-    } else if (mls_text_is(key, "__metadata__")) {
+    } else if (mls_str_is(key, "__metadata__")) {
         mls_fail(st, MLS_E_VALUE, "the name '__metadata__' is reserved by the format");
     } else if (id->section == MLS_OPTIM_STATE && undivided.length > 0 &&
                memchr(undivided.data, '.', undivided.length) != NULL) {
@@ -138,14 +138,14 @@ static mls_code check_id(const mls_shard_item *item, mls_text key, mls_status *s
 /* Fill in shards and planned, in order.  `sorted` are the items: in the order of an
  * index, so that duplicates are neighbours, and so that what is written is sorted
  * already. */
-static mls_code describe_all(mls_shard_plan *plan, const mls_shard_item **sorted,
+static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted,
                              mls_status *st)
 {
     size_t *dims = plan->dims;
     char *keys = plan->keys;
     for (size_t i = 0; i < plan->job->count; i++) {
         mls_planned *planned = &plan->planned[i];
-        planned->key = (mls_text){keys, mls_shard_key_length(&sorted[i]->id)};
+        planned->key = (mls_str){keys, mls_shard_key_length(&sorted[i]->id)};
         mls_shard_write_key(&sorted[i]->id, keys);
         mls_code code = check_id(sorted[i], planned->key, st);
         if (code == MLS_OK) {
@@ -168,7 +168,7 @@ static mls_code describe_all(mls_shard_plan *plan, const mls_shard_item **sorted
 
 /* Where a state's axes are not its parameter's own, say which they are, unless the caller
  * did.  Parameters come first and both are sorted by name, so one walk finds them. */
-static void align_states(mls_shard_plan *plan)
+static void align_states(mls_write_plan *plan)
 {
     mls_index_shard *shards = plan->index.shards;
     signed char *axes = plan->axes;
@@ -180,13 +180,13 @@ static void align_states(mls_shard_plan *plan)
         }
         /* ends at the latest at the first state, which is no parameter */
         while (shards[parameter].id.section == MLS_PARAMS &&
-               mls_text_compare(shards[parameter].id.name, s->id.name) < 0) {
+               mls_str_compare(shards[parameter].id.name, s->id.name) < 0) {
             parameter++;
         }
         const mls_index_shard *p = &shards[parameter];
         if (s->axes == NULL && p->id.section == MLS_PARAMS &&
-            mls_text_equal(p->id.name, s->id.name) &&
-            mls_align(s->id.state, s->rank, s->shape, p->rank, p->shape, axes)) {
+            mls_str_equal(p->id.name, s->id.name) &&
+            mls_optimizer_axes(s->id.state, s->rank, s->shape, p->rank, p->shape, axes)) {
             s->axes = axes;
             axes += s->rank;
         }
@@ -195,7 +195,7 @@ static void align_states(mls_shard_plan *plan)
 
 /* Both lists are sorted alike, so one walk pairs them.  A shard that is another one now,
  * by shape, dtype or layout, has no predecessor: its versions start anew. */
-static void match_before(mls_shard_plan *plan)
+static void match_before(mls_write_plan *plan)
 {
     const mls_index *before = plan->job->before;
     size_t old = 0;
@@ -214,10 +214,10 @@ static void match_before(mls_shard_plan *plan)
 }
 
 /* The items are the caller's and stay as they are: only pointers to them are sorted. */
-mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
+mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
                              mls_status *st)
 {
-    *plan = (mls_shard_plan){.job = job};
+    *plan = (mls_write_plan){.job = job};
     plan->index.rank = job->rank;
     plan->index.world_size = job->world_size;
     memcpy(plan->index.generation, job->generation, MLS_GENERATION_DIGITS);
@@ -236,7 +236,7 @@ mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
     }
     mls_free(sorted);
     if (code != MLS_OK) {
-        mls_shard_plan_fini(plan);
+        mls_write_plan_fini(plan);
         return code;
     }
     align_states(plan);
@@ -246,7 +246,7 @@ mls_code mls_shard_plan_init(mls_shard_plan *plan, const mls_shard_job *job,
 
 /* The index shares everything that it points to with the items and with this plan, so
  * there is nothing more of it to free. */
-void mls_shard_plan_fini(mls_shard_plan *plan)
+void mls_write_plan_fini(mls_write_plan *plan)
 {
     for (size_t i = 0; i < plan->file_count; i++) {
         mls_header_fini(&plan->files[i].header);
@@ -262,7 +262,7 @@ void mls_shard_plan_fini(mls_shard_plan *plan)
     mls_free(plan->axes);
     mls_free(plan->keys);
     mls_index_fini(&plan->index);
-    *plan = (mls_shard_plan){0};
+    *plan = (mls_write_plan){0};
 }
 
 /* ---- layers of a shard ---- */
@@ -300,14 +300,14 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
     const size_t runs = bits == NULL ? 0 : mls_rows_runs(rows, bits, NULL);
     mls_layers *layers =
         mls_alloc(1, sizeof *layers + (old + 1) * sizeof(mls_layer) +
-                         runs * sizeof(mls_extent)); /* less than the shard itself */
+                         runs * sizeof(mls_row_range)); /* less than the shard itself */
     if (layers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a layer of %zu runs", runs);
     }
     layers->list = (mls_layer *)(layers + 1);
     layers->count = keep ? keep_layers(planned->before, layers->list) : 0;
     if (runs > 0) {
-        mls_extent *list = (mls_extent *)(layers->list + old + 1);
+        mls_row_range *list = (mls_row_range *)(layers->list + old + 1);
         mls_layer *fresh = &layers->list[layers->count++];
         (void)mls_rows_runs(rows, bits, list);
         *fresh = (mls_layer){.row = rows->row, .runs = list, .run_count = runs};
@@ -342,7 +342,7 @@ static bool is_seen(const mls_index_shard *before, const mls_layer *place)
 
 /* By file of before, in one walk over each of the two indexes.  Shards that are gone
  * since count as dead, like those that changed. */
-static mls_code count_use(const mls_shard_plan *plan, use **out, mls_status *st)
+static mls_code count_use(const mls_write_plan *plan, use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
     use *uses = mls_alloc(before->file_count, sizeof *uses);
@@ -389,7 +389,7 @@ static bool can_stay(const mls_planned *planned, const use *uses)
 
 /* Where a file of before is in the new index, which lists only those that something lives
  * in. */
-static size_t move_file(mls_shard_plan *plan, use *uses, size_t file)
+static size_t move_file(mls_write_plan *plan, use *uses, size_t file)
 {
     use *u = &uses[file];
     if (u->moved == SIZE_MAX) {
@@ -400,7 +400,7 @@ static size_t move_file(mls_shard_plan *plan, use *uses, size_t file)
 }
 
 /* Give a shard its record in the new index. */
-static mls_code keep(mls_shard_plan *plan, size_t number, use *uses, mls_status *st)
+static mls_code keep(mls_write_plan *plan, size_t number, use *uses, mls_status *st)
 {
     mls_planned *planned = &plan->planned[number];
     mls_index_shard *shard = &plan->index.shards[number];
@@ -430,7 +430,7 @@ static mls_code keep(mls_shard_plan *plan, size_t number, use *uses, mls_status 
 
 /* What cannot stay where it is is written as a whole, whatever was meant to be added to
  * it. */
-static mls_code keep_all(mls_shard_plan *plan, mls_status *st)
+static mls_code keep_all(mls_write_plan *plan, mls_status *st)
 {
     use *uses = NULL;
     mls_code code = count_use(plan, &uses, st);
@@ -447,7 +447,7 @@ static mls_code keep_all(mls_shard_plan *plan, mls_status *st)
 
 /* At most one file for each shard that is written, and those of before.  Pages of the
  * table that stay unused are never touched, and cost nothing. */
-static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
+static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;
     size_t most;
@@ -460,7 +460,7 @@ static mls_code allocate_files(mls_shard_plan *plan, mls_status *st)
 }
 
 /* What is kept decides what is left to write, and its files come first in the list. */
-mls_code mls_shard_plan_keep(mls_shard_plan *plan, mls_status *st)
+mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st)
 {
     const mls_code code = allocate_files(plan, st);
     return code == MLS_OK && plan->job->before != NULL ? keep_all(plan, st) : code;
@@ -469,7 +469,7 @@ mls_code mls_shard_plan_keep(mls_shard_plan *plan, mls_status *st)
 /* Versions go up with changes only; the caller's own, where there is one, was checked.
  * One that cannot go up (a caller who counts in hashes has had it) would make an index
  * that nobody can read. */
-static mls_code set_versions(mls_shard_plan *plan, mls_status *st)
+static mls_code set_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         const mls_planned *planned = &plan->planned[i];
@@ -510,7 +510,7 @@ static int compare_placings(const void *a, const void *b)
 
 /* Everything that is not kept, in the order in which it goes into files.  Counting starts
  * anew with each tensor, whether or not its earlier shards are written. */
-static size_t list_placings(const mls_shard_plan *plan, placing *out)
+static size_t list_placings(const mls_write_plan *plan, placing *out)
 {
     size_t count = 0, nth = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -530,13 +530,13 @@ static size_t list_placings(const mls_shard_plan *plan, placing *out)
 }
 
 /* Bytes that one of the placings takes. */
-static size_t placed_bytes(const mls_shard_plan *plan, const placing *p)
+static size_t placed_bytes(const mls_write_plan *plan, const placing *p)
 {
     return mls_planned_bytes(&plan->planned[p->shard], &plan->index.shards[p->shard]);
 }
 
 /* How many of `left` placings share the next file.  At least one, however large it is. */
-static size_t next_file(const mls_shard_plan *plan, const placing *placings, size_t left)
+static size_t next_file(const mls_write_plan *plan, const placing *placings, size_t left)
 {
     const mls_index_shard *shards = plan->index.shards;
     const mls_section section = shards[placings[0].shard].id.section;
@@ -553,7 +553,7 @@ static size_t next_file(const mls_shard_plan *plan, const placing *placings, siz
 
 /* "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" in place
  * of a name and its parts, which no name can become: it lacks them. */
-static mls_code name_file(const mls_shard_plan *plan, const placing *first, char *path,
+static mls_code name_file(const mls_write_plan *plan, const placing *first, char *path,
                           mls_status *st)
 {
     const mls_index_shard *shard = &plan->index.shards[first->shard];
@@ -579,7 +579,7 @@ static mls_code name_file(const mls_shard_plan *plan, const placing *first, char
 
 /* Decide on one file: its name, and which shards it takes, whose numbers go to `shards`.
  */
-static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t count,
+static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t count,
                            size_t *shards, mls_status *st)
 {
     mls_planned_file *file = &plan->files[plan->file_count];
@@ -606,7 +606,7 @@ static mls_code place_file(mls_shard_plan *plan, const placing *placings, size_t
 }
 
 /* First versions, which the files' headers repeat; then the files. */
-mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
+mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = set_versions(plan, st);
     placing *placings = NULL;
@@ -639,42 +639,42 @@ mls_code mls_shard_plan_place(mls_shard_plan *plan, mls_status *st)
 
 /* The text that says of each tensor in a file which shard it is: with it a file speaks
  * for itself when its index is lost. */
-static void describe_file(const mls_shard_plan *plan, const mls_planned_file *file,
-                          mls_buffer *text)
+static void describe_file(const mls_write_plan *plan, const mls_planned_file *file,
+                          mls_json_writer *text)
 {
-    mls_buffer_text(text, "{");
+    mls_json_writer_text(text, "{");
     for (size_t i = 0; i < file->count; i++) {
-        mls_buffer_text(text, i == 0 ? "" : ",");
-        mls_buffer_json(text, plan->planned[file->shards[i]].key);
-        mls_buffer_text(text, ":");
+        mls_json_writer_text(text, i == 0 ? "" : ",");
+        mls_json_writer_json(text, plan->planned[file->shards[i]].key);
+        mls_json_writer_text(text, ":");
         mls_index_put_shard(text, &plan->index.shards[file->shards[i]]);
         if (plan->planned[file->shards[i]].fresh != NULL) {
             mls_index_put_layer(text, plan->planned[file->shards[i]].fresh);
         }
-        mls_buffer_text(text, "}");
+        mls_json_writer_text(text, "}");
     }
-    mls_buffer_text(text, "}");
+    mls_json_writer_text(text, "}");
 }
 
 /* The header, with what it is to say of its shards. */
-static mls_code make_header(mls_shard_plan *plan, mls_planned_file *file, mls_status *st)
+static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
-    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
+    mls_json_writer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
     describe_file(plan, file, &text);
-    const mls_text_pair pair = {.key = {key, sizeof key - 1},
-                                .value = {text.data, text.length}};
+    const mls_str_pair pair = {.key = {key, sizeof key - 1},
+                               .value = {text.data, text.length}};
     const mls_code code =
         text.code != MLS_OK
             ? mls_fail(st, text.code, "no room to describe %zu shards", file->count)
             : mls_header_init(&file->header, file->tensors, file->count, &pair, 1,
                               MLS_SHARD_ALIGNMENT, st);
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
     return code;
 }
 
 /* What a file's header says of a shard: its part, as it is, or a layer's bytes. */
-static mls_header_tensor header_of(const mls_shard_plan *plan, size_t number)
+static mls_header_tensor header_of(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -696,7 +696,7 @@ static mls_header_tensor header_of(const mls_shard_plan *plan, size_t number)
 }
 
 /* The header sorts the tensors, so who is where is read off it. */
-mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
+mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
                                 mls_status *st)
 {
     file->tensors = mls_alloc(file->count, sizeof *file->tensors);
@@ -708,7 +708,7 @@ mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
     }
     const mls_code code = make_header(plan, file, st);
     if (code != MLS_OK) {
-        mls_shard_plan_finish(file);
+        mls_write_plan_finish(file);
         return code;
     }
     for (size_t i = 0; i < file->count; i++) {
@@ -728,35 +728,36 @@ mls_code mls_shard_plan_lay_out(mls_shard_plan *plan, mls_planned_file *file,
 }
 
 /* The index lists the checksums, which go with the plan. */
-void mls_shard_plan_finish(mls_planned_file *file)
+void mls_write_plan_finish(mls_planned_file *file)
 {
-    mls_buffer_fini(&file->header.text);
+    mls_json_writer_fini(&file->header.text);
     mls_free(file->tensors);
     file->tensors = NULL;
 }
 
 /* Every step of a save but those that look at bytes. */
-mls_code mls_shard_plan_index(const mls_shard_job *job, mls_buffer *out, mls_status *st)
+mls_code mls_write_plan_index(const mls_shard_job *job, mls_json_writer *out,
+                              mls_status *st)
 {
-    mls_shard_plan plan;
+    mls_write_plan plan;
     uint32_t crc;
-    mls_code code = mls_shard_plan_init(&plan, job, st);
+    mls_code code = mls_write_plan_init(&plan, job, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_shard_plan_keep(&plan, st);
+    code = mls_write_plan_reuse(&plan, st);
     if (code == MLS_OK) {
-        code = mls_shard_plan_place(&plan, st);
+        code = mls_write_plan_assign_files(&plan, st);
     }
     for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
-        code = mls_shard_plan_lay_out(&plan, &plan.files[i], st);
+        code = mls_write_plan_lay_out(&plan, &plan.files[i], st);
         if (code == MLS_OK) {
-            mls_shard_plan_finish(&plan.files[i]);
+            mls_write_plan_finish(&plan.files[i]);
         }
     }
     if (code == MLS_OK) {
         code = mls_index_build(&plan.index, job->crc, out, &crc, st);
     }
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
     return code;
 }

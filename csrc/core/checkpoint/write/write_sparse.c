@@ -6,8 +6,8 @@
  */
 #include "checkpoint/write/write_plan.h"
 
-#include "base/memory.h"
 #include "array/copy/pack_range.h"
+#include "base/memory.h"
 
 #include <stdatomic.h>
 #include <string.h>
@@ -27,7 +27,7 @@ const unsigned char *mls_planned_elements(const mls_shard_job *job,
     if (item->data != NULL) {
         return item->data + (item->first + first) * mls_dtype_of(item->dtype)->item_bytes;
     }
-    mls_pack(job->kernels, item->strided, item->first + first, count, room);
+    mls_pack_range(job->kernels, item->strided, item->first + first, count, room);
     return room;
 }
 
@@ -50,7 +50,7 @@ typedef struct piece {
 } piece;
 
 typedef struct sifting {
-    mls_shard_plan *plan;
+    mls_write_plan *plan;
     sifted *shards;
     size_t count;
     piece *pieces;
@@ -60,7 +60,7 @@ typedef struct sifting {
 
 /* Whether it is to be looked at: what is not written anyway, and what has no bytes, is
  * not. */
-static bool is_candidate(const mls_shard_plan *plan, size_t number)
+static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
     return planned->layers == NULL && !planned->kept &&
@@ -69,7 +69,7 @@ static bool is_candidate(const mls_shard_plan *plan, size_t number)
 
 /* What is small shares a file, and lists of its rows would be as long as itself: it is
  * one row, which is there or not. */
-static mls_row_cut cut(const mls_shard_plan *plan, size_t number)
+static mls_row_cut cut(const mls_write_plan *plan, size_t number)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
     const mls_part part = mls_index_part(shard);
@@ -83,7 +83,7 @@ static mls_row_cut cut(const mls_shard_plan *plan, size_t number)
 /* Room for everything, and who is looked at. */
 static mls_code list_candidates(sifting *s, mls_status *st)
 {
-    const mls_shard_plan *plan = s->plan;
+    const mls_write_plan *plan = s->plan;
     size_t shards = 0, pieces = 0, bits = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
@@ -206,7 +206,7 @@ static mls_code settle(const sifting *s, mls_status *st)
 
 /* Between what stays and where the rest goes: only what is to be written is looked at,
  * and how much of it is decides which file it goes into. */
-mls_code mls_shard_plan_sift(mls_shard_plan *plan, mls_status *st)
+mls_code mls_write_plan_sparse(mls_write_plan *plan, mls_status *st)
 {
     if (!plan->job->sparse) {
         return MLS_OK;

@@ -13,11 +13,11 @@
 
 #    include "checkpoint/write/write_plan.h"
 
-#    include "io/file.h"
 #    include "base/memory.h"
-#    include "safetensors/safetensors.h"
 #    include "base/size.h"
 #    include "checkpoint/read/verify.h"
+#    include "io/file.h"
+#    include "safetensors/safetensors.h"
 
 #    include <stdatomic.h>
 #    include <string.h>
@@ -62,7 +62,7 @@ typedef struct batch {
 enum header_state { UNKNOWN, GOOD, BAD };
 
 typedef struct comparing {
-    mls_shard_plan *plan;
+    mls_write_plan *plan;
     compared *shards;
     piece *pieces;
     batch *batches;
@@ -77,9 +77,9 @@ typedef struct comparing {
  * since neighbours in an index mostly share a segment. */
 typedef struct reading {
     int fd;
-    size_t file;                  /* of the index of before */
-    unsigned char *read, *packed; /* as long as a buffer, each */
-    mls_frame_room frames;        /* for what is coded */
+    size_t file;                      /* of the index of before */
+    unsigned char *read, *packed;     /* as long as a buffer, each */
+    mls_compressed_frame_room frames; /* for what is coded */
 } reading;
 
 /* ---- bytes ---- */
@@ -157,7 +157,7 @@ static void compare_read(const comparing *c, compared *one, const mls_layer *pla
     size_t low = 0, high = place->visible_count;
     while (low < high) { /* the first extent that ends behind `from` */
         const size_t middle = low + (high - low) / 2;
-        const mls_extent *extent = &place->visible[middle];
+        const mls_row_range *extent = &place->visible[middle];
         if (extent->at + extent->count > from) {
             high = middle;
         } else {
@@ -165,7 +165,7 @@ static void compare_read(const comparing *c, compared *one, const mls_layer *pla
         }
     }
     for (; low < place->visible_count && place->visible[low].at < to; low++) {
-        const mls_extent *extent = &place->visible[low];
+        const mls_row_range *extent = &place->visible[low];
         const size_t end = extent->at + extent->count;
         const size_t a = extent->at > from ? extent->at : from, b = end < to ? end : to;
         compare_elements(c, one, extent->begin + (a - extent->at), b - a,
@@ -245,8 +245,9 @@ static void compare_coded(comparing *c, compared *one, const mls_layer *place,
                              .codecs = c->plan->job->codecs};
     for (size_t start = p->from; start < p->to; start += MLS_FRAME_BYTES) {
         const size_t number = start / MLS_FRAME_BYTES;
-        const size_t bytes = mls_frame_bytes(place->frames, number);
-        const mls_code code = mls_frame_read(&r->frames, &coded, number, &data, &st);
+        const size_t bytes = mls_compressed_frame_bytes(place->frames, number);
+        const mls_code code =
+            mls_compressed_frame_read(&r->frames, &coded, number, &data, &st);
         if (code != MLS_OK) {
             /* what a codec says of files is one thing, what stops everybody another */
             atomic_store(&one->changed, LOST);
@@ -275,9 +276,9 @@ static void compare_zeros(const comparing *c, compared *one, const mls_layers *l
     /* the piece is of the shard's own bytes here: nothing is read, zeros are at hand */
     const size_t item = one->rows.item, from = p->from / item, to = p->to / item;
     memset(r->read, 0, c->buffer);
-    for (size_t i = mls_extents_find(layers->zeros, layers->zero_count, from);
+    for (size_t i = mls_row_ranges_find(layers->zeros, layers->zero_count, from);
          i < layers->zero_count && layers->zeros[i].begin < to; i++) {
-        const mls_extent *extent = &layers->zeros[i];
+        const mls_row_range *extent = &layers->zeros[i];
         const size_t last = extent->begin + extent->count;
         const size_t end = last < to ? last : to, most = c->buffer / item;
         for (size_t at = extent->begin > from ? extent->begin : from; at < end;) {
@@ -296,7 +297,7 @@ static void compare_piece(comparing *c, const piece *p, reading *r)
 {
     compared *one = &c->shards[p->shard];
     const mls_index_shard *before = c->plan->planned[one->shard].before;
-    const mls_extent all = {.count = one->rows.elements};
+    const mls_row_range all = {.count = one->rows.elements};
     if (p->place == ZEROS) {
         compare_zeros(c, one, before->layers, p, r);
         return;
@@ -350,7 +351,7 @@ static void compare_task(void *context, size_t index)
     if (r.fd >= 0) {
         (void)close(r.fd);
     }
-    mls_frame_room_fini(&r.frames);
+    mls_compressed_frame_room_fini(&r.frames);
     mls_free(r.read);
 }
 
@@ -358,7 +359,7 @@ static void compare_task(void *context, size_t index)
 
 /* How many rows of a shard may have changed for these to become a layer: half of it, and
  * no more than what keeps all layers together below two times the shard. */
-static size_t rows_most(const mls_shard_plan *plan, const mls_planned *planned,
+static size_t rows_most(const mls_write_plan *plan, const mls_planned *planned,
                         const mls_row_cut *rows)
 {
     const mls_index_shard *before = planned->before;
@@ -384,7 +385,7 @@ static size_t rows_most(const mls_shard_plan *plan, const mls_planned *planned,
 }
 
 /* How a shard is cut into rows, and how many of them may have changed. */
-static size_t look_at(const mls_shard_plan *plan, size_t number, mls_row_cut *rows)
+static size_t look_at(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
     const mls_planned *planned = &plan->planned[number];
@@ -399,7 +400,7 @@ static size_t look_at(const mls_shard_plan *plan, size_t number, mls_row_cut *ro
 
 /* Whether it is compared at all: of one whose version says that it changed only rows are
  * of interest. */
-static bool is_candidate(const mls_shard_plan *plan, size_t number)
+static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
     mls_row_cut ignored;
@@ -457,7 +458,7 @@ static size_t cut(const comparing *c, size_t number, piece *out)
  * blocks are what has checksums; else less, which stays in the cache. */
 static mls_code allocate(comparing *c, mls_status *st)
 {
-    const mls_shard_plan *plan = c->plan;
+    const mls_write_plan *plan = c->plan;
     size_t shards = 0, pieces = 0, bits = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
@@ -551,7 +552,7 @@ static mls_code settle(const comparing *c, mls_status *st)
 }
 
 /* Whoever counts versions himself is believed, as long as he does not count back. */
-static mls_code check_versions(mls_shard_plan *plan, mls_status *st)
+static mls_code check_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         mls_planned *planned = &plan->planned[i];
@@ -576,7 +577,7 @@ static mls_code check_versions(mls_shard_plan *plan, mls_status *st)
 
 /* Versions first: they refuse before anything is read.  Without a record of before there
  * is nothing to compare with, and everything is new. */
-mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st)
+mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = check_versions(plan, st);
     if (code != MLS_OK || plan->job->before == NULL) {

@@ -140,7 +140,7 @@ static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, siz
 {
     const size_t parts = parts_of(dtype);
     return (job){.count = count * parts,
-                 .block = MLS_TALLY_BLOCK * parts,
+                 .block = MLS_NORM_BLOCK * parts,
                  .dtype = dtype,
                  .item = mls_dtype_of(dtype)->item_bytes / parts,
                  .out = out,
@@ -209,14 +209,14 @@ static size_t quotient(size_t a, size_t b)
 }
 
 /* Add a block's sum.  All NaNs become one, so that the bits are the same everywhere. */
-static void add_squares(mls_tally *tally, double squares)
+static void add_squares(mls_norm_partial *tally, double squares)
 {
     const double sum = tally->squares + squares;
     tally->squares = isnan(sum) ? mls_f64_nan() : sum;
 }
 
 /* Round after round, each shared out: blocks are added in order once all are there. */
-static void job_tally(const job *j, mls_pool *pool, mls_tally *tally)
+static void job_tally(const job *j, mls_pool *pool, mls_norm_partial *tally)
 {
     const size_t blocks = quotient(j->count, j->block);
     job_round r; /* large: only the sums that were written are read */
@@ -236,7 +236,7 @@ static void job_tally(const job *j, mls_pool *pool, mls_tally *tally)
 }
 
 /* Do all of a job.  Small ones are not worth a second thread. */
-static void job_run(job *j, mls_pool *pool, mls_tally *tally)
+static void job_run(job *j, mls_pool *pool, mls_norm_partial *tally)
 {
     mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
     if (tally != NULL) {
@@ -321,7 +321,7 @@ enum { MOST_CUT = 64 };
 /* Reduce into `out` through the cache. */
 static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
                          const void *const *sources, size_t count, void *out, size_t n,
-                         mls_tally *tally)
+                         mls_norm_partial *tally)
 {
     job j = job_over(k, r->out_dtype, out, n, tally != NULL);
     j.step = reduce_step;
@@ -338,16 +338,16 @@ static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
 static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
                               const void *const *sources, size_t count,
                               unsigned char *out, size_t n, mls_store store,
-                              mls_tally *tally)
+                              mls_norm_partial *tally)
 {
-    _Alignas(64) unsigned char block[MLS_TALLY_BLOCK * 8];
+    _Alignas(64) unsigned char block[MLS_NORM_BLOCK * 8];
     const mls_reduce_kernels *k = kernels_of(kernels->cpu);
     const size_t from = mls_dtype_of(r->dtype)->item_bytes;
     const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
     const void *at[MOST_CUT];
-    for (size_t start = 0; start < n; start += MLS_TALLY_BLOCK) {
+    for (size_t start = 0; start < n; start += MLS_NORM_BLOCK) {
         const size_t rest = n - start;
-        const size_t length = rest < MLS_TALLY_BLOCK ? rest : MLS_TALLY_BLOCK;
+        const size_t length = rest < MLS_NORM_BLOCK ? rest : MLS_NORM_BLOCK;
         for (size_t i = 0; i < count; i++) {
             at[i] = (const unsigned char *)sources[i] + start * from;
         }
@@ -359,7 +359,7 @@ static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r
 /* Parts of a trial are whole blocks of the tally, so its bits do not depend on them. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
-                    mls_destination destination, mls_tally *tally)
+                    mls_destination destination, mls_norm_partial *tally)
 {
     const size_t from = mls_dtype_of(r->dtype)->item_bytes;
     const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
@@ -553,7 +553,8 @@ static void run_at(const job *like, unsigned char *out, const unsigned char *src
 /* One run of both views, CHUNK elements at a time.  Without a source there is just `t`.
  */
 static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src,
-                        const mls_walk *w, unsigned char *at, const unsigned char *other)
+                        const mls_strided_iter *w, unsigned char *at,
+                        const unsigned char *other)
 {
     unsigned char packed[CHUNK * 8], added[CHUNK * 8];
     for (size_t done = 0; done < w->length; done += CHUNK) {
@@ -572,9 +573,9 @@ static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src
 /* The step of a job for all elements of views that are not packed, in any order. */
 static void walk_step(const job *j, const mls_tensor *t, const mls_tensor *src)
 {
-    mls_walk w;
+    mls_strided_iter w;
     ptrdiff_t at = 0, other = 0;
-    if (!mls_walk_init(&w, t, src)) {
+    if (!mls_strided_iter_init(&w, t, src)) {
         return;
     }
     const bool plain = is_plain(t, w.a_step) && (src == NULL || is_plain(src, w.b_step));
@@ -585,7 +586,7 @@ static void walk_step(const job *j, const mls_tensor *t, const mls_tensor *src)
         } else {
             step_chunks(j, t, src, &w, t->data + at, from);
         }
-    } while (mls_walk_next(&w, &at, &other));
+    } while (mls_strided_iter_next(&w, &at, &other));
 }
 
 /* Both in C order, packed, and in this machine's byte order. */
@@ -594,12 +595,13 @@ static bool is_packed(const mls_tensor *t)
     return mls_tensor_is_contiguous(t) && (!t->swapped || mls_tensor_item_bytes(t) == 1);
 }
 
-/* Rows of the innermost axis in C order: unlike mls_walk_init, which may reorder. */
-static bool rows_of(mls_walk *w, const mls_tensor *t)
+/* Rows of the innermost axis in C order: unlike mls_strided_iter_init, which may reorder.
+ */
+static bool rows_of(mls_strided_iter *w, const mls_tensor *t)
 {
-    *w = (mls_walk){.length = 1,
-                    .a_step = (ptrdiff_t)mls_tensor_item_bytes(t),
-                    .rank = t->rank > 0 ? t->rank - 1 : 0};
+    *w = (mls_strided_iter){.length = 1,
+                            .a_step = (ptrdiff_t)mls_tensor_item_bytes(t),
+                            .rank = t->rank > 0 ? t->rank - 1 : 0};
     for (int axis = 0; axis < t->rank; axis++) {
         if (t->shape[axis] == 0) {
             return false;
@@ -618,11 +620,11 @@ static bool rows_of(mls_walk *w, const mls_tensor *t)
 typedef struct gathered {
     job j;
     size_t filled; /* elements */
-    unsigned char items[MLS_TALLY_BLOCK * 8];
+    unsigned char items[MLS_NORM_BLOCK * 8];
 } gathered;
 
 /* The block is full, or all there is. */
-static void gathered_tally(gathered *g, mls_tally *tally)
+static void gathered_tally(gathered *g, mls_norm_partial *tally)
 {
     g->j.out = g->items;
     g->j.count = g->filled * parts_of(g->j.dtype);
@@ -632,9 +634,9 @@ static void gathered_tally(gathered *g, mls_tally *tally)
 
 /* Elements in C order, collected block by block. */
 static void tally_strided(const mls_reduce_kernels *k, const mls_tensor *t,
-                          mls_tally *tally)
+                          mls_norm_partial *tally)
 {
-    mls_walk w;
+    mls_strided_iter w;
     gathered g; /* large: only what is filled is read */
     const size_t item = mls_tensor_item_bytes(t);
     ptrdiff_t at = 0, unused = 0;
@@ -646,23 +648,23 @@ static void tally_strided(const mls_reduce_kernels *k, const mls_tensor *t,
     do {
         const unsigned char *from = t->data + at;
         for (size_t done = 0; done < w.length;) {
-            const size_t room = MLS_TALLY_BLOCK - g.filled, rest = w.length - done;
+            const size_t room = MLS_NORM_BLOCK - g.filled, rest = w.length - done;
             const size_t count = rest < room ? rest : room;
             fetch(g.items + g.filled * item, t, from, w.a_step, count);
             from += w.a_step * (ptrdiff_t)count;
             done += count;
             g.filled += count;
-            if (g.filled == MLS_TALLY_BLOCK) {
+            if (g.filled == MLS_NORM_BLOCK) {
                 gathered_tally(&g, tally);
             }
         }
-    } while (mls_walk_next(&w, &at, &unused));
+    } while (mls_strided_iter_next(&w, &at, &unused));
     gathered_tally(&g, tally);
 }
 
 /* A job whose step works in place on `t`, with `src` or without. */
 static void run_on(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
-                   const mls_tensor *src, mls_tally *tally)
+                   const mls_tensor *src, mls_norm_partial *tally)
 {
     if (is_packed(t) && (src == NULL || is_packed(src))) {
         job_run(j, pool, tally);
@@ -670,7 +672,7 @@ static void run_on(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
     }
     walk_step(j, t, src);
     if (tally != NULL) {
-        mls_tally_of(cpu, pool, t, tally);
+        mls_norm_partial_of(cpu, pool, t, tally);
     }
 }
 
@@ -690,7 +692,7 @@ static void scale_step(const job *j, size_t start, size_t n)
 
 /* Integers have no scale: theirs is a sum of two sources, the first of which is `dst`. */
 mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
-                        const mls_tensor *src, double scale, mls_tally *tally,
+                        const mls_tensor *src, double scale, mls_norm_partial *tally,
                         mls_status *st)
 {
     const mls_reduce_kernels *k = kernels_of(cpu);
@@ -763,7 +765,8 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
 
 /* An array of more elements than a size_t counts can only be one of strides of 0; it is
  * taken row by row like every other that is not packed. */
-void mls_tally_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, mls_tally *tally)
+void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
+                         mls_norm_partial *tally)
 {
     const mls_reduce_kernels *k = kernels_of(cpu);
     size_t count = 0;

@@ -4,7 +4,7 @@
  * float32 and rounded once: the bits depend on neither threads, nor on where an array is
  * cut, nor on the instruction set.  Integers wrap.  In minima and maxima a NaN wins.
  *
- * A tally adds up squares in double, in blocks of MLS_TALLY_BLOCK elements from the start
+ * A tally adds up squares in double, in blocks of MLS_NORM_BLOCK elements from the start
  * of the array, each by one fixed tree, and the blocks in order: who cuts an array at
  * multiples of that, and passes the same tally from one part to the next, gets the same
  * bits.  Only the payload and sign of a NaN may depend on the instruction set.
@@ -13,17 +13,17 @@
 #define MLS_REDUCE_H
 
 #include "array/copy/copy.h"
-#include "runtime/thread_pool.h"
-#include "base/status.h"
 #include "array/tensor.h"
+#include "base/status.h"
+#include "runtime/thread_pool.h"
 
-enum { MLS_TALLY_BLOCK = 4096 };
+enum { MLS_NORM_BLOCK = 4096 };
 
 /* What is known of the elements of an array; zero it before the first use. */
-typedef struct mls_tally {
+typedef struct mls_norm_partial {
     double squares;     /* sum of the squares; complex numbers count both parts */
     uint64_t nonfinite; /* elements that are infinite or NaN */
-} mls_tally;
+} mls_norm_partial;
 
 typedef enum mls_reduce_op {
     MLS_REDUCE_SUM,
@@ -52,7 +52,7 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st);
  * thread. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
-                    mls_destination destination, mls_tally *tally);
+                    mls_destination destination, mls_norm_partial *tally);
 
 /* Whether mls_accumulate would do it: the errors are the same. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
@@ -68,7 +68,7 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
  * MLS_E_OVERLAP: shared memory, unless both are the same elements, or a dst with several
  * places for one element.  MLS_E_SIZE.  After an error nothing was changed. */
 mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
-                        const mls_tensor *src, double scale, mls_tally *tally,
+                        const mls_tensor *src, double scale, mls_norm_partial *tally,
                         mls_status *st);
 
 /* Whether mls_scale would do it: the errors are the same. */
@@ -81,6 +81,7 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
 
 /* Add the figures of an array to `tally`; any dtype, where integers are always finite.
  * For strided arrays elements come in C order, on this thread. */
-void mls_tally_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, mls_tally *tally);
+void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
+                         mls_norm_partial *tally);
 
 #endif

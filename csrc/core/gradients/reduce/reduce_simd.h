@@ -16,8 +16,8 @@
  *
  * Addresses may be any.  What fills no register at the end of a run is the oracle's.
  */
-#ifndef MLS_REDUCE_LANES_H
-#define MLS_REDUCE_LANES_H
+#ifndef MLS_REDUCE_SIMD_H
+#define MLS_REDUCE_SIMD_H
 
 #include <string.h>
 
@@ -321,7 +321,7 @@ TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items,
 {
     unsigned char rest[MLS_SQUARE_LANES * 8] = {0};
     for (; n >= MLS_SQUARE_LANES; n -= MLS_SQUARE_LANES) {
-        ask_for(items + MLS_TALLY_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
+        ask_for(items + MLS_NORM_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
         square_lanes(lanes, items, bytes, load);
         items += MLS_SQUARE_LANES * bytes;
     }

@@ -9,8 +9,8 @@
  * and names its table with MLS_PLAN_TABLE.  Included once by each kernel file.  What
  * fills no register is done one by one with the same operations.
  */
-#ifndef MLS_PLAN_SLOTS_LANES_H
-#define MLS_PLAN_SLOTS_LANES_H
+#ifndef MLS_PLAN_SLOTS_SIMD_H
+#define MLS_PLAN_SLOTS_SIMD_H
 
 #include <math.h>
 

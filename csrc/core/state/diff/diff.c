@@ -1,18 +1,18 @@
 /* differ: pairs of tensors cut into parts, and each part into runs for a kernel.
  *
- * A pair is walked in the order of its first tensor's memory (strided_iter.h).  A run that is
- * packed on both sides, in this machine's byte order, goes to the kernel as it lies; else
- * it goes through the stack in chunks.  A part is a stretch of the walk, of a fixed
- * number of elements: it may start and end inside runs, so that one long run is shared
- * out as well as many short ones.
+ * A pair is walked in the order of its first tensor's memory (strided_iter.h).  A run
+ * that is packed on both sides, in this machine's byte order, goes to the kernel as it
+ * lies; else it goes through the stack in chunks.  A part is a stretch of the walk, of a
+ * fixed number of elements: it may start and end inside runs, so that one long run is
+ * shared out as well as many short ones.
  *
  * Sums and maxima do not depend on the order, so neither does the result on the threads.
  */
 #include "state/diff/diff_kernels.h"
 
+#include "array/strided_iter.h"
 #include "base/memory.h"
 #include "base/size.h"
-#include "array/strided_iter.h"
 
 #include <stdatomic.h>
 
@@ -23,21 +23,21 @@ enum {
 };
 
 /* Sets of another architecture get the scalar table, which works everywhere. */
-const mls_differ_kernels *mls_differ_of(mls_cpu cpu)
+const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
     switch (cpu) {
 #if defined(__x86_64__)
     case MLS_CPU_AVX2:
-        return &mls_differ_avx2;
+        return &mls_diff_avx2;
     case MLS_CPU_AVX512:
-        return &mls_differ_avx512;
+        return &mls_diff_avx512;
 #endif
 #if defined(__aarch64__)
     case MLS_CPU_NEON:
-        return &mls_differ_neon;
+        return &mls_diff_neon;
 #endif
     default:
-        return &mls_differ_scalar;
+        return &mls_diff_scalar;
     }
 }
 
@@ -54,7 +54,7 @@ static bool same_shape(const mls_tensor *a, const mls_tensor *b)
 }
 
 /* The first tensor is taken for what was expected, the second for what was found. */
-mls_code mls_differ_check(const mls_tensor *a, const mls_tensor *b, mls_status *st)
+mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st)
 {
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
     size_t bytes;
@@ -94,7 +94,7 @@ typedef struct side {
 
 /* What all runs of one pair have in common. */
 typedef struct measurer {
-    mls_differ_run run;
+    mls_diff_run run;
     size_t item, unit; /* bytes of an element, and of what is turned as one */
     bool packed;       /* both sides are as the kernel wants them */
 } measurer;
@@ -116,7 +116,7 @@ static const unsigned char *make_ready(const measurer *m, side from, size_t coun
 
 /* A run of any length and any steps. */
 static void measure_run(const measurer *m, side a, side b, size_t count,
-                        mls_difference *into)
+                        mls_diff_result *into)
 {
     unsigned char a_room[CHUNK * 8], b_room[CHUNK * 8];
     if (m->packed) {
@@ -135,12 +135,12 @@ static void measure_run(const measurer *m, side a, side b, size_t count,
 
 /* `count` elements of a pair's walk, from number `start` on; there are so many.  Items of
  * one byte have no order to turn. */
-static void measure_part(const mls_differ_kernels *kernels, mls_differ_pair pair,
-                         size_t start, size_t count, mls_difference *into)
+static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
+                         size_t start, size_t count, mls_diff_result *into)
 {
-    mls_walk w;
+    mls_strided_iter w;
     ptrdiff_t a_at, b_at;
-    if (count == 0 || !mls_walk_init(&w, pair.a, pair.b)) {
+    if (count == 0 || !mls_strided_iter_init(&w, pair.a, pair.b)) {
         return;
     }
     const size_t item = mls_tensor_item_bytes(pair.a);
@@ -152,7 +152,7 @@ static void measure_part(const mls_differ_kernels *kernels, mls_differ_pair pair
                         .packed = a.step == (ptrdiff_t)item && !a.swapped &&
                                   b.step == (ptrdiff_t)item && !b.swapped};
     size_t skipped = start % w.length; /* of the first run */
-    mls_walk_seek(&w, start / w.length, &a_at, &b_at);
+    mls_strided_iter_seek(&w, start / w.length, &a_at, &b_at);
     do {
         const size_t rest = w.length - skipped;
         const size_t length = count < rest ? count : rest;
@@ -161,13 +161,13 @@ static void measure_part(const mls_differ_kernels *kernels, mls_differ_pair pair
         measure_run(&m, a, b, length, into);
         count -= length;
         skipped = 0;
-    } while (count > 0 && mls_walk_next(&w, &a_at, &b_at));
+    } while (count > 0 && mls_strided_iter_next(&w, &a_at, &b_at));
 }
 
 /* ---- pairs ---- */
 
 /* Elements to compare: none where both views are one and the same. */
-static size_t elements_of(mls_differ_pair pair)
+static size_t elements_of(mls_diff_pair pair)
 {
     size_t count = 0;
     bool same = pair.a->data == pair.b->data && pair.a->swapped == pair.b->swapped;
@@ -180,20 +180,20 @@ static size_t elements_of(mls_differ_pair pair)
 }
 
 /* Elements of a part. */
-static size_t part_length(mls_differ_pair pair)
+static size_t part_length(mls_diff_pair pair)
 {
     return PART_BYTES / mls_tensor_item_bytes(pair.a);
 }
 
 /* How many parts a pair of `count` elements is cut into. */
-static size_t part_count(mls_differ_pair pair, size_t count)
+static size_t part_count(mls_diff_pair pair, size_t count)
 {
     const size_t length = part_length(pair);
     return count / length + (count % length != 0);
 }
 
 /* The elements of part `index` of `count` elements. */
-static size_t part_rest(mls_differ_pair pair, size_t count, size_t index)
+static size_t part_rest(mls_diff_pair pair, size_t count, size_t index)
 {
     const size_t length = part_length(pair), rest = count - index * length;
     return rest < length ? rest : length;
@@ -202,13 +202,13 @@ static size_t part_rest(mls_differ_pair pair, size_t count, size_t index)
 /* One part and what was found in it. */
 typedef struct part {
     size_t pair, start, count;
-    mls_difference found;
+    mls_diff_result found;
 } part;
 
 /* All parts of all pairs; tasks share it, each writing to its own part. */
 typedef struct job {
-    const mls_differ_kernels *kernels;
-    const mls_differ_pair *pairs;
+    const mls_diff_kernels *kernels;
+    const mls_diff_pair *pairs;
     part *parts;
 } job;
 
@@ -217,14 +217,14 @@ static void measure_task(void *context, size_t index)
 {
     const job *j = context;
     part *p = &j->parts[index];
-    mls_difference found = {0}; /* local: parts are neighbours in the cache */
+    mls_diff_result found = {0}; /* local: parts are neighbours in the cache */
     measure_part(j->kernels, j->pairs[p->pair], p->start, p->count, &found);
     p->found = found;
 }
 
 /* Sums and maxima; the bytes decide whether threads are worth waking.  Cannot wrap where
  * memory could hold a part for each. */
-static bool count_parts(const mls_differ_pair *pairs, size_t count, size_t *parts,
+static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
                         size_t *bytes)
 {
     size_t sum = 0, total = 0;
@@ -242,7 +242,7 @@ static bool count_parts(const mls_differ_pair *pairs, size_t count, size_t *part
 }
 
 /* Cut the pairs, in order. */
-static void cut_parts(const mls_differ_pair *pairs, size_t count, part *parts)
+static void cut_parts(const mls_diff_pair *pairs, size_t count, part *parts)
 {
     size_t next = 0;
     for (size_t i = 0; i < count; i++) {
@@ -256,7 +256,7 @@ static void cut_parts(const mls_differ_pair *pairs, size_t count, part *parts)
 }
 
 /* Add what was found elsewhere. */
-static void add(mls_difference *into, mls_difference found)
+static void add(mls_diff_result *into, mls_diff_result found)
 {
     into->changed += found.changed;
     into->nan += found.nan;
@@ -266,9 +266,9 @@ static void add(mls_difference *into, mls_difference found)
 
 /* The parts are kept until all are done: threads need no lock, and nothing is written to
  * `out` before nothing can fail. */
-mls_code mls_differ(const mls_differ_kernels *kernels, mls_pool *pool,
-                    const mls_differ_pair *pairs, size_t count, mls_difference *out,
-                    mls_status *st)
+mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
+                  const mls_diff_pair *pairs, size_t count, mls_diff_result *out,
+                  mls_status *st)
 {
     size_t parts = 0, bytes = 0;
     job j = {.kernels = kernels, .pairs = pairs, .parts = NULL};
@@ -281,7 +281,7 @@ mls_code mls_differ(const mls_differ_kernels *kernels, mls_pool *pool,
     cut_parts(pairs, count, j.parts);
     mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, measure_task, &j, parts);
     for (size_t i = 0; i < count; i++) {
-        out[i] = (mls_difference){0};
+        out[i] = (mls_diff_result){0};
     }
     for (size_t i = 0; i < parts; i++) {
         add(&out[j.parts[i].pair], j.parts[i].found);
@@ -292,18 +292,18 @@ mls_code mls_differ(const mls_differ_kernels *kernels, mls_pool *pool,
 
 /* ---- whether all is the same ---- */
 
-/* What the tasks of mls_differ_same share. */
+/* What the tasks of mls_diff_same share. */
 typedef struct search {
-    const mls_differ_kernels *kernels;
-    const mls_differ_pair *pairs; /* all of them, or the one that is cut */
-    size_t elements;              /* of the one that is cut */
+    const mls_diff_kernels *kernels;
+    const mls_diff_pair *pairs; /* all of them, or the one that is cut */
+    size_t elements;            /* of the one that is cut */
     atomic_bool differs;
 } search;
 
 /* Look at `count` elements unless a difference is known. */
-static void search_part(search *s, mls_differ_pair pair, size_t start, size_t count)
+static void search_part(search *s, mls_diff_pair pair, size_t start, size_t count)
 {
-    mls_difference found = {0};
+    mls_diff_result found = {0};
     if (atomic_load_explicit(&s->differs, memory_order_relaxed)) {
         return;
     }
@@ -327,14 +327,14 @@ static void search_small(void *context, size_t index)
 static void search_large(void *context, size_t index)
 {
     search *s = context;
-    const mls_differ_pair pair = s->pairs[0];
+    const mls_diff_pair pair = s->pairs[0];
     search_part(s, pair, index * part_length(pair), part_rest(pair, s->elements, index));
 }
 
 /* Nothing is allocated, so it cannot fail: the small pairs are one run of the pool, and
  * each large one is another. */
-bool mls_differ_same(const mls_differ_kernels *kernels, mls_pool *pool,
-                     const mls_differ_pair *pairs, size_t count)
+bool mls_diff_same(const mls_diff_kernels *kernels, mls_pool *pool,
+                   const mls_diff_pair *pairs, size_t count)
 {
     search s = {.kernels = kernels, .pairs = pairs};
     size_t parts, bytes = SHARED_BYTES;

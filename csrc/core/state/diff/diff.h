@@ -12,56 +12,56 @@
  *
  * The scalar table is the oracle: every other one gives the same numbers, bit for bit.
  */
-#ifndef MLS_DIFFER_H
-#define MLS_DIFFER_H
+#ifndef MLS_DIFF_H
+#define MLS_DIFF_H
 
 #include "array/copy/copy.h"
-#include "runtime/thread_pool.h"
 #include "array/tensor.h"
+#include "runtime/thread_pool.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 /* Of a run, a tensor, or several put together; starts zeroed. */
-typedef struct mls_difference {
+typedef struct mls_diff_result {
     uint64_t changed; /* elements that are not the same, NaN on one side included */
     uint64_t nan;     /* of those, the ones that are NaN on exactly one side */
     double max_abs;   /* 0 where nothing changed */
     double max_rel;   /* 0 .. 2, or infinity */
-} mls_difference;
+} mls_diff_result;
 
 /* Add what `count` elements, packed and in this machine's byte order, differ by.  `into`
  * is zeroed, or has what runs of the same dtype found: a run may take for granted that
  * the ratio there is one of two such elements. */
-typedef void (*mls_differ_run)(const void *a, const void *b, size_t count,
-                               mls_difference *into);
+typedef void (*mls_diff_run)(const void *a, const void *b, size_t count,
+                             mls_diff_result *into);
 
-typedef struct mls_differ_kernels {
-    mls_differ_run run[MLS_DTYPE_COUNT]; /* complete */
-} mls_differ_kernels;
+typedef struct mls_diff_kernels {
+    mls_diff_run run[MLS_DTYPE_COUNT]; /* complete */
+} mls_diff_kernels;
 
 /* The table for a set that mls_cpu_offers.  Never NULL; constant. */
-const mls_differ_kernels *mls_differ_of(mls_cpu cpu);
+const mls_diff_kernels *mls_diff_of(mls_cpu cpu);
 
 /* Two tensors of the same shape and dtype, any strides and byte orders, which may share
  * memory.  MLS_E_SHAPE, MLS_E_DTYPE.  MLS_E_SIZE: more elements than a size_t counts,
  * which strides of 0 allow. */
-mls_code mls_differ_check(const mls_tensor *a, const mls_tensor *b, mls_status *st);
+mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st);
 
-/* A pair that mls_differ_check passed. */
-typedef struct mls_differ_pair {
+/* A pair that mls_diff_check passed. */
+typedef struct mls_diff_pair {
     const mls_tensor *a, *b;
-} mls_differ_pair;
+} mls_diff_pair;
 
 /* Measure `count` pairs into `out`.  Large tensors are shared out over the pool.
  * MLS_E_MEMORY: `out` is untouched. */
-mls_code mls_differ(const mls_differ_kernels *kernels, mls_pool *pool,
-                    const mls_differ_pair *pairs, size_t count, mls_difference *out,
-                    mls_status *st);
+mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
+                  const mls_diff_pair *pairs, size_t count, mls_diff_result *out,
+                  mls_status *st);
 
 /* Whether all elements of all pairs are the same, in the sense above; stops early. */
-bool mls_differ_same(const mls_differ_kernels *kernels, mls_pool *pool,
-                     const mls_differ_pair *pairs, size_t count);
+bool mls_diff_same(const mls_diff_kernels *kernels, mls_pool *pool,
+                   const mls_diff_pair *pairs, size_t count);
 
 #endif

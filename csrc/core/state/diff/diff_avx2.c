@@ -10,7 +10,7 @@
 #    define TARGET __attribute__((target("avx2,fma,f16c")))
 
 enum { WIDTH = 32 };
-MLS_DIFFER_REGISTERS(32);
+MLS_DIFF_REGISTERS(32);
 
 /* The instruction gives its second operand if one is NaN. */
 TARGET static inline wide wide_max(wide x, wide y)
@@ -62,6 +62,6 @@ TARGET static inline bool any(bits_32 x)
 #    include "state/diff/diff_simd.h"
 
 /* mls_cpu_offers(MLS_CPU_AVX2) must be true before any of these is called. */
-const mls_differ_kernels mls_differ_avx2 = {.run = MLS_DIFFER_TABLE};
+const mls_diff_kernels mls_diff_avx2 = {.run = MLS_DIFF_TABLE};
 
 #endif

@@ -10,7 +10,7 @@
 #    define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
 
 enum { WIDTH = 64 };
-MLS_DIFFER_REGISTERS(64);
+MLS_DIFF_REGISTERS(64);
 
 /* The instruction gives its second operand if one is NaN. */
 TARGET static inline wide wide_max(wide x, wide y)
@@ -62,6 +62,6 @@ TARGET static inline bool any(bits_32 x)
 #    include "state/diff/diff_simd.h"
 
 /* mls_cpu_offers(MLS_CPU_AVX512) must be true before any of these is called. */
-const mls_differ_kernels mls_differ_avx512 = {.run = MLS_DIFFER_TABLE};
+const mls_diff_kernels mls_diff_avx512 = {.run = MLS_DIFF_TABLE};
 
 #endif

@@ -10,7 +10,7 @@
 #    define TARGET /* nothing has to be asked for */
 
 enum { WIDTH = 16 };
-MLS_DIFFER_REGISTERS(16);
+MLS_DIFF_REGISTERS(16);
 
 /* A number, if only one of them is NaN. */
 static inline wide wide_max(wide x, wide y)
@@ -62,6 +62,6 @@ static inline bool any(bits_32 x)
 #    include "state/diff/diff_simd.h"
 
 /* For every arm64 machine. */
-const mls_differ_kernels mls_differ_neon = {.run = MLS_DIFFER_TABLE};
+const mls_diff_kernels mls_diff_neon = {.run = MLS_DIFF_TABLE};
 
 #endif

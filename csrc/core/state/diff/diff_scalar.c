@@ -14,7 +14,7 @@ enum { BLOCK = 4096 }; /* bytes that are compared at once, first */
 
 /* Count an element that is not the same, and measure it where neither side is NaN.
  * `largest` is the larger of the two magnitudes. */
-static void note(double distance, double largest, mls_difference *into)
+static void note(double distance, double largest, mls_diff_result *into)
 {
     double relative = largest > 0 ? distance / largest : 0;
     if (isinf(distance)) {
@@ -26,14 +26,14 @@ static void note(double distance, double largest, mls_difference *into)
 }
 
 /* NaN on one side; the caller knows that it is not on both. */
-static void note_nan(mls_difference *into)
+static void note_nan(mls_diff_result *into)
 {
     into->changed++;
     into->nan++;
 }
 
 /* Two elements whose bits differ, as the numbers they stand for. */
-static void measure(double a, double b, mls_difference *into)
+static void measure(double a, double b, mls_diff_result *into)
 {
     if (isnan(a) || isnan(b)) {
         if (!isnan(a) || !isnan(b)) {
@@ -46,7 +46,7 @@ static void measure(double a, double b, mls_difference *into)
 }
 
 /* Exactly subtracted, without a sign in the way; then rounded once. */
-static void measure_u64(uint64_t a, uint64_t b, mls_difference *into)
+static void measure_u64(uint64_t a, uint64_t b, mls_diff_result *into)
 {
     const uint64_t large = a > b ? a : b;
     const uint64_t small = a > b ? b : a;
@@ -60,7 +60,7 @@ static uint64_t magnitude(int64_t value)
 }
 
 /* As above.  The difference of two signed numbers is right as an unsigned one. */
-static void measure_i64(int64_t a, int64_t b, mls_difference *into)
+static void measure_i64(int64_t a, int64_t b, mls_diff_result *into)
 {
     const uint64_t distance =
         a > b ? (uint64_t)a - (uint64_t)b : (uint64_t)b - (uint64_t)a;
@@ -80,7 +80,7 @@ static double modulus(double real, double imaginary)
 }
 
 /* An infinite part may not meet its equal, whose difference would be NaN. */
-static void measure_complex(complex_pair a, complex_pair b, mls_difference *into)
+static void measure_complex(complex_pair a, complex_pair b, mls_diff_result *into)
 {
     const bool a_nan = isnan(a.real) || isnan(a.imaginary);
     const bool b_nan = isnan(b.real) || isnan(b.imaginary);
@@ -103,7 +103,7 @@ static void measure_complex(complex_pair a, complex_pair b, mls_difference *into
  * they are; `action` measures two that differ.  Addresses may be unaligned, so both
  * sides go through memcpy. */
 #define DEFINE_RUN(name, type, action)                                                   \
-    void name(const void *a, const void *b, size_t count, mls_difference *into)          \
+    void name(const void *a, const void *b, size_t count, mls_diff_result *into)         \
     {                                                                                    \
         const unsigned char *left = a, *right = b;                                       \
         for (size_t done = 0; done < count; done += BLOCK / sizeof(type)) {              \
@@ -130,37 +130,37 @@ static void measure_complex(complex_pair a, complex_pair b, mls_difference *into
 #define DEFINE_VALUES(name, type, decode)                                                \
     DEFINE_RUN(name, type, measure((double)decode(x), (double)decode(y), into))
 
-DEFINE_VALUES(mls_differ_f16, uint16_t, mls_f32_from_f16)
-DEFINE_VALUES(mls_differ_bf16, uint16_t, mls_f32_from_bf16)
-DEFINE_VALUES(mls_differ_f32, uint32_t, mls_f32_from_bits)
-DEFINE_VALUES(mls_differ_f64, uint64_t, mls_f64_from_bits)
-DEFINE_VALUES(mls_differ_i8, int8_t, )
-DEFINE_VALUES(mls_differ_i16, int16_t, )
-DEFINE_VALUES(mls_differ_i32, int32_t, )
-DEFINE_VALUES(mls_differ_u8, uint8_t, )
-DEFINE_VALUES(mls_differ_u16, uint16_t, )
-DEFINE_VALUES(mls_differ_u32, uint32_t, )
-DEFINE_VALUES(mls_differ_e4m3, uint8_t, mls_f64_from_e4m3)
-DEFINE_VALUES(mls_differ_e5m2, uint8_t, mls_f64_from_e5m2)
-DEFINE_VALUES(mls_differ_e8m0, uint8_t, mls_f64_from_e8m0)
-DEFINE_VALUES(mls_differ_e4m3fnuz, uint8_t, mls_f64_from_e4m3fnuz)
-DEFINE_VALUES(mls_differ_e5m2fnuz, uint8_t, mls_f64_from_e5m2fnuz)
-DEFINE_RUN(mls_differ_i64, int64_t, measure_i64(x, y, into))
-DEFINE_RUN(mls_differ_u64, uint64_t, measure_u64(x, y, into))
-DEFINE_RUN(mls_differ_c64, complex_pair, measure_complex(x, y, into))
+DEFINE_VALUES(mls_diff_f16, uint16_t, mls_f32_from_f16)
+DEFINE_VALUES(mls_diff_bf16, uint16_t, mls_f32_from_bf16)
+DEFINE_VALUES(mls_diff_f32, uint32_t, mls_f32_from_bits)
+DEFINE_VALUES(mls_diff_f64, uint64_t, mls_f64_from_bits)
+DEFINE_VALUES(mls_diff_i8, int8_t, )
+DEFINE_VALUES(mls_diff_i16, int16_t, )
+DEFINE_VALUES(mls_diff_i32, int32_t, )
+DEFINE_VALUES(mls_diff_u8, uint8_t, )
+DEFINE_VALUES(mls_diff_u16, uint16_t, )
+DEFINE_VALUES(mls_diff_u32, uint32_t, )
+DEFINE_VALUES(mls_diff_e4m3, uint8_t, mls_f64_from_e4m3)
+DEFINE_VALUES(mls_diff_e5m2, uint8_t, mls_f64_from_e5m2)
+DEFINE_VALUES(mls_diff_e8m0, uint8_t, mls_f64_from_e8m0)
+DEFINE_VALUES(mls_diff_e4m3fnuz, uint8_t, mls_f64_from_e4m3fnuz)
+DEFINE_VALUES(mls_diff_e5m2fnuz, uint8_t, mls_f64_from_e5m2fnuz)
+DEFINE_RUN(mls_diff_i64, int64_t, measure_i64(x, y, into))
+DEFINE_RUN(mls_diff_u64, uint64_t, measure_u64(x, y, into))
+DEFINE_RUN(mls_diff_c64, complex_pair, measure_complex(x, y, into))
 
 /* Complete by itself. */
-const mls_differ_kernels mls_differ_scalar = {
-    .run = {[MLS_F16] = mls_differ_f16,
-            [MLS_BF16] = mls_differ_bf16,
-            [MLS_F32] = mls_differ_f32,
-            [MLS_F64] = mls_differ_f64,
-            [MLS_I8] = mls_differ_i8,
-            [MLS_I16] = mls_differ_i16,
-            [MLS_I32] = mls_differ_i32,
-            [MLS_U8] = mls_differ_u8,
-            [MLS_U16] = mls_differ_u16,
-            [MLS_U32] = mls_differ_u32,
-            [MLS_BOOL] = mls_differ_u8,
-            MLS_DIFFER_RARE},
+const mls_diff_kernels mls_diff_scalar = {
+    .run = {[MLS_F16] = mls_diff_f16,
+            [MLS_BF16] = mls_diff_bf16,
+            [MLS_F32] = mls_diff_f32,
+            [MLS_F64] = mls_diff_f64,
+            [MLS_I8] = mls_diff_i8,
+            [MLS_I16] = mls_diff_i16,
+            [MLS_I32] = mls_diff_i32,
+            [MLS_U8] = mls_diff_u8,
+            [MLS_U16] = mls_diff_u16,
+            [MLS_U32] = mls_diff_u32,
+            [MLS_BOOL] = mls_diff_u8,
+            MLS_DIFF_RARE},
 };

@@ -4,7 +4,7 @@
  * after it has defined:
  *   TARGET              the attribute that lets a function use the instruction set
  *   WIDTH               bytes of a register
- *   registers           the types below, by MLS_DIFFER_REGISTERS
+ *   registers           the types below, by MLS_DIFF_REGISTERS
  *   wide_max, max       the larger of two floats (doubles); x or y if one of them is NaN
  *   signed_max          the larger of two integers of 32 bits
  *   wide_fma, fma_of    x * y + z, rounded once
@@ -38,8 +38,8 @@
  * NaN never raises a maximum.  It shows in the largest bits, or in a sum of doubles, as
  * infinities of both signs do; the oracle counts such a block again.
  */
-#ifndef MLS_DIFFER_LANES_H
-#define MLS_DIFFER_LANES_H
+#ifndef MLS_DIFF_SIMD_H
+#define MLS_DIFF_SIMD_H
 
 #include <string.h>
 
@@ -61,14 +61,14 @@ typedef wide (*wide_load)(const unsigned char *group, int index);
 typedef vector (*vector_load)(const unsigned char *group, int index);
 
 /* What is known of the items so far. */
-typedef struct mls_tally {
+typedef struct mls_norm_partial {
     vector distance;              /* the greatest one that each lane has seen */
     vector ratio;                 /* the greatest relative distance of all lanes */
     vector half;                  /* half a unit in the last place of `ratio`, or less */
     wide distance_bar, minus_bar; /* what the sieve goes by: one float in all lanes */
     size_t passed;                /* groups of the block at hand that passed the sieve */
     size_t direct;                /* blocks to measure without the sieve */
-} mls_tally;
+} mls_norm_partial;
 
 /* ---- loads ---- */
 
@@ -183,7 +183,7 @@ MLS_INLINED double greatest(vector x)
 /* ---- float64 ---- */
 
 /* Divide the items of a group.  0 / 0 is NaN, which is left out. */
-MLS_INLINED void divide_group(mls_tally *t, const unsigned char *a,
+MLS_INLINED void divide_group(mls_norm_partial *t, const unsigned char *a,
                               const unsigned char *b, vector_load load)
 {
     for (int i = 0; i < GROUP; i++) {
@@ -195,7 +195,7 @@ MLS_INLINED void divide_group(mls_tally *t, const unsigned char *a,
 
 /* Measure one group.  `filtered`: divide only if some quotient is above all so far.
  * `sum` becomes NaN if an item is. */
-MLS_INLINED void measure_doubles(mls_tally *t, const unsigned char *a,
+MLS_INLINED void measure_doubles(mls_norm_partial *t, const unsigned char *a,
                                  const unsigned char *b, vector_load load, bool filtered,
                                  vector *sum)
 {
@@ -214,7 +214,7 @@ MLS_INLINED void measure_doubles(mls_tally *t, const unsigned char *a,
         divide_group(t, a, b, load);
         const double best = greatest(t->ratio);
         t->ratio = repeat(best);
-        t->half = repeat(mls_differ_half_unit(best));
+        t->half = repeat(mls_diff_half_unit(best));
     }
 }
 
@@ -229,7 +229,7 @@ static inline float round_float(double value, bool up)
 }
 
 /* What the sieve goes by, from the maxima. */
-TARGET static void set_sieve(mls_tally *t, bool few_digits)
+TARGET static void set_sieve(mls_norm_partial *t, bool few_digits)
 {
     const double ratio = greatest(t->ratio);
     t->distance_bar = wide_repeat(round_float(greatest(t->distance), false));
@@ -237,11 +237,11 @@ TARGET static void set_sieve(mls_tally *t, bool few_digits)
 }
 
 /* Measure a group of floats that passed the sieve.  By memory, since it is rare. */
-TARGET __attribute__((noinline)) static void measure_group(mls_tally *t, const wide *x,
-                                                           const wide *y, bool few_digits)
+TARGET __attribute__((noinline)) static void
+measure_group(mls_norm_partial *t, const wide *x, const wide *y, bool few_digits)
 {
     vector sum = {0}; /* of no use here */
-    mls_differ_set_control(MLS_DIFFER_NEAREST);
+    mls_diff_set_control(MLS_DIFF_NEAREST);
     for (int half = 0; half < 2; half++) {
         measure_doubles(t, (const unsigned char *)(x + half * GROUP / 2),
                         (const unsigned char *)(y + half * GROUP / 2), load_f32_as_f64,
@@ -249,7 +249,7 @@ TARGET __attribute__((noinline)) static void measure_group(mls_tally *t, const w
     }
     set_sieve(t, few_digits);
     t->passed++;
-    mls_differ_set_control(MLS_DIFFER_UP);
+    mls_diff_set_control(MLS_DIFF_UP);
 }
 
 /* ---- blocks ---- */
@@ -307,12 +307,13 @@ typedef struct mls_items {
     vector_load vector; /* NULL if the sieve is always the faster way */
     bool filtered;      /* see measure_doubles */
     bool few_digits;    /* of 11 bits at most: see above */
-    mls_differ_run oracle;
+    mls_diff_run oracle;
 } mls_items;
 
 /* Sieve one group.  `largest_bits`: of all items, to see NaN, which is above infinity. */
-MLS_INLINED void sieve_group(mls_tally *t, const unsigned char *a, const unsigned char *b,
-                             mls_items of, signed_32 *largest_bits)
+MLS_INLINED void sieve_group(mls_norm_partial *t, const unsigned char *a,
+                             const unsigned char *b, mls_items of,
+                             signed_32 *largest_bits)
 {
     wide farthest = {0}, most = {0};
 #pragma GCC unroll 4
@@ -345,17 +346,17 @@ MLS_INLINED size_t group_bytes(mls_items of)
 /* What the oracle finds in a block that may hold NaN.  Results are rounded to the nearest
  * number from here on. */
 TARGET __attribute__((noinline)) static void
-measure_by_oracle(mls_tally *t, const unsigned char *a, const unsigned char *b,
-                  size_t count, mls_items of, mls_difference *into)
+measure_by_oracle(mls_norm_partial *t, const unsigned char *a, const unsigned char *b,
+                  size_t count, mls_items of, mls_diff_result *into)
 {
-    mls_difference found = {0};
-    mls_differ_set_control(MLS_DIFFER_NEAREST);
+    mls_diff_result found = {0};
+    mls_diff_set_control(MLS_DIFF_NEAREST);
     of.oracle(a, b, count, &found);
     into->changed += found.changed;
     into->nan += found.nan;
     t->distance = max(repeat(found.max_abs), t->distance);
     t->ratio = max(repeat(found.max_rel), t->ratio);
-    t->half = repeat(mls_differ_half_unit(greatest(t->ratio)));
+    t->half = repeat(mls_diff_half_unit(greatest(t->ratio)));
     set_sieve(t, of.few_digits);
 }
 
@@ -363,9 +364,9 @@ measure_by_oracle(mls_tally *t, const unsigned char *a, const unsigned char *b,
  * prefetched meanwhile: a block takes longer to compute than memory to answer, and the
  * innermost cache holds two.  While it computes, the processor does not look so far
  * ahead. */
-MLS_INLINED void measure_block(mls_tally *t, const unsigned char *a,
+MLS_INLINED void measure_block(mls_norm_partial *t, const unsigned char *a,
                                const unsigned char *b, size_t bytes, mls_items of,
-                               mls_difference *into)
+                               mls_diff_result *into)
 {
     const size_t step = group_bytes(of);
     bits_32 equal = {0};
@@ -395,20 +396,21 @@ MLS_INLINED void measure_block(mls_tally *t, const unsigned char *a,
 }
 
 /* Measure a block with the sieve, and note whether the next ones do better without. */
-MLS_INLINED void sieve_block(mls_tally *t, const unsigned char *a, const unsigned char *b,
-                             size_t bytes, mls_items of, mls_difference *into)
+MLS_INLINED void sieve_block(mls_norm_partial *t, const unsigned char *a,
+                             const unsigned char *b, size_t bytes, mls_items of,
+                             mls_diff_result *into)
 {
     t->passed = 0;
-    mls_differ_set_control(MLS_DIFFER_UP);
+    mls_diff_set_control(MLS_DIFF_UP);
     measure_block(t, a, b, bytes, of, into);
-    mls_differ_set_control(MLS_DIFFER_NEAREST);
+    mls_diff_set_control(MLS_DIFF_NEAREST);
     t->direct = 2 * t->passed > bytes / group_bytes(of) ? DIRECT : 0;
 }
 
 /* Measure a block in float64. */
-MLS_INLINED void measure_directly(mls_tally *t, const unsigned char *a,
+MLS_INLINED void measure_directly(mls_norm_partial *t, const unsigned char *a,
                                   const unsigned char *b, size_t bytes, mls_items of,
-                                  mls_difference *into)
+                                  mls_diff_result *into)
 {
     mls_items direct = of;
     direct.wide = NULL;
@@ -419,9 +421,9 @@ MLS_INLINED void measure_directly(mls_tally *t, const unsigned char *a,
 }
 
 /* Any number of whole groups. */
-MLS_INLINED void measure_groups(mls_tally *t, const unsigned char *a,
+MLS_INLINED void measure_groups(mls_norm_partial *t, const unsigned char *a,
                                 const unsigned char *b, size_t bytes, mls_items of,
-                                mls_difference *into)
+                                mls_diff_result *into)
 {
     for (size_t at = 0; at < bytes;) {
         at += equal_bytes(a + at, b + at, bytes - at, group_bytes(of));
@@ -439,15 +441,15 @@ MLS_INLINED void measure_groups(mls_tally *t, const unsigned char *a,
 
 /* A run of any dtype.  An incomplete group is filled up with zeros, which are equal. */
 MLS_INLINED void differ_run(const unsigned char *a, const unsigned char *b, size_t count,
-                            mls_items of, mls_difference *into)
+                            mls_items of, mls_diff_result *into)
 {
     const size_t bytes = count * of.bytes,
                  whole = bytes / group_bytes(of) * group_bytes(of);
-    const unsigned control = mls_differ_control();
-    mls_tally t = {.distance = repeat(into->max_abs),
-                   .ratio = repeat(into->max_rel),
-                   .half = repeat(mls_differ_half_unit(into->max_rel))};
-    mls_differ_set_control(MLS_DIFFER_NEAREST);
+    const unsigned control = mls_diff_control();
+    mls_norm_partial t = {.distance = repeat(into->max_abs),
+                          .ratio = repeat(into->max_rel),
+                          .half = repeat(mls_diff_half_unit(into->max_rel))};
+    mls_diff_set_control(MLS_DIFF_NEAREST);
     set_sieve(&t, of.few_digits);
     measure_groups(&t, a, b, whole, of, into);
     if (bytes > whole) {
@@ -456,17 +458,17 @@ MLS_INLINED void differ_run(const unsigned char *a, const unsigned char *b, size
         memcpy(last_b, b + whole, bytes - whole);
         measure_groups(&t, last_a, last_b, group_bytes(of), of, into);
     }
-    mls_differ_set_control(control);
+    mls_diff_set_control(control);
     into->max_abs = greatest(t.distance);
-    into->max_rel = mls_differ_settle(into->max_abs, greatest(t.ratio));
+    into->max_rel = mls_diff_settle(into->max_abs, greatest(t.ratio));
 }
 
 /* The run of dtype X. */
 #define MLS_DEFINE_DIFFER(X, size, ...)                                                  \
     TARGET static void differ_##X(const void *a, const void *b, size_t count,            \
-                                  mls_difference *into)                                  \
+                                  mls_diff_result *into)                                 \
     {                                                                                    \
-        const mls_items of = {.bytes = (size), .oracle = mls_differ_##X, __VA_ARGS__};   \
+        const mls_items of = {.bytes = (size), .oracle = mls_diff_##X, __VA_ARGS__};     \
         differ_run(a, b, count, of, into);                                               \
     }
 
@@ -482,10 +484,10 @@ MLS_DEFINE_DIFFER(u16, 2, .wide = load_u16)
 MLS_DEFINE_DIFFER(u32, 4, .vector = load_u32, .filtered = true)
 
 /* The table of these runs and the oracle's. */
-#define MLS_DIFFER_TABLE                                                                 \
+#define MLS_DIFF_TABLE                                                                   \
     {[MLS_F16] = differ_f16, [MLS_BF16] = differ_bf16, [MLS_F32] = differ_f32,           \
      [MLS_F64] = differ_f64, [MLS_I8] = differ_i8,     [MLS_I16] = differ_i16,           \
      [MLS_I32] = differ_i32, [MLS_U8] = differ_u8,     [MLS_U16] = differ_u16,           \
-     [MLS_U32] = differ_u32, [MLS_BOOL] = differ_u8,   MLS_DIFFER_RARE}
+     [MLS_U32] = differ_u32, [MLS_BOOL] = differ_u8,   MLS_DIFF_RARE}
 
 #endif

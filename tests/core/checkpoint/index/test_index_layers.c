@@ -1,14 +1,14 @@
 /* Indexes with sparse shards: there and back, and those that lie about their layers. */
 #include "checkpoint/index/index.h"
-#include "support/runner.h"
 #include "io/json_checksum.h"
+#include "support/runner.h"
 
 #include <stdlib.h>
 
 enum { ROOM = 4096 };
 
 /* A plain shard, and two parts of w with layers, the second without any. */
-static const char good[] = MLS_SEAL_START
+static const char good[] = MLS_JSON_CHECKSUM_START
     ",\n\"format\":\"mlstate.index\",\"format_version\":3,\n\"generation\":"
     "\"0123456789abcdef\",\"rank\":0,\"world_size\":1"
     ",\n\"files\":{\n\"path\":[\"params/w.safetensors\"],\n\"bytes\":\"4200\","
@@ -30,7 +30,7 @@ static size_t change(const char *from, const char *to, char out[ROOM])
     CHECK(at != NULL); /* the good index has it */
     at = at == NULL ? good : at;
     snprintf(out, ROOM, "%.*s%s%s", (int)(at - good), good, to, at + strlen(from));
-    (void)mls_seal(out, strlen(out), crc);
+    (void)mls_json_checksum_set(out, strlen(out), crc);
     return strlen(out);
 }
 
@@ -42,7 +42,7 @@ static mls_code parse(const char *from, const char *to, mls_index *out, mls_stat
     return mls_index_parse(text, length, crc, out, st);
 }
 
-static bool is(const mls_extent *extent, size_t begin, size_t count, size_t at)
+static bool is(const mls_row_range *extent, size_t begin, size_t count, size_t at)
 {
     return extent->begin == begin && extent->count == count && extent->at == at;
 }
@@ -51,7 +51,7 @@ static void layers_go_there_and_back(void)
 {
     mls_index index = {0};
     mls_status st;
-    mls_buffer text = {0};
+    mls_json_writer text = {0};
     uint32_t sum;
     REQUIRE(parse("\"rank\":0", "\"rank\":0", &index, &st) == MLS_OK);
     REQUIRE(index.shard_count == 3);
@@ -74,7 +74,7 @@ static void layers_go_there_and_back(void)
     char expected[ROOM];
     const size_t length = change("\"rank\":0", "\"rank\":0", expected);
     CHECK(text.length == length && memcmp(text.data, expected, length) == 0);
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
     mls_index_fini(&index);
     CHECK(index.layers == NULL && index.extents == NULL && index.sparse == NULL);
 }
@@ -170,7 +170,7 @@ static void every_value_may_be_anything_else(void)
         "null", "0",  "1",     "-1",    "3",    "18446744073709551615", "\"\"",
         "[]",   "{}", "[0,1]", "[0,8]", "[{}]", "\"00000000\""};
     size_t refused = 0, all = 0;
-    for (const char *at = good + sizeof MLS_SEAL_START; *at != '\0'; at++) {
+    for (const char *at = good + sizeof MLS_JSON_CHECKSUM_START; *at != '\0'; at++) {
         const size_t length = strcspn(at, ",:[]{}\n");
         if (strchr(":[,", at[-1]) == NULL || length == 0 || at[length] == ':') {
             continue;
@@ -181,7 +181,7 @@ static void every_value_may_be_anything_else(void)
             mls_status st;
             snprintf(text, ROOM, "%.*s%s%s", (int)(at - good), good, values[i],
                      at + length);
-            (void)mls_seal(text, strlen(text), crc);
+            (void)mls_json_checksum_set(text, strlen(text), crc);
             all++;
             if (mls_index_parse(text, strlen(text), crc, &index, &st) != MLS_OK) {
                 refused++;

@@ -8,9 +8,9 @@
 static const size_t shape[] = {100};
 static const uint32_t sum;
 
-static mls_text text(const char *bytes)
+static mls_str text(const char *bytes)
 {
-    return (mls_text){bytes, strlen(bytes)};
+    return (mls_str){bytes, strlen(bytes)};
 }
 
 static mls_index_shard plain(const char *name, size_t file, uint64_t offset, size_t bytes)
@@ -72,7 +72,7 @@ static void shards_are_sorted_and_none_is_there_twice(void)
     shards[3].part = 1;
     mls_index index = index_of(files, shards, 4);
     CHECK(mls_index_arrange(&index, &st) == MLS_OK);
-    CHECK(mls_text_is(shards[0].id.name, "a") && mls_text_is(shards[3].id.name, "c"));
+    CHECK(mls_str_is(shards[0].id.name, "a") && mls_str_is(shards[3].id.name, "c"));
     CHECK(shards[1].part == 0 && shards[2].part == 1);
     shards[2].part = 0;
     CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT);
@@ -143,9 +143,9 @@ static void check_key(mls_section section, const char *key, const char *name,
                       const char *state)
 {
     const mls_tensor_id id = mls_tensor_id_of(section, text(key));
-    CHECK(id.section == section && mls_text_is(id.name, name));
+    CHECK(id.section == section && mls_str_is(id.name, name));
     CHECK(id.has_state == (state != NULL));
-    CHECK(state == NULL || mls_text_is(id.state, state));
+    CHECK(state == NULL || mls_str_is(id.state, state));
 }
 
 static void a_key_of_an_optimizer_ends_with_the_state(void)

@@ -1,16 +1,16 @@
 /* Indexes: what is written is read back, and nothing else is believed. */
 #include "checkpoint/index/index.h"
-#include "support/runner.h"
-#include "safetensors/safetensors.h"
 #include "io/json_checksum.h"
+#include "safetensors/safetensors.h"
+#include "support/runner.h"
 
 #include <stdlib.h>
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
 
-static mls_text text(const char *chars)
+static mls_str text(const char *chars)
 {
-    return (mls_text){.data = chars, .length = strlen(chars)};
+    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 /* ---- there and back ---- */
@@ -60,9 +60,9 @@ static bool same_index(const mls_index *a, const mls_index *b)
 }
 
 /* Read, compare, and build again: the same text, of which `b` may have more. */
-static void check_read(const mls_index *index, const mls_buffer *b, size_t length)
+static void check_read(const mls_index *index, const mls_json_writer *b, size_t length)
 {
-    mls_buffer again = {0};
+    mls_json_writer again = {0};
     mls_index back = {0};
     mls_status st = {0};
     uint32_t sum = 0;
@@ -79,27 +79,27 @@ static void check_read(const mls_index *index, const mls_buffer *b, size_t lengt
     }
     mls_index_fini(&back);
     mls_index_fini(&back);
-    mls_buffer_fini(&again);
+    mls_json_writer_fini(&again);
 }
 
 /* Build, read and build again; and once more with a line feed behind it. */
 static void check_round_trip(const mls_index *index)
 {
-    mls_buffer b = {0};
+    mls_json_writer b = {0};
     mls_status st = {0};
     uint32_t sum = 0;
     if (mls_index_build(index, crc, &b, &sum, &st) == MLS_OK) {
         const size_t length = b.length;
         CHECK(sum == crc->update(0, b.data, b.length));
         check_read(index, &b, length);
-        mls_buffer_text(&b, "\n");
-        (void)mls_seal(b.data, b.length, crc);
+        mls_json_writer_text(&b, "\n");
+        (void)mls_json_checksum_set(b.data, b.length, crc);
         check_read(index, &b, length);
     } else {
         printf("    not built: %s (%s)\n", st.text, st.name);
         CHECK(false);
     }
-    mls_buffer_fini(&b);
+    mls_json_writer_fini(&b);
 }
 
 static mls_index one_file(mls_index_file *file, mls_index_shard *shards, size_t count)
@@ -260,7 +260,7 @@ static void states_have_axes_and_tiers(void)
 static void names_may_be_any_utf8(void)
 {
     /* in the order of their bytes */
-    static const mls_text names[] = {
+    static const mls_str names[] = {
         {NULL, 0},
         {"\0", 1},
         {"\0\0", 2},
@@ -314,7 +314,7 @@ static void long_names_and_paths_go_there_and_back(void)
     mls_index_shard shard = {.version = 1, .offset = 8, .bytes = 2};
     REQUIRE(name != NULL);
     memset(name, '"', LONG);
-    shard.id.name = (mls_text){name, LONG};
+    shard.id.name = (mls_str){name, LONG};
     const mls_index index = one_file(&file, &shard, 1);
     memset(file.path, 'x', MLS_PATH_BYTES);
     memcpy(file.path, "optim_state/", 12);
@@ -408,11 +408,11 @@ static void ids_are_ordered_by_section_name_and_state(void)
 /* `body` behind the start, sealed; free it. */
 static char *sealed(const char *body)
 {
-    const size_t room = sizeof MLS_SEAL_START + strlen(body);
+    const size_t room = sizeof MLS_JSON_CHECKSUM_START + strlen(body);
     char *out = malloc(room);
     if (out != NULL) {
-        snprintf(out, room, "%s%s", MLS_SEAL_START, body);
-        (void)mls_seal(out, strlen(out), crc);
+        snprintf(out, room, "%s%s", MLS_JSON_CHECKSUM_START, body);
+        (void)mls_json_checksum_set(out, strlen(out), crc);
     }
     return out;
 }
@@ -440,8 +440,8 @@ static void unknown_members_spaces_escapes_and_any_order_are_read(void)
     REQUIRE(mls_index_parse(other, strlen(other), crc, &index, &st) == MLS_OK);
     free(other); /* it need not outlive the call */
     CHECK(index.shard_count == 2 && index.rank == 1 && index.world_size == 2);
-    CHECK(mls_text_is(index.shards[0].id.name, "a/\xf0\x9f\x98\x80"));
-    CHECK(mls_text_is(index.shards[1].id.name, "z") && index.shards[1].version == 9);
+    CHECK(mls_str_is(index.shards[0].id.name, "a/\xf0\x9f\x98\x80"));
+    CHECK(mls_str_is(index.shards[1].id.name, "z") && index.shards[1].version == 9);
     CHECK(index.shards[1].crcs[0] == 1 && index.shards[0].crcs[0] == 2);
     CHECK_TEXT(index.files[0].path, "params/a.safetensors");
     mls_index_fini(&index);
@@ -458,7 +458,7 @@ static void every_flipped_bit_of_an_index_is_found(void)
                              .offset = 4096,
                              .bytes = 20};
     const mls_index index = one_file(&file, &shard, 1);
-    mls_buffer b = {0};
+    mls_json_writer b = {0};
     mls_status st;
     uint32_t sum;
     REQUIRE(mls_index_build(&index, crc, &b, &sum, &st) == MLS_OK);
@@ -474,7 +474,7 @@ static void every_flipped_bit_of_an_index_is_found(void)
         mls_index back = {0};
         CHECK(mls_index_parse(b.data, length, crc, &back, &st) != MLS_OK);
     }
-    mls_buffer_fini(&b);
+    mls_json_writer_fini(&b);
 }
 
 static const test_case tests[] = {

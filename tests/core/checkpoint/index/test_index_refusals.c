@@ -1,7 +1,7 @@
 /* Indexes that lie: each is sealed, so that it is not the seal that refuses it. */
 #include "checkpoint/index/index.h"
-#include "support/runner.h"
 #include "io/json_checksum.h"
+#include "support/runner.h"
 
 #include <stdlib.h>
 
@@ -20,7 +20,7 @@ enum { ROOM = 16384 };
     "\n\"bytes\":\"1048577,16,24,0\","                                                   \
     "\n\"crc32c\":\"11111111fedcba980000000100000000\","                                 \
     "\n\"blocks\":\"2222222233333333\""
-static const char good[] = MLS_SEAL_START
+static const char good[] = MLS_JSON_CHECKSUM_START
     ",\n\"format\":\"mlstate.index\",\"format_version\":3,"
     "\n\"generation\":\"0123456789abcdef\",\"rank\":3,\"world_size\":4,"
     "\n\"files\":{" FILES "},\n\"kinds\":["
@@ -41,7 +41,7 @@ static size_t change(const char *from, const char *to, char out[ROOM])
         at = good;
     }
     snprintf(out, ROOM, "%.*s%s%s", (int)(at - good), good, to, at + strlen(from));
-    (void)mls_seal(out, strlen(out), &mls_crc_scalar);
+    (void)mls_json_checksum_set(out, strlen(out), &mls_crc_scalar);
     return strlen(out);
 }
 
@@ -563,7 +563,7 @@ static void every_value_may_be_anything_else(void)
         "[0,0]",  "\"0000000000000000\"",
     };
     size_t refused = 0, all = 0;
-    for (const char *at = good + sizeof MLS_SEAL_START; *at != '\0'; at++) {
+    for (const char *at = good + sizeof MLS_JSON_CHECKSUM_START; *at != '\0'; at++) {
         /* what begins behind a colon, a bracket or a comma, up to the next such mark */
         const size_t length = strcspn(at, ",:[]{}\n");
         if (strchr(":[,", at[-1]) == NULL || length == 0 || at[length] == ':') {
@@ -574,7 +574,7 @@ static void every_value_may_be_anything_else(void)
             mls_status st;
             snprintf(text, sizeof text, "%.*s%s%s", (int)(at - good), good, values[i],
                      at + length);
-            (void)mls_seal(text, strlen(text), &mls_crc_scalar);
+            (void)mls_json_checksum_set(text, strlen(text), &mls_crc_scalar);
             const mls_code code = parse(text, strlen(text), &st);
             CHECK(code == MLS_OK || code == MLS_E_FORMAT);
             refused += code != MLS_OK;
@@ -587,19 +587,21 @@ static void every_value_may_be_anything_else(void)
 static void every_piece_that_is_missing_is_missed(void)
 {
     /* the good index without one of its bytes, sealed: never worse than refused */
-    for (size_t skip = sizeof MLS_SEAL_START - 1; skip < sizeof good - 1; skip++) {
+    for (size_t skip = sizeof MLS_JSON_CHECKSUM_START - 1; skip < sizeof good - 1;
+         skip++) {
         char text[ROOM];
         mls_status st;
         snprintf(text, sizeof text, "%.*s%s", (int)skip, good, good + skip + 1);
-        (void)mls_seal(text, strlen(text), &mls_crc_scalar);
+        (void)mls_json_checksum_set(text, strlen(text), &mls_crc_scalar);
         const mls_code code = parse(text, strlen(text), &st);
         CHECK(code == MLS_OK || code == MLS_E_FORMAT);
     }
-    for (size_t length = sizeof MLS_SEAL_START - 1; length < sizeof good - 2; length++) {
+    for (size_t length = sizeof MLS_JSON_CHECKSUM_START - 1; length < sizeof good - 2;
+         length++) {
         char text[ROOM];
         mls_status st;
         memcpy(text, good, length);
-        (void)mls_seal(text, length, &mls_crc_scalar);
+        (void)mls_json_checksum_set(text, length, &mls_crc_scalar);
         CHECK(parse(text, length, &st) == MLS_E_FORMAT);
     }
 }

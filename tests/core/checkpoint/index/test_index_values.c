@@ -59,7 +59,7 @@ static void other_numbers_are_refused(void)
         uint64_t value = 77;
         snprintf(text, sizeof text, "{\"x\":\"%s\"}", texts[i]);
         mls_index_source in = open_text(text, &m);
-        in.name = (mls_text){"w", 1};
+        in.name = (mls_str){"w", 1};
         mls_index_column c = mls_index_open_column(&in, &m);
         CHECK(mls_index_next_number(&in, &c, 1, 10, &value) == MLS_E_FORMAT);
         CHECK(value == 77 && status.offset == 6);

@@ -6,9 +6,9 @@ static const mls_crc_kernels *crc(void)
     return mls_crc_of(MLS_CPU_SCALAR);
 }
 
-static mls_text text_of(const char *text)
+static mls_str text_of(const char *text)
 {
-    return (mls_text){text, strlen(text)};
+    return (mls_str){text, strlen(text)};
 }
 
 static void an_index_is_these_bytes_on_every_machine(void)
@@ -63,7 +63,7 @@ static void an_index_is_these_bytes_on_every_machine(void)
                        .file_count = 1,
                        .shards = &shard,
                        .shard_count = 1};
-    mls_buffer text = {0};
+    mls_json_writer text = {0};
     mls_status st;
     uint32_t whole = 0;
     REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
@@ -72,7 +72,7 @@ static void an_index_is_these_bytes_on_every_machine(void)
     memset(text.data + 13, '0', 8); /* the seal's digits */
     CHECK(text.length == sizeof expected - 1 &&
           memcmp(text.data, expected, text.length) == 0);
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
 }
 
 static void a_shard_is_described_without_its_place(void)
@@ -81,27 +81,27 @@ static void a_shard_is_described_without_its_place(void)
                              .dtype = MLS_F32,
                              .version = 1,
                              .offset = 99};
-    mls_buffer text = {.most = 1000};
+    mls_json_writer text = {.most = 1000};
     mls_index_put_shard(&text, &shard);
-    mls_buffer_put(&text, "", 1);
+    mls_json_writer_put(&text, "", 1);
     REQUIRE(text.code == MLS_OK);
     CHECK_TEXT(text.data, "{\"section\":\"params\",\"name\":\"a\\\"b\",\"dtype\":\"F32\","
                           "\"shape\":[],\"layout\":[],\"part\":0,\"version\":1");
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
 }
 
 static void an_index_of_nothing_is_one(void)
 {
     const mls_index empty = {.generation = "0123456789abcdef", .world_size = 1};
     mls_index back;
-    mls_buffer text = {0};
+    mls_json_writer text = {0};
     mls_status st;
     uint32_t whole;
     REQUIRE(mls_index_build(&empty, crc(), &text, &whole, &st) == MLS_OK);
     REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &st) == MLS_OK);
     CHECK(back.shard_count == 0 && back.file_count == 0 && back.world_size == 1);
     mls_index_fini(&back);
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
 }
 
 /* Many kinds: each shard gets one that is its own, and the text stays in proportion. */
@@ -126,7 +126,7 @@ static void shards_of_any_number_of_kinds_are_written(void)
                              .shards = shards,
                              .shard_count = COUNT};
     mls_index back;
-    mls_buffer text = {0};
+    mls_json_writer text = {0};
     mls_status st;
     uint32_t whole;
     REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
@@ -136,7 +136,7 @@ static void shards_of_any_number_of_kinds_are_written(void)
         CHECK(mls_index_compare(&back.shards[i], &shards[i]) == 0);
     }
     mls_index_fini(&back);
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
 }
 
 static const test_case tests[] = {

@@ -8,10 +8,10 @@ int main(void)
 }
 #else
 
-#    include "safetensors/safetensors.h"
-#    include "checkpoint/index/shard_header.h"
-#    include "support/shards.h"
 #    include "base/size.h"
+#    include "checkpoint/index/shard_header.h"
+#    include "safetensors/safetensors.h"
+#    include "support/shards.h"
 
 enum { HEADER_MOST = 1 << 20 };
 
@@ -48,7 +48,7 @@ static void drop(mls_index *index, unsigned char *data)
 /* Whether the header of a file is made, and is the one in the file. */
 static bool is_made(const mls_index *index, size_t file)
 {
-    mls_buffer made = {.most = HEADER_MOST};
+    mls_json_writer made = {.most = HEADER_MOST};
     mls_status st;
     size_t length = 0;
     unsigned char *written = read_pool_file(index->files[file].path, &length);
@@ -58,7 +58,7 @@ static bool is_made(const mls_index *index, size_t file)
                       made.length == mls_load_le64(written) + 8 &&
                       memcmp(made.data, written, made.length) == 0;
     CHECK(good || (code == MLS_E_VALUE && made.length == 0));
-    mls_buffer_fini(&made);
+    mls_json_writer_fini(&made);
     mls_free(written);
     return good;
 }
@@ -104,7 +104,7 @@ static void the_index_that_lists_all_of_a_file_is_found(void)
     mls_index part = index; /* knows the same files, and not all of their tensors */
     part.shard_count = 0;
     const mls_index both[] = {part, index};
-    mls_buffer made = {.most = HEADER_MOST};
+    mls_json_writer made = {.most = HEADER_MOST};
     mls_status st;
     REQUIRE(index.file_count > 0);
     const char *path = index.files[0].path;
@@ -113,7 +113,7 @@ static void the_index_that_lists_all_of_a_file_is_found(void)
     CHECK(made.length == 0);
     CHECK(mls_shard_header_find(both, 2, path, crc, &made, &st) == MLS_OK);
     CHECK(made.length > 8);
-    mls_buffer_fini(&made);
+    mls_json_writer_fini(&made);
     drop(&index, data);
 }
 

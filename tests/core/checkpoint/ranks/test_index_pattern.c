@@ -8,9 +8,9 @@ enum { MOST = 40 };
 
 static const size_t matrix[] = {8, 6}, hundred[] = {100};
 
-static mls_text text(const char *chars)
+static mls_str text(const char *chars)
 {
-    return (mls_text){.data = chars, .length = strlen(chars)};
+    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 static mls_layout cut(int axis, size_t parts)
@@ -41,19 +41,19 @@ static mls_index index_of(mls_index_shard *shards, size_t part)
 
 static bool same_bytes(const mls_index *a, const mls_index *b)
 {
-    mls_pattern x = {0}, y = {0};
-    mls_buffer first = {.most = 1 << 20}, second = {.most = 1 << 20};
+    mls_index_pattern x = {0}, y = {0};
+    mls_json_writer first = {.most = 1 << 20}, second = {.most = 1 << 20};
     mls_status st;
-    CHECK(mls_pattern_init(a, &x, &st) == MLS_OK);
-    CHECK(mls_pattern_init(b, &y, &st) == MLS_OK);
-    mls_pattern_bytes(a, &x, &first);
-    mls_pattern_bytes(b, &y, &second);
+    CHECK(mls_index_pattern_init(a, &x, &st) == MLS_OK);
+    CHECK(mls_index_pattern_init(b, &y, &st) == MLS_OK);
+    mls_index_pattern_bytes(a, &x, &first);
+    mls_index_pattern_bytes(b, &y, &second);
     const bool same = first.length == second.length && first.length > 0 &&
                       memcmp(first.data, second.data, first.length) == 0;
-    mls_buffer_fini(&first);
-    mls_buffer_fini(&second);
-    mls_pattern_fini(&x);
-    mls_pattern_fini(&y);
+    mls_json_writer_fini(&first);
+    mls_json_writer_fini(&second);
+    mls_index_pattern_fini(&x);
+    mls_index_pattern_fini(&y);
     return same;
 }
 
@@ -61,15 +61,15 @@ static void shards_of_one_layout_and_part_are_a_group(void)
 {
     mls_index_shard shards[4];
     const mls_index index = index_of(shards, 2);
-    mls_pattern pattern;
+    mls_index_pattern pattern;
     mls_status st;
-    REQUIRE(mls_pattern_init(&index, &pattern, &st) == MLS_OK);
+    REQUIRE(mls_index_pattern_init(&index, &pattern, &st) == MLS_OK);
     CHECK(pattern.known && pattern.group_count == 3);
     CHECK(pattern.groups[0] == 0 && pattern.groups[1] == 1 && pattern.groups[2] == 0 &&
           pattern.groups[3] == 2);
     CHECK(pattern.parts[0] == 2 && pattern.parts[1] == 3 && pattern.parts[2] == 0);
-    mls_pattern_fini(&pattern);
-    mls_pattern_fini(&pattern); /* zeroed */
+    mls_index_pattern_fini(&pattern);
+    mls_index_pattern_fini(&pattern); /* zeroed */
 }
 
 static void ranks_differ_in_parts_versions_and_tiers_only(void)
@@ -123,22 +123,22 @@ static void too_many_groups_are_no_pattern(void)
 {
     mls_index_shard shards[MOST];
     mls_index index = {.shards = shards, .shard_count = MLS_PATTERN_GROUPS};
-    mls_pattern pattern;
+    mls_index_pattern pattern;
     mls_status st;
     for (size_t i = 0; i < MOST; i++) {
         shards[i] = shard_of("w", cut(0, MOST), i);
     }
-    REQUIRE(mls_pattern_init(&index, &pattern, &st) == MLS_OK);
+    REQUIRE(mls_index_pattern_init(&index, &pattern, &st) == MLS_OK);
     CHECK(pattern.known && pattern.group_count == MLS_PATTERN_GROUPS);
-    mls_pattern_fini(&pattern);
+    mls_index_pattern_fini(&pattern);
     index.shard_count++;
-    REQUIRE(mls_pattern_init(&index, &pattern, &st) == MLS_OK);
+    REQUIRE(mls_index_pattern_init(&index, &pattern, &st) == MLS_OK);
     CHECK(!pattern.known && pattern.groups == NULL && pattern.group_count == 0);
-    mls_pattern_fini(&pattern);
+    mls_index_pattern_fini(&pattern);
     index.shard_count = 0;
-    REQUIRE(mls_pattern_init(&index, &pattern, &st) == MLS_OK);
+    REQUIRE(mls_index_pattern_init(&index, &pattern, &st) == MLS_OK);
     CHECK(pattern.known && pattern.group_count == 0);
-    mls_pattern_fini(&pattern);
+    mls_index_pattern_fini(&pattern);
 }
 
 /* The groups of a tensor in three indexes, the second of which has too many. */
@@ -147,30 +147,30 @@ static void places_are_the_groups_that_list_a_tensor(void)
     mls_index_shard one[4], two[MOST], three[4];
     mls_index indexes[3] = {
         index_of(one, 0), {.shards = two, .shard_count = MOST}, index_of(three, 2)};
-    mls_pattern patterns[3];
+    mls_index_pattern patterns[3];
     mls_status st;
     for (size_t i = 0; i < MOST; i++) {
         two[i] = shard_of("a.c", cut(0, MOST), i);
     }
     three[0] = shard_of("a.c", cut(1, 6), 1); /* two parts of "a.c" */
     for (size_t i = 0; i < 3; i++) {
-        REQUIRE(mls_pattern_init(&indexes[i], &patterns[i], &st) == MLS_OK);
+        REQUIRE(mls_index_pattern_init(&indexes[i], &patterns[i], &st) == MLS_OK);
     }
     static const char *const names[] = {"a", "a.b", "a.c", "e", "f"};
-    static const mls_pattern_place wanted[5][3] = {
+    static const mls_index_pattern_place wanted[5][3] = {
         {{0}}, {{0, 0}}, {{0, 1}, {2, 0}, {2, 1}}, {{0, 2}, {2, 3}}, {{0}}};
     static const size_t counts[] = {0, 1, 3, 2, 0};
     for (size_t i = 0; i < 5; i++) {
         const mls_tensor_id id = {.name = text(names[i])};
-        mls_buffer places = {.most = 1 << 20};
-        mls_pattern_places(indexes, patterns, 3, &id, &places);
+        mls_json_writer places = {.most = 1 << 20};
+        mls_index_pattern_places(indexes, patterns, 3, &id, &places);
         REQUIRE(places.code == MLS_OK &&
                 places.length == counts[i] * sizeof wanted[0][0]);
         CHECK(counts[i] == 0 || memcmp(places.data, wanted[i], places.length) == 0);
-        mls_buffer_fini(&places);
+        mls_json_writer_fini(&places);
     }
     for (size_t i = 0; i < 3; i++) {
-        mls_pattern_fini(&patterns[i]);
+        mls_index_pattern_fini(&patterns[i]);
     }
 }
 

@@ -20,14 +20,14 @@ static const size_t matrix[] = {ROWS, COLUMNS}, large[] = {LARGE};
 typedef struct fixture {
     unsigned char *data;
     mls_index index;
-    mls_catalog catalog;
+    mls_merged_index catalog;
     mls_load_plan plan;
 } fixture;
 
 static void fixture_end(fixture *f)
 {
     mls_load_plan_fini(&f->plan);
-    mls_catalog_fini(&f->catalog);
+    mls_merged_index_fini(&f->catalog);
     mls_index_fini(&f->index);
     free(f->data);
     for (size_t i = 0; i < 3; i++) {
@@ -55,7 +55,7 @@ static bool fixture_begin(fixture *f)
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
     f->index = write_all(&job, &written);
     const mls_index *index = &f->index;
-    return mls_catalog_init(&f->catalog, &index, 1, &st) == MLS_OK &&
+    return mls_merged_index_init(&f->catalog, &index, 1, &st) == MLS_OK &&
            mls_load_plan_init(&f->plan, &f->catalog, 8, &st) == MLS_OK;
 }
 
@@ -75,7 +75,7 @@ static void tensors_are_found_in_any_order(void)
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
         const mls_wanted *w = add(&f, keys[i]);
         REQUIRE(w != NULL && w == &f.plan.wanted[i]);
-        CHECK(mls_text_is(w->tensor->facts->id.name, i == 3 ? "w" : keys[i]));
+        CHECK(mls_str_is(w->tensor->facts->id.name, i == 3 ? "w" : keys[i]));
     }
     CHECK(add(&f, "w") == NULL && add(&f, "") == NULL && f.plan.count == 6);
     fixture_end(&f);
@@ -273,7 +273,7 @@ static void long_zeros_are_left_to_zeroed_memory(void)
     job.sparse = true;
     f.index = write_all(&job, &written);
     const mls_index *index = &f.index;
-    REQUIRE(mls_catalog_init(&f.catalog, &index, 1, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&f.catalog, &index, 1, &st) == MLS_OK);
     REQUIRE(mls_load_plan_init(&f.plan, &f.catalog, 1, &st) == MLS_OK);
     mls_wanted *w = add(&f, "zeros");
     REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);

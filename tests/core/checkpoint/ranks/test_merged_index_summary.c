@@ -7,7 +7,7 @@ static const size_t shape[] = {40};
 /* Two shards of a tensor: one plain, one of two layers, the second of them compressed. */
 static void a_tensor_is_summed_over_its_shards(void)
 {
-    const mls_frames frames = {.codec = MLS_ZSTD, .bytes = 12};
+    const mls_compressed_frames frames = {.codec = MLS_ZSTD, .bytes = 12};
     mls_layer list[] = {{.bytes = 20, .row = 1},
                         {.bytes = 5, .row = 1, .frames = &frames}};
     mls_layers layers = {.list = list, .count = 2};
@@ -19,10 +19,10 @@ static void a_tensor_is_summed_over_its_shards(void)
          .bytes = 40,
          .version = 3,
          .layers = &layers}};
-    mls_catalog_shard places[] = {{.shard = &shards[0]}, {.shard = &shards[1]}};
-    const mls_catalog catalog = {.shards = places, .shard_count = 2};
-    const mls_catalog_tensor both = {.from = 0, .count = 2},
-                             one = {.from = 0, .count = 1};
+    mls_merged_index_shard places[] = {{.shard = &shards[0]}, {.shard = &shards[1]}};
+    const mls_merged_index catalog = {.shards = places, .shard_count = 2};
+    const mls_merged_index_tensor both = {.from = 0, .count = 2},
+                                  one = {.from = 0, .count = 1};
     const mls_tensor_summary sum = mls_tensor_summarize(&catalog, &both);
     CHECK(sum.bytes == 80 && sum.stored_bytes == 40 + 20 + 5);
     CHECK(sum.version == 9 && sum.sparse == 1);
@@ -47,7 +47,7 @@ static void an_index_is_summed_over_its_shards(void)
 
 static void visible_elements_are_counted(void)
 {
-    const mls_extent extents[] = {{.begin = 0, .count = 3}, {.begin = 9, .count = 4}};
+    const mls_row_range extents[] = {{.begin = 0, .count = 3}, {.begin = 9, .count = 4}};
     const mls_layer layer = {.visible = extents, .visible_count = 2};
     CHECK(mls_layer_visible_bytes(&layer, 8) == 7 * 8);
 }

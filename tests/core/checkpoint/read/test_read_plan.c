@@ -22,17 +22,17 @@ static mls_stored_shard shard_of(const char *file, uint64_t offset, size_t bytes
 }
 
 /* All of a shard; the places are never touched. */
-static mls_piece piece_of(const mls_stored_shard *shard)
+static mls_read_range piece_of(const mls_stored_shard *shard)
 {
     static unsigned char somewhere;
-    return (mls_piece){.shard = shard, .to = shard->part, .data = &somewhere};
+    return (mls_read_range){.shard = shard, .to = shard->part, .data = &somewhere};
 }
 
 static void a_large_shard_is_cut_at_blocks_and_all_of_it_is_read(void)
 {
     const size_t bytes = 40 * (size_t)BLOCK + 3;
     const mls_stored_shard shard = shard_of("a", 100, bytes);
-    const mls_piece piece = piece_of(&shard);
+    const mls_read_range piece = piece_of(&shard);
     mls_read_plan plan = {0};
     mls_status st;
     size_t planned = 0, from = 0;
@@ -52,7 +52,7 @@ static void small_shards_share_a_task_in_the_order_of_their_files(void)
 {
     static const uint64_t offsets[FEW] = {500, 100, 300, 0, 200, 400};
     mls_stored_shard shards[FEW];
-    mls_piece pieces[FEW];
+    mls_read_range pieces[FEW];
     mls_read_plan plan = {0};
     mls_status st;
     size_t planned = 0;
@@ -75,7 +75,7 @@ static void files_are_read_in_the_order_in_which_they_are_wanted(void)
 {
     static const char *const files[FEW] = {"10", "10", "2", "2", "1", "1"};
     mls_stored_shard shards[FEW];
-    mls_piece pieces[FEW];
+    mls_read_range pieces[FEW];
     mls_read_plan plan = {0};
     mls_status st;
     size_t planned = 0;
@@ -93,7 +93,7 @@ static void files_are_read_in_the_order_in_which_they_are_wanted(void)
 static void zeros_that_are_there_already_are_one_span_however_long(void)
 {
     const mls_stored_shard shard = shard_of(NULL, 0, 100 * (size_t)BLOCK);
-    mls_piece piece = piece_of(&shard);
+    mls_read_range piece = piece_of(&shard);
     mls_read_plan zeros = {0}, filled = {0};
     mls_status st;
     size_t planned = 0;
@@ -109,7 +109,7 @@ static void pieces_in_front_of_a_bad_record_are_planned(void)
 {
     mls_stored_shard good = shard_of("a", 0, 100), bad = good;
     bad.offset++;
-    const mls_piece pieces[] = {piece_of(&good), piece_of(&bad), piece_of(&good)};
+    const mls_read_range pieces[] = {piece_of(&good), piece_of(&bad), piece_of(&good)};
     mls_read_plan plan = {0};
     mls_status st;
     size_t planned = 0;
@@ -126,8 +126,8 @@ static void tasks_along_a_file_are_a_stretch(void)
     const mls_stored_shard shards[] = {shard_of("a", 0, 10 * (size_t)BLOCK),
                                        shard_of("b", 0, 200 * (size_t)BLOCK),
                                        shard_of("b", 200 * (size_t)BLOCK, 7)};
-    const mls_piece pieces[] = {piece_of(shards), piece_of(shards + 1),
-                                piece_of(shards + 2)};
+    const mls_read_range pieces[] = {piece_of(shards), piece_of(shards + 1),
+                                     piece_of(shards + 2)};
     mls_read_plan plan = {0};
     mls_status st;
     size_t planned = 0, longest = 0;

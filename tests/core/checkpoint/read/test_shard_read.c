@@ -8,8 +8,8 @@ int main(void)
 }
 #else
 
-#    include "safetensors/safetensors.h"
 #    include "checkpoint/read/shard_read.h"
+#    include "safetensors/safetensors.h"
 
 #    include <errno.h>
 #    include <fcntl.h>
@@ -132,9 +132,9 @@ static uint32_t *checksums(const unsigned char *data, size_t bytes)
     return crcs;
 }
 
-static mls_text name_of(const char *name)
+static mls_str name_of(const char *name)
 {
-    return (mls_text){.data = name, .length = strlen(name)};
+    return (mls_str){.data = name, .length = strlen(name)};
 }
 
 static mls_part flat_part(size_t total, size_t begin, size_t end)
@@ -169,7 +169,8 @@ static void drop(mls_stored_shard *shard)
 }
 
 /* A request to read pieces of the folder and compare checksums, by the pool's threads. */
-static mls_read_request request_of(const mls_piece *pieces, size_t count, mls_pool *pool)
+static mls_read_request request_of(const mls_read_range *pieces, size_t count,
+                                   mls_pool *pool)
 {
     return (mls_read_request){
         .folder = folder, .pieces = pieces, .count = count, .crc = crc, .pool = pool};
@@ -179,7 +180,7 @@ static mls_read_request request_of(const mls_piece *pieces, size_t count, mls_po
 static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void *data,
                          bool verify, mls_status *st)
 {
-    const mls_piece piece = {.shard = shard, .to = to, .data = data};
+    const mls_read_range piece = {.shard = shard, .to = to, .data = data};
     size_t failed = 99;
     const int before = dup(folder);
     mls_read_request request = request_of(&piece, 1, NULL);
@@ -242,7 +243,7 @@ typedef struct stored_tensor {
     mls_stored_shard shards[PARTS];
     mls_part wanted[PARTS];
     unsigned char *places[PARTS];
-    mls_piece pieces[PARTS * PARTS];
+    mls_read_range pieces[PARTS * PARTS];
 } stored_tensor;
 
 static void store_parts(stored_tensor *t, const mls_layout *layout)
@@ -286,7 +287,7 @@ static void read_parts(stored_tensor *t, const mls_layout *layout, bool verify,
         CHECK(mls_layout_part(layout, 3, shape, i, &t->wanted[i], &st) == MLS_OK);
         t->places[i] = malloc(mls_part_count(&t->wanted[i]) * t->item + 1);
         for (size_t j = 0; j < t->count; j++) {
-            t->pieces[pieces++] = (mls_piece){
+            t->pieces[pieces++] = (mls_read_range){
                 .shard = &t->shards[j], .to = &t->wanted[i], .data = t->places[i]};
         }
     }
@@ -401,7 +402,7 @@ static void columns_of_a_large_matrix_are_gathered(void)
         mls_part to;
         size_t failed, wrong = 0;
         CHECK(mls_layout_part(&columns, 2, matrix, cuts[i / 2] - 1, &to, &st) == MLS_OK);
-        const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
+        const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
         mls_read_request request = request_of(&piece, 1, pool);
         request.crc = i % 2 == 0 ? crc : NULL;
         CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
@@ -439,7 +440,7 @@ enum { SMALL = 1200, SMALL_BYTES = 6000 };
 typedef struct crowd {
     mls_stored_shard segments[3], shards[SMALL];
     mls_part part; /* of each small one */
-    mls_piece pieces[SMALL];
+    mls_read_range pieces[SMALL];
     unsigned char *data, *got;
     mls_pool *pool;
 } crowd;
@@ -465,8 +466,8 @@ static crowd *crowd_new(void)
         s->offset += at % (SMALL / 3) * SMALL_BYTES;
         s->part = &c->part;
         s->crcs = checksums(bytes, SMALL_BYTES);
-        c->pieces[i] =
-            (mls_piece){.shard = s, .to = &c->part, .data = c->got + at * SMALL_BYTES};
+        c->pieces[i] = (mls_read_range){
+            .shard = s, .to = &c->part, .data = c->got + at * SMALL_BYTES};
     }
     return c;
 }
@@ -556,20 +557,20 @@ static void progress_stops_the_work(void)
 
 /* Pieces of a crowd without places, and how many of these are made. */
 typedef struct place_maker {
-    mls_piece pieces[SMALL];
+    mls_read_range pieces[SMALL];
     unsigned char *places[SMALL];
     size_t allowed;
     bool waits; /* half way, until something was read */
     int early;  /* calls of pread and preadv before all places were there */
 } place_maker;
 
-static bool make_places(void *context, mls_gate *made)
+static bool make_places(void *context, mls_watermark *made)
 {
     place_maker *m = context;
     for (size_t i = 0; i < SMALL && i < m->allowed; i++) {
         m->pieces[i].data = m->places[i];
         if (i % 10 == 9) {
-            mls_gate_open(made, i + 1);
+            mls_watermark_advance(made, i + 1);
         }
         for (int k = 0; m->waits && i == SMALL / 2 && k < 5000; k++) {
             usleep(atomic_load(&calls) == 0 ? 1000 : 0);
@@ -688,7 +689,7 @@ static void the_first_damaged_block_is_reported(void)
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 3 * BLOCK));
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 4 * BLOCK));
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 16 * BLOCK));
-    const mls_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
+    const mls_read_range pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
     for (int i = 0; i < 5; i++) {
         size_t failed = 99;
         mls_read_request request = request_of(pieces, 1, pool);
@@ -764,9 +765,10 @@ static void records_that_point_beyond_the_file_are_refused(void)
     liar.item_bytes = SIZE_MAX / 50;
     CHECK(read_one(&liar, liar.part, got, true, &st) == MLS_E_FORMAT);
     /* a piece before it that is damaged is what the caller hears of */
-    const mls_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got},
-                                {.shard = &shard, .to = shard.part, .data = got + 100},
-                                {.shard = &liar, .to = shard.part, .data = got + 200}};
+    const mls_read_range pieces[] = {
+        {.shard = &shard, .to = shard.part, .data = got},
+        {.shard = &shard, .to = shard.part, .data = got + 100},
+        {.shard = &liar, .to = shard.part, .data = got + 200}};
     mls_read_request request = request_of(pieces, 3, NULL);
     CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_FORMAT);
     CHECK(failed == 2 && got[0] == 1);
@@ -815,7 +817,7 @@ static void nothing_in_common_opens_no_file(void)
                                     .part = &part};
     CHECK(read_one(&shard, &to, got, true, &st) == MLS_OK);
     part.begin = 40; /* and an empty shard */
-    const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
+    const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
     mls_read_request request = request_of(&piece, 1, NULL);
     request.progress = &progress;
     CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);

@@ -20,11 +20,11 @@ enum { FRAME = MLS_FRAME_BYTES, BLOCK = MLS_SAFETENSORS_BLOCK, OFFSET = 513 };
 static bool reads_as(const char *chars, size_t bytes, const size_t *ends)
 {
     size_t got[8] = {0};
-    mls_frames frames = {.item = 1, .bytes = bytes, .ends = got};
-    const size_t count = mls_frames_count(bytes);
+    mls_compressed_frames frames = {.item = 1, .bytes = bytes, .ends = got};
+    const size_t count = mls_compressed_frames_count(bytes);
     /* as an index does: the number first, so that there is room */
-    return mls_frames_text_count(text(chars)) == count &&
-           mls_frames_read(&frames, text(chars)) &&
+    return mls_compressed_frames_text_count(text(chars)) == count &&
+           mls_compressed_frames_read(&frames, text(chars)) &&
            (ends == NULL || memcmp(got, ends, count * sizeof *ends) == 0);
 }
 
@@ -33,13 +33,17 @@ static void lengths_become_ends(void)
     static const size_t ends[] = {812, 812 + FRAME, 813 + FRAME};
     CHECK(reads_as("812,1048576,1", 2 * FRAME + 1, ends));
     CHECK(reads_as("1", 1, NULL) && reads_as("16", 16, NULL));
-    CHECK(mls_frames_count(0) == 0 && mls_frames_count(1) == 1);
-    CHECK(mls_frames_count(FRAME) == 1 && mls_frames_count(FRAME + 1) == 2);
-    CHECK(mls_frames_count(SIZE_MAX) == SIZE_MAX / FRAME + 1);
+    CHECK(mls_compressed_frames_count(0) == 0 && mls_compressed_frames_count(1) == 1);
+    CHECK(mls_compressed_frames_count(FRAME) == 1 &&
+          mls_compressed_frames_count(FRAME + 1) == 2);
+    CHECK(mls_compressed_frames_count(SIZE_MAX) == SIZE_MAX / FRAME + 1);
     size_t list[] = {812, 812 + FRAME, 813 + FRAME};
-    const mls_frames frames = {.item = 1, .bytes = 2 * FRAME + 1, .ends = list};
-    CHECK(mls_frame_bytes(&frames, 0) == FRAME && mls_frame_bytes(&frames, 2) == 1);
-    CHECK(mls_frame_begin(&frames, 0) == 0 && mls_frame_begin(&frames, 2) == ends[1]);
+    const mls_compressed_frames frames = {
+        .item = 1, .bytes = 2 * FRAME + 1, .ends = list};
+    CHECK(mls_compressed_frame_bytes(&frames, 0) == FRAME &&
+          mls_compressed_frame_bytes(&frames, 2) == 1);
+    CHECK(mls_compressed_frame_begin(&frames, 0) == 0 &&
+          mls_compressed_frame_begin(&frames, 2) == ends[1]);
     CHECK_TEXT(mls_codec_name(MLS_ZLIB), "zlib");
     CHECK_TEXT(mls_codec_name(MLS_ZSTD), "zstd");
 }
@@ -82,9 +86,9 @@ static void texts_that_are_no_lengths_are_refused(void)
     }
     /* a NUL is a byte like others */
     size_t ends[2];
-    mls_frames frames = {.item = 1, .bytes = FRAME + 100, .ends = ends};
-    CHECK(!mls_frames_read(&frames, (mls_text){"5,5\0", 4}));
-    CHECK(!mls_frames_read(&frames, (mls_text){"5\0,5", 4}));
+    mls_compressed_frames frames = {.item = 1, .bytes = FRAME + 100, .ends = ends};
+    CHECK(!mls_compressed_frames_read(&frames, (mls_str){"5,5\0", 4}));
+    CHECK(!mls_compressed_frames_read(&frames, (mls_str){"5\0,5", 4}));
 }
 
 /* ---- files ---- */
@@ -95,7 +99,7 @@ enum { FRAMES_MOST = 8 };
 typedef struct stored {
     toy codec;
     unsigned char *data; /* before it was coded; borrowed */
-    mls_frames frames;
+    mls_compressed_frames frames;
     size_t ends[FRAMES_MOST];
     uint32_t crcs[FRAMES_MOST + 1];
     mls_coded coded;
@@ -120,11 +124,12 @@ static bool store(stored *s, unsigned char *data, size_t bytes, size_t item)
                   .frames = {.codec = MLS_ZSTD, .item = item, .bytes = bytes}};
     toy_begin(&s->codec);
     s->frames.ends = s->ends;
-    for (size_t i = 0; good && i < mls_frames_count(bytes); i++) {
-        const size_t length = mls_frame_bytes(&s->frames, i);
+    for (size_t i = 0; good && i < mls_compressed_frames_count(bytes); i++) {
+        const size_t length = mls_compressed_frame_bytes(&s->frames, i);
         size_t coded = 0;
-        good = mls_frame_encode(&s->codec.codecs, MLS_ZSTD, item, data + i * FRAME,
-                                length, apart, to + end, &coded, &st) == MLS_OK &&
+        good = mls_compressed_frame_encode(&s->codec.codecs, MLS_ZSTD, item,
+                                           data + i * FRAME, length, apart, to + end,
+                                           &coded, &st) == MLS_OK &&
                coded > 0 && coded <= length;
         end += coded;
         s->ends[i] = end;
@@ -154,24 +159,24 @@ static void drop(stored *s)
 }
 
 /* Whether one frame reads as what it was. */
-static bool is_frame(mls_frame_room *room, const stored *s, size_t number)
+static bool is_frame(mls_compressed_frame_room *room, const stored *s, size_t number)
 {
     mls_status st;
     const unsigned char *data = NULL;
-    const mls_code code = mls_frame_read(room, &s->coded, number, &data, &st);
+    const mls_code code = mls_compressed_frame_read(room, &s->coded, number, &data, &st);
     if (code != MLS_OK) {
         printf("    frame %zu: %s\n", number, st.text);
         return false;
     }
-    return memcmp(data, s->data + number * FRAME, mls_frame_bytes(&s->frames, number)) ==
-           0;
+    return memcmp(data, s->data + number * FRAME,
+                  mls_compressed_frame_bytes(&s->frames, number)) == 0;
 }
 
 /* In order, from the end, and here and there. */
 static bool all_frames_are_good(const stored *s)
 {
-    const size_t count = mls_frames_count(s->frames.bytes);
-    mls_frame_room room = {0};
+    const size_t count = mls_compressed_frames_count(s->frames.bytes);
+    mls_compressed_frame_room room = {0};
     bool good = true;
     for (size_t i = 0; i < count; i++) {
         good = is_frame(&room, s, i) && good;
@@ -182,7 +187,7 @@ static bool all_frames_are_good(const stored *s)
     for (size_t i = 0; i < 6; i++) {
         good = is_frame(&room, s, i * 7 % 5 % count) && good;
     }
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     return good && room.room == NULL && room.crcs == NULL;
 }
 
@@ -249,7 +254,7 @@ static void the_smallest_frames(void)
 static void each_block_is_read_once(void)
 {
     unsigned char *data = malloc(5 * FRAME), *zeros = calloc(1, BLOCK);
-    mls_frame_room room = {0};
+    mls_compressed_frame_room room = {0};
     mls_status st;
     stored s;
     REQUIRE(data != NULL && zeros != NULL);
@@ -260,17 +265,17 @@ static void each_block_is_read_once(void)
     for (size_t i = 1; i < 5; i++) {
         CHECK(is_frame(&room, &s, i));
     }
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     drop(&s);
     /* the same of two: the second one is kept for the next frame */
     fill(data, 5 * FRAME, 1, 3);
     REQUIRE(store(&s, data, 5 * FRAME, 1));
-    REQUIRE(mls_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
+    REQUIRE(mls_compressed_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
     REQUIRE(s.ends[2] < 2 * BLOCK);
     CHECK(is_frame(&room, &s, 1));
     REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &st) == MLS_OK);
     CHECK(is_frame(&room, &s, 2));
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     drop(&s);
     free(zeros);
     free(data);
@@ -280,7 +285,7 @@ static void each_block_is_read_once(void)
 static void a_room_knows_what_it_holds(void)
 {
     unsigned char *a = malloc(2 * FRAME), *b = malloc(2 * FRAME);
-    mls_frame_room room = {0};
+    mls_compressed_frame_room room = {0};
     stored one, two;
     REQUIRE(a != NULL && b != NULL);
     fill(a, 2 * FRAME, 2, 0);
@@ -292,7 +297,7 @@ static void a_room_knows_what_it_holds(void)
     one.coded.crc = NULL; /* and what was not verified is not taken for what was */
     CHECK(is_frame(&room, &two, 0) && is_frame(&room, &one, 0) &&
           is_frame(&room, &two, 1));
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     drop(&one);
     drop(&two);
     free(a);
@@ -301,12 +306,12 @@ static void a_room_knows_what_it_holds(void)
 
 /* ---- what is not good ---- */
 
-static mls_code read_one(mls_frame_room *room, const stored *s, size_t number,
+static mls_code read_one(mls_compressed_frame_room *room, const stored *s, size_t number,
                          mls_status *st)
 {
     const unsigned char *data;
     mls_status_clear(st);
-    return mls_frame_read(room, &s->coded, number, &data, st);
+    return mls_compressed_frame_read(room, &s->coded, number, &data, st);
 }
 
 static bool flip_stored(const stored *s, size_t at)
@@ -318,7 +323,7 @@ static bool flip_stored(const stored *s, size_t at)
 static void damaged_blocks_are_found(void)
 {
     unsigned char *data = malloc(5 * FRAME);
-    mls_frame_room room = {0};
+    mls_compressed_frame_room room = {0};
     mls_status st;
     stored s;
     REQUIRE(data != NULL);
@@ -329,9 +334,9 @@ static void damaged_blocks_are_found(void)
         const size_t block = at / BLOCK;
         REQUIRE(flip_stored(&s, at));
         for (size_t i = 0; i < 5; i++) {
-            const bool bad = mls_frame_begin(&s.frames, i) / BLOCK <= block &&
+            const bool bad = mls_compressed_frame_begin(&s.frames, i) / BLOCK <= block &&
                              (s.ends[i] - 1) / BLOCK >= block;
-            mls_frame_room_fini(&room);
+            mls_compressed_frame_room_fini(&room);
             CHECK(read_one(&room, &s, i, &st) == (bad ? MLS_E_CHECKSUM : MLS_OK));
             CHECK(!bad || (st.has_offset && st.offset == OFFSET + block * BLOCK));
             CHECK(!bad || (strlen(st.expected) == 8 && strlen(st.got) == 8));
@@ -341,7 +346,7 @@ static void damaged_blocks_are_found(void)
             CHECK(is_frame(&room, &s, i));
         }
     }
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     drop(&s);
     free(data);
 }
@@ -350,7 +355,7 @@ static void damaged_blocks_are_found(void)
 static void unverified_damage_is_the_codecs(void)
 {
     unsigned char *data = malloc(2 * FRAME);
-    mls_frame_room room = {0};
+    mls_compressed_frame_room room = {0};
     mls_status st;
     stored s;
     REQUIRE(data != NULL);
@@ -361,7 +366,7 @@ static void unverified_damage_is_the_codecs(void)
     CHECK(read_one(&room, &s, 0, &st) == MLS_OK);
     CHECK(read_one(&room, &s, 1, &st) == MLS_E_FORMAT);
     CHECK(st.has_offset && st.offset == OFFSET + s.ends[0]);
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     drop(&s);
     free(data);
 }
@@ -369,7 +374,7 @@ static void unverified_damage_is_the_codecs(void)
 static void files_that_are_shorter_by_now(void)
 {
     unsigned char *data = malloc(2 * FRAME);
-    mls_frame_room room = {0};
+    mls_compressed_frame_room room = {0};
     mls_status st;
     stored s;
     REQUIRE(data != NULL);
@@ -381,7 +386,7 @@ static void files_that_are_shorter_by_now(void)
         CHECK(read_one(&room, &s, 1, &st) == MLS_E_FORMAT);
         CHECK(is_frame(&room, &s, 0));
     }
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     drop(&s);
     free(data);
 }
@@ -391,7 +396,7 @@ static void errors_of_codecs_are_passed_on(void)
     static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE,
                                      MLS_E_STOPPED};
     unsigned char *data = malloc(FRAME), *rooms = malloc(2 * FRAME);
-    mls_frame_room room = {0};
+    mls_compressed_frame_room room = {0};
     mls_status st;
     stored s;
     REQUIRE(data != NULL && rooms != NULL);
@@ -404,14 +409,14 @@ static void errors_of_codecs_are_passed_on(void)
         CHECK(read_one(&room, &s, 0, &st) == codes[i]);
         CHECK_TEXT(st.text, "zstd is broken");
         CHECK(st.has_offset == (codes[i] == MLS_E_FORMAT));
-        CHECK(mls_frame_encode(&s.codec.codecs, MLS_ZLIB, 8, data, FRAME, rooms,
-                               rooms + FRAME, &out, &st) == codes[i]);
+        CHECK(mls_compressed_frame_encode(&s.codec.codecs, MLS_ZLIB, 8, data, FRAME,
+                                          rooms, rooms + FRAME, &out, &st) == codes[i]);
         CHECK_TEXT(st.text, "zlib is broken");
         CHECK(out == 77);
         s.codec.decode_fails_at = 0;
         CHECK(is_frame(&room, &s, 0));
     }
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     drop(&s);
     free(rooms);
     free(data);
@@ -420,7 +425,7 @@ static void errors_of_codecs_are_passed_on(void)
 static void without_codecs_only_what_was_stored_as_it_was_is_read(void)
 {
     unsigned char *data = malloc(5 * FRAME);
-    mls_frame_room room = {0};
+    mls_compressed_frame_room room = {0};
     mls_status st;
     stored s;
     REQUIRE(data != NULL);
@@ -435,7 +440,7 @@ static void without_codecs_only_what_was_stored_as_it_was_is_read(void)
             CHECK_TEXT(st.text, "nothing here decodes zstd");
         }
     }
-    mls_frame_room_fini(&room);
+    mls_compressed_frame_room_fini(&room);
     drop(&s);
     free(data);
 }

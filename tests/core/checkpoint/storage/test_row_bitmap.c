@@ -144,7 +144,7 @@ static void runs_are_what_the_bits_say(void)
             bits[row / 8] |= (unsigned char)((below(density) == 0) << row % 8);
         }
         const size_t runs = mls_rows_runs(&rows, bits, NULL);
-        mls_extent *list = calloc(runs + 1, sizeof *list);
+        mls_row_range *list = calloc(runs + 1, sizeof *list);
         REQUIRE(list != NULL);
         CHECK(mls_rows_runs(&rows, bits, list) == runs && list[runs].count == 0);
         size_t at = 0, next = 0, element = 0;
@@ -200,7 +200,7 @@ static void threads_share_bytes_of_bits(void)
     for (size_t i = 0; i < TASKS; i++) {
         marked += m.marked[i];
     }
-    mls_extent run;
+    mls_row_range run;
     CHECK(marked == mls_rows_count(&m.rows));
     CHECK(mls_rows_runs(&m.rows, bits, NULL) == 1);
     CHECK(mls_rows_runs(&m.rows, bits, &run) == 1 && run.count == TOGETHER);

@@ -16,8 +16,8 @@ static size_t below(size_t limit)
 }
 
 /* One layer over random rows of a shard; what it holds is painted with its number. */
-static void random_layer(mls_layer *layer, mls_extent *runs, size_t elements, int number,
-                         int *painted, size_t *places)
+static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,
+                         int number, int *painted, size_t *places)
 {
     *layer = (mls_layer){.row = 1 + below(7), .runs = runs};
     mls_rows rows = mls_layer_rows(layer->row, elements);
@@ -27,7 +27,7 @@ static void random_layer(mls_layer *layer, mls_extent *runs, size_t elements, in
             break;
         }
         CHECK(mls_rows_next(&rows, skip, count, &runs[layer->run_count]));
-        const mls_extent *run = &runs[layer->run_count++];
+        const mls_row_range *run = &runs[layer->run_count++];
         for (size_t i = 0; i < run->count; i++) {
             painted[run->begin + i] = number;
             places[run->begin + i] = run->at + i;
@@ -47,7 +47,7 @@ static void check_lists(const mls_layers *layers, size_t elements, const int *pa
     }
     for (size_t i = 0; i <= layers->count; i++) {
         const bool zeros = i == layers->count;
-        const mls_extent *list = zeros ? layers->zeros : layers->list[i].visible;
+        const mls_row_range *list = zeros ? layers->zeros : layers->list[i].visible;
         const size_t count = zeros ? layers->zero_count : layers->list[i].visible_count;
         size_t end = 0;
         for (size_t j = 0; j < count; j++) {
@@ -58,11 +58,11 @@ static void check_lists(const mls_layers *layers, size_t elements, const int *pa
                 const size_t at = list[j].begin + k;
                 CHECK(painted[at] == (zeros ? -1 : (int)i));
                 CHECK(list[j].at + k == places[at]);
-                CHECK(mls_extents_find(list, count, at) == j);
+                CHECK(mls_row_ranges_find(list, count, at) == j);
                 seen++;
             }
         }
-        CHECK(mls_extents_find(list, count, end) == count);
+        CHECK(mls_row_ranges_find(list, count, end) == count);
         extents += count;
     }
     /* what a layer that is alone shows are its runs, and not in the room */
@@ -73,8 +73,8 @@ static void check_lists(const mls_layers *layers, size_t elements, const int *pa
 
 static void layers_show_what_was_painted_last(void)
 {
-    static mls_extent runs[MLS_LAYERS_MOST][RUNS];
-    mls_extent *room = malloc((2 * MLS_LAYERS_MOST * RUNS + 1) * sizeof *room);
+    static mls_row_range runs[MLS_LAYERS_MOST][RUNS];
+    mls_row_range *room = malloc((2 * MLS_LAYERS_MOST * RUNS + 1) * sizeof *room);
     REQUIRE(room != NULL);
     for (int round = 0; round < 2000; round++) {
         mls_layer list[MLS_LAYERS_MOST];
@@ -107,7 +107,7 @@ static void layers_show_what_was_painted_last(void)
 static void without_layers_all_is_zero(void)
 {
     mls_layers layers = {0};
-    mls_extent room[1];
+    mls_row_range room[1];
     CHECK(mls_layers_room(&layers) == 1);
     CHECK(mls_layers_resolve(&layers, 0, room) == 0 && layers.zero_count == 0);
     CHECK(mls_layers_resolve(&layers, SIZE_MAX, room) == 1 && layers.zeros == room);
@@ -116,7 +116,7 @@ static void without_layers_all_is_zero(void)
 
 static void rows_that_the_shard_has_not_are_refused(void)
 {
-    mls_extent run = {9, 9, 9};
+    mls_row_range run = {9, 9, 9};
     mls_rows rows = mls_layer_rows(4, 10); /* three rows, the last of two elements */
     CHECK(!mls_rows_next(&rows, 0, 0, &run));
     CHECK(!mls_rows_next(&rows, 0, 4, &run));
@@ -136,11 +136,11 @@ static void rows_that_the_shard_has_not_are_refused(void)
 }
 
 /* The runs of a text; SIZE_MAX where it is refused. */
-static size_t runs_of(const char *text, size_t row, size_t elements, mls_extent *runs)
+static size_t runs_of(const char *text, size_t row, size_t elements, mls_row_range *runs)
 {
     size_t count;
     mls_rows rows = mls_layer_rows(row, elements);
-    const mls_text all = {text, strlen(text)};
+    const mls_str all = {text, strlen(text)};
     return mls_layer_rows_read(&rows, all, runs, &count) ? count : SIZE_MAX;
 }
 
@@ -170,7 +170,7 @@ static void rows_are_read_from_their_text(void)
                                           "0,18446744073709551616",
                                           "18446744073709551615,1",
                                           "99999999999999999999,1"};
-    mls_extent runs[4];
+    mls_row_range runs[4];
     for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
         CHECK(runs_of(refused[i], 4, 10, runs) == SIZE_MAX);
     }
@@ -180,8 +180,8 @@ static void rows_are_read_from_their_text(void)
     CHECK(runs[1].begin == 8 && runs[1].count == 2 && runs[1].at == 4);
     CHECK(runs_of("0,18446744073709551615", 1, SIZE_MAX, runs) == 1);
     CHECK(runs[0].count == SIZE_MAX);
-    CHECK(mls_layer_rows_count((mls_text){"0,1,1,1", 7}) == 2);
-    CHECK(mls_layer_rows_count((mls_text){"0,1", 3}) == 1);
+    CHECK(mls_layer_rows_count((mls_str){"0,1,1,1", 7}) == 2);
+    CHECK(mls_layer_rows_count((mls_str){"0,1", 3}) == 1);
 }
 
 static const test_case tests[] = {

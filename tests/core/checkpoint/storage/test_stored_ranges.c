@@ -1,6 +1,6 @@
 /* Runs of stored bytes, against a list of where every element lies. */
-#include "support/runner.h"
 #include "checkpoint/storage/stored_ranges.h"
+#include "support/runner.h"
 
 #include "safetensors/safetensors.h"
 
@@ -55,7 +55,7 @@ static void number(const mls_part *part, size_t out[ELEMENTS])
 }
 
 /* What a random layer shows of `count` elements; `at` of each, or SIZE_MAX. */
-static size_t random_extents(size_t count, mls_extent *out, size_t *at, size_t *held)
+static size_t random_extents(size_t count, mls_row_range *out, size_t *at, size_t *held)
 {
     size_t extents = 0, next = 0, place = below(3);
     for (size_t i = 0; i < count; i++) {
@@ -68,7 +68,7 @@ static size_t random_extents(size_t count, mls_extent *out, size_t *at, size_t *
             break;
         }
         const size_t length = most < count - begin ? most : count - begin;
-        out[extents++] = (mls_extent){begin, length, place};
+        out[extents++] = (mls_row_range){begin, length, place};
         for (size_t i = 0; i < length; i++) {
             at[begin + i] = place + i;
         }
@@ -82,7 +82,7 @@ static size_t random_extents(size_t count, mls_extent *out, size_t *at, size_t *
 /* A shard as a random layer, or whole, and where in its place each element lies. */
 typedef struct stored {
     mls_stored_shard shard;
-    mls_extent extents[EXTENTS];
+    mls_row_range extents[EXTENTS];
     size_t at[ELEMENTS]; /* of the shard's elements */
     size_t in_shard[ELEMENTS], in_wanted[ELEMENTS];
     mls_part part, wanted;
@@ -196,7 +196,7 @@ static void ranges_hold_all_that_is_wanted(void)
 static void verified_reads_take_each_block_once(void)
 {
     enum { BLOCK = MLS_SAFETENSORS_BLOCK };
-    const mls_extent visible[] = {{0, 10, 0}, {20, 10, 100}, {40, 5, 3 * BLOCK - 2}};
+    const mls_row_range visible[] = {{0, 10, 0}, {20, 10, 100}, {40, 5, 3 * BLOCK - 2}};
     const mls_part part = {.rank = 1, .length = {1000}, .end = 1000};
     const mls_stored_shard shard = {.file = "x",
                                     .file_bytes = SIZE_MAX,

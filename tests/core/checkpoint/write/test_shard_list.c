@@ -1,6 +1,6 @@
 /* The items of a save, collected. */
-#include "support/runner.h"
 #include "checkpoint/write/shard_list.h"
+#include "support/runner.h"
 
 #include <stdlib.h>
 
@@ -30,7 +30,7 @@ static void items_keep_their_shapes_while_the_list_grows(void)
     REQUIRE(list.count == 300);
     for (size_t i = 0; i < 300; i++) {
         const mls_shard_item *item = &list.items[i];
-        CHECK(item->rank == (int)(i % 4) && mls_text_is(item->id.name, "w"));
+        CHECK(item->rank == (int)(i % 4) && mls_str_is(item->id.name, "w"));
         for (size_t axis = 0; axis < i % 4; axis++) {
             CHECK(item->shape[axis] == (axis + 1) * i);
         }

@@ -500,10 +500,10 @@ static void errors_while_reading(void)
     const mls_layout whole = {0};
     const mls_index *indexes[1];
     unsigned char *got = malloc(BYTES);
-    mls_catalog catalog;
+    mls_merged_index catalog;
     mls_stored_shard stored[1];
     mls_part parts[1];
-    mls_piece pieces[1];
+    mls_read_range pieces[1];
     mls_part to;
     mls_status st;
     size_t count = 0, failed;
@@ -512,11 +512,11 @@ static void errors_while_reading(void)
     REQUIRE(t.data != NULL && got != NULL);
     REQUIRE(save(&t, true, false, false) != NULL);
     indexes[0] = &t.index;
-    REQUIRE(mls_catalog_init(&catalog, indexes, 1, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&catalog, indexes, 1, &st) == MLS_OK);
     REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &st) == MLS_OK);
-    REQUIRE(mls_catalog_pieces(&catalog, &catalog.tensors[0], &to, got,
-                               &(mls_piece_room){stored, parts, pieces}, &count,
-                               &st) == MLS_OK);
+    REQUIRE(mls_merged_index_pieces(&catalog, &catalog.tensors[0], &to, got,
+                                    &(mls_read_scratch){stored, parts, pieces}, &count,
+                                    &st) == MLS_OK);
     for (size_t i = 0; i < 8; i++) {
         toy_begin(&t.codec);
         t.codec.failure = codes[i % 4];
@@ -542,7 +542,7 @@ static void errors_while_reading(void)
                                               .pool = four_threads},
                           &failed, &st) == MLS_E_VALUE);
     CHECK(strstr(st.text, "nothing here decodes zstd") != NULL);
-    mls_catalog_fini(&catalog);
+    mls_merged_index_fini(&catalog);
     free(got);
     drop(&t);
 }

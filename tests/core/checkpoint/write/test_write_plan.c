@@ -8,8 +8,8 @@ int main(void)
 }
 #else
 
-#    include "io/safe_filename.h"
 #    include "checkpoint/write/write_plan.h"
+#    include "io/safe_filename.h"
 #    include "support/shards.h"
 
 enum { MIB = 1 << 20 };
@@ -18,19 +18,19 @@ static const size_t five[] = {5}, matrix[] = {6, 4}, square[] = {4, 4};
 
 /* A plan with everything in its place and all files laid out; `same` says which shards
  * did not change, as comparing would.  NULL: none. */
-static mls_shard_plan place(const mls_shard_job *job, const bool *same)
+static mls_write_plan place(const mls_shard_job *job, const bool *same)
 {
-    mls_shard_plan plan = {0};
+    mls_write_plan plan = {0};
     mls_status st;
-    mls_code code = mls_shard_plan_init(&plan, job, &st);
+    mls_code code = mls_write_plan_init(&plan, job, &st);
     for (size_t i = 0; code == MLS_OK && same != NULL && i < job->count; i++) {
         plan.planned[i].same = same[i];
     }
-    if (code == MLS_OK && (code = mls_shard_plan_keep(&plan, &st)) == MLS_OK) {
-        code = mls_shard_plan_place(&plan, &st);
+    if (code == MLS_OK && (code = mls_write_plan_reuse(&plan, &st)) == MLS_OK) {
+        code = mls_write_plan_assign_files(&plan, &st);
     }
     for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
-        code = mls_shard_plan_lay_out(&plan, &plan.files[i], &st);
+        code = mls_write_plan_lay_out(&plan, &plan.files[i], &st);
     }
     if (code != MLS_OK) {
         printf("    %s\n", st.text);
@@ -40,7 +40,7 @@ static mls_shard_plan place(const mls_shard_job *job, const bool *same)
 }
 
 /* The path of the file that shard `i` goes into. */
-static const char *path_of(const mls_shard_plan *plan, size_t i)
+static const char *path_of(const mls_write_plan *plan, size_t i)
 {
     return plan->index.files[plan->index.shards[i].file].path;
 }
@@ -51,7 +51,7 @@ static void items_come_in_the_order_of_an_index(void)
 {
     static const char *const keys[] = {"B", "a", "a", "a.b", "a.m", "a.v", "a.b.m"};
     mls_shard_item items[7];
-    mls_shard_plan plan;
+    mls_write_plan plan;
     mls_status st;
     items[0] = item_of("a.b", "m", MLS_F32, 1, five, NULL);
     items[1] = item_of("a", "v", MLS_F32, 1, five, NULL);
@@ -61,16 +61,16 @@ static void items_come_in_the_order_of_an_index(void)
     items[5] = part_of(item_of("a", NULL, MLS_F32, 1, five, NULL), 0, 2, 0);
     items[6] = item_of("B", NULL, MLS_F32, 1, five, NULL);
     const mls_shard_job job = job_of(items, 7, generations[0], NULL);
-    REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
     CHECK(plan.index.shard_count == 7 && plan.index.world_size == 1);
     CHECK_TEXT(plan.index.generation, generations[0]);
     for (size_t i = 0; i < 7; i++) {
-        CHECK(mls_text_is(plan.planned[i].key, keys[i]));
+        CHECK(mls_str_is(plan.planned[i].key, keys[i]));
         CHECK(i == 0 ||
               mls_index_compare(&plan.index.shards[i - 1], &plan.index.shards[i]) < 0);
     }
     CHECK(plan.planned[1].item == &items[5] && plan.planned[2].item == &items[3]);
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
     CHECK(plan.planned == NULL && plan.files == NULL && plan.index.shards == NULL);
 }
 
@@ -83,29 +83,29 @@ static void parts_have_their_own_shape_in_a_file(void)
         part_of(item_of("y", NULL, MLS_F32, 2, matrix, NULL), MLS_LAYOUT_FLAT, 5, 4)};
     static const int ranks[] = {2, 2, 2, 0, 1};
     static const size_t firsts[] = {2, 2, 0, 0, 4}, bytes[] = {32, 32, 0, 8, 16};
-    mls_shard_plan plan;
+    mls_write_plan plan;
     mls_status st;
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
-    REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
     for (size_t i = 0; i < 5; i++) {
         CHECK(plan.planned[i].rank == ranks[i] && plan.index.shards[i].bytes == bytes[i]);
         CHECK(ranks[i] == 0 || plan.planned[i].shape[0] == firsts[i]);
     }
     CHECK(plan.index.shards[4].shape == matrix); /* of the whole tensor */
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
 }
 
 /* The code of a plan that must not come about; the tensor's name is told. */
 static mls_code refused(const mls_shard_item *items, size_t count, const char *name)
 {
-    mls_shard_plan plan;
+    mls_write_plan plan;
     mls_status st;
     const mls_shard_job job = job_of(items, count, generations[0], NULL);
-    const mls_code code = mls_shard_plan_init(&plan, &job, &st);
+    const mls_code code = mls_write_plan_init(&plan, &job, &st);
     CHECK(code != MLS_OK && plan.planned == NULL && plan.index.shards == NULL);
     CHECK_TEXT(st.name, name);
     if (code == MLS_OK) {
-        mls_shard_plan_fini(&plan);
+        mls_write_plan_fini(&plan);
     }
     return code;
 }
@@ -119,10 +119,10 @@ static void a_part_that_comes_twice_is_refused(void)
     CHECK(refused(items, 3, "w") == MLS_E_VALUE);
     items[2].id.section = MLS_OPTIM_STATE; /* something else of that name */
     const mls_shard_job job = job_of(items, 3, generations[0], NULL);
-    mls_shard_plan plan;
+    mls_write_plan plan;
     mls_status st;
-    CHECK(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
-    mls_shard_plan_fini(&plan);
+    CHECK(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+    mls_write_plan_fini(&plan);
 }
 
 static void names_that_an_index_cannot_hold_are_refused(void)
@@ -165,11 +165,11 @@ static void what_no_tensor_can_be_is_refused(void)
 static void no_items_are_a_plan_of_nothing(void)
 {
     const mls_shard_job job = job_of(NULL, 0, generations[0], NULL);
-    mls_shard_plan plan = place(&job, NULL);
+    mls_write_plan plan = place(&job, NULL);
     CHECK(plan.index.shard_count == 0 && plan.file_count == 0);
     CHECK(plan.index.file_count == 0);
-    mls_shard_plan_fini(&plan);
-    mls_shard_plan_fini(&plan); /* zeroed */
+    mls_write_plan_fini(&plan);
+    mls_write_plan_fini(&plan); /* zeroed */
 }
 
 static void axes_of_states_are_recorded_where_they_differ(void)
@@ -191,7 +191,7 @@ static void axes_of_states_are_recorded_where_they_differ(void)
     elsewhere.axes = given; /* another rank stores its parameter */
     items[8] = elsewhere;
     const mls_shard_job job = job_of(items, 10, generations[0], NULL);
-    mls_shard_plan plan = place(&job, NULL);
+    mls_write_plan plan = place(&job, NULL);
     const mls_index_shard *shards = plan.index.shards; /* params a and b come first */
     CHECK(shards[0].axes == NULL && shards[1].axes == NULL);
     REQUIRE(shards[2].axes && shards[3].axes && shards[5].axes && shards[6].axes);
@@ -200,7 +200,7 @@ static void axes_of_states_are_recorded_where_they_differ(void)
     CHECK(shards[5].axes[0] == 0 && shards[5].axes[1] == MLS_NO_AXIS);
     CHECK(shards[6].axes[0] == 0);
     CHECK(shards[8].axes == given && shards[9].axes == NULL);
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
 }
 
 /* ---- files ---- */
@@ -215,7 +215,7 @@ static void small_shards_share_a_file_of_their_section(void)
     mls_shard_job job = job_of(items, 5, generations[0], NULL);
     job.rank = 7;
     job.world_size = 8;
-    mls_shard_plan plan = place(&job, NULL);
+    mls_write_plan plan = place(&job, NULL);
     REQUIRE(plan.file_count == 2 && plan.index.file_count == 2);
     for (size_t i = 0; i < 5; i++) {
         CHECK_TEXT(path_of(&plan, i),
@@ -227,7 +227,7 @@ static void small_shards_share_a_file_of_their_section(void)
     CHECK(plan.index.shards[1].offset == 4096 + 60);
     CHECK(plan.index.files[0].bytes == 4096 + 65);
     CHECK(plan.files[0].header.tensors[0].number == 2);
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
 }
 
 static void large_shards_have_files_of_their_own(void)
@@ -240,21 +240,21 @@ static void large_shards_have_files_of_their_own(void)
         part_of(item_of("part", NULL, MLS_F64, 1, at, NULL), 0, 3, 1)};
     mls_shard_job job = job_of(items, 4, generations[1], NULL);
     job.pack_below = 1000;
-    mls_shard_plan plan = place(&job, NULL);
+    mls_write_plan plan = place(&job, NULL);
     CHECK(plan.file_count == 3);
     CHECK_TEXT(path_of(&plan, 0), "params/at.0-1.1123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 1), "params/segment-0.1123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 2), path_of(&plan, 1));
     CHECK_TEXT(path_of(&plan, 3), "params/part.1-3.1123456789abcdef-0.safetensors");
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
     job.pack_below = 0; /* nothing is small, not even what is empty */
     plan = place(&job, NULL);
     CHECK(plan.file_count == 4);
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
 }
 
 /* Bytes of all shards in file `file`. */
-static uint64_t payload(const mls_shard_plan *plan, size_t file)
+static uint64_t payload(const mls_write_plan *plan, size_t file)
 {
     uint64_t bytes = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -279,9 +279,9 @@ static void a_segment_holds_no_more_than_32_mebibytes(void)
         }
         mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
         job.pack_below = UINT64_MAX;
-        mls_shard_plan plan = place(&job, NULL);
+        mls_write_plan plan = place(&job, NULL);
         CHECK(plan.file_count == files[i] && payload(&plan, 0) == firsts[i]);
-        mls_shard_plan_fini(&plan);
+        mls_write_plan_fini(&plan);
     }
 }
 
@@ -296,13 +296,13 @@ static void two_parts_of_one_tensor_never_share_a_file(void)
     }
     items[5] = item_of("c", NULL, MLS_U8, 1, five, NULL);
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_shard_plan plan = place(&job, NULL);
+    mls_write_plan plan = place(&job, NULL);
     static const size_t files[] = {0, 1, 2, 0, 1, 0};
     CHECK(plan.file_count == 3);
     for (size_t i = 0; i < 6; i++) {
         CHECK(plan.index.shards[i].file == files[i]);
     }
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
 }
 
 static void file_names_are_those_of_any_file_system(void)
@@ -313,13 +313,13 @@ static void file_names_are_those_of_any_file_system(void)
                               item_of("con", "M", MLS_U8, 1, five, NULL)};
     mls_shard_job job = job_of(items, 4, generations[0], NULL);
     job.pack_below = 0;
-    mls_shard_plan plan = place(&job, NULL);
+    mls_write_plan plan = place(&job, NULL);
     CHECK_TEXT(path_of(&plan, 0), "params/=.0-1.0123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 1), "params/=41=2fb.0-1.0123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 2), "params/a=2fb.0-1.0123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 3),
                "optim_state/=63on.=4d.0-1.0123456789abcdef-0.safetensors");
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
 }
 
 static void cut_names_stay_apart_and_fit_an_index(void)
@@ -338,7 +338,7 @@ static void cut_names_stay_apart_and_fit_an_index(void)
     job.pack_below = 0;
     job.world_size = 1 << 24;
     job.rank = job.world_size - 1;
-    mls_shard_plan plan = place(&job, NULL);
+    mls_write_plan plan = place(&job, NULL);
     REQUIRE(plan.file_count == COUNT);
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(strlen(path_of(&plan, i)) <= MLS_PATH_BYTES);
@@ -346,7 +346,7 @@ static void cut_names_stay_apart_and_fit_an_index(void)
             CHECK(strcmp(path_of(&plan, i), path_of(&plan, j)) != 0);
         }
     }
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
 }
 
 /* What is planned is an index that its reader takes, with each shard where the header of
@@ -366,8 +366,8 @@ static void the_new_index_is_one_that_can_be_read(void)
     }
     mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
     job.pack_below = 3000;
-    mls_shard_plan plan = place(&job, NULL);
-    mls_buffer built = {0};
+    mls_write_plan plan = place(&job, NULL);
+    mls_json_writer built = {0};
     mls_index read = {0};
     mls_status st;
     uint32_t sum;
@@ -386,8 +386,8 @@ static void the_new_index_is_one_that_can_be_read(void)
         }
     }
     mls_index_fini(&read);
-    mls_buffer_fini(&built);
-    mls_shard_plan_fini(&plan);
+    mls_json_writer_fini(&built);
+    mls_write_plan_fini(&plan);
 }
 
 /* The items have no memory: nothing of them is looked at but what they are. */
@@ -402,11 +402,11 @@ static void shapes_are_enough_for_an_index(void)
     items[1].part = 7;
     mls_shard_job job = job_of(items, 3, generations[0], NULL);
     job.pack_below = 1 << 20;
-    mls_buffer text = {0};
+    mls_json_writer text = {0};
     mls_index read = {0};
     mls_status st;
     job.crc = crc;
-    REQUIRE(mls_shard_plan_index(&job, &text, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_index(&job, &text, &st) == MLS_OK);
     REQUIRE(mls_index_parse(text.data, text.length, crc, &read, &st) == MLS_OK);
     CHECK(read.shard_count == 3 && read.file_count == 3);
     CHECK(read.shards[0].bytes == (size_t)4 << 32 && read.shards[0].crc == 0);
@@ -414,11 +414,11 @@ static void shapes_are_enough_for_an_index(void)
     CHECK(read.files[read.shards[0].file].bytes ==
           read.shards[0].offset + read.shards[0].bytes);
     mls_index_fini(&read);
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
     items[1].part = 1 << 20;
-    CHECK(mls_shard_plan_index(&job, &text, &st) == MLS_E_VALUE);
+    CHECK(mls_write_plan_index(&job, &text, &st) == MLS_E_VALUE);
     CHECK(text.length == 0);
-    mls_buffer_fini(&text);
+    mls_json_writer_fini(&text);
 }
 
 /* ---- against what was committed ---- */
@@ -445,16 +445,16 @@ static void a_shard_is_the_one_of_before_if_it_is_cut_alike(void)
     then[3].dtype = MLS_I8;
     then[4].shape = (const size_t[]){99};
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_shard_plan first = place(&job, NULL), second;
+    mls_write_plan first = place(&job, NULL), second;
     mls_status st;
     const mls_shard_job again = job_of(then, 6, generations[1], &first.index);
-    REQUIRE(mls_shard_plan_init(&second, &again, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
     for (size_t i = 0; i < 6; i++) {
         CHECK(second.planned[i].before ==
               (i == 0 || i == 5 ? &first.index.shards[i] : NULL));
     }
-    mls_shard_plan_fini(&second);
-    mls_shard_plan_fini(&first);
+    mls_write_plan_fini(&second);
+    mls_write_plan_fini(&first);
 }
 
 static void tensors_that_come_and_go_do_not_mix_up_the_others(void)
@@ -462,18 +462,18 @@ static void tensors_that_come_and_go_do_not_mix_up_the_others(void)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items + 1, 4, generations[0], NULL); /* b .. e */
-    mls_shard_plan first = place(&job, NULL), second;
+    mls_write_plan first = place(&job, NULL), second;
     mls_status st;
     items[2].id.name = text("cc");
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    REQUIRE(mls_shard_plan_init(&second, &again, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
     CHECK(second.planned[0].before == NULL && second.planned[2].before == NULL);
     CHECK(second.planned[1].before == &first.index.shards[0]);
     CHECK(second.planned[3].before == &first.index.shards[2]);
     CHECK(second.planned[4].before == &first.index.shards[3]);
     CHECK(second.planned[5].before == NULL);
-    mls_shard_plan_fini(&second);
-    mls_shard_plan_fini(&first);
+    mls_write_plan_fini(&second);
+    mls_write_plan_fini(&first);
 }
 
 static void what_did_not_change_keeps_its_record(void)
@@ -482,10 +482,10 @@ static void what_did_not_change_keeps_its_record(void)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_shard_plan first = place(&job, NULL);
+    mls_write_plan first = place(&job, NULL);
     first.index.shards[2].crc = 1234;
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    mls_shard_plan second = place(&again, same);
+    mls_write_plan second = place(&again, same);
     CHECK(second.file_count == 1 && second.index.file_count == 3);
     for (size_t i = 0; i < 6; i++) {
         const mls_index_shard *before = &first.index.shards[i];
@@ -502,8 +502,8 @@ static void what_did_not_change_keeps_its_record(void)
     }
     CHECK(second.index.shards[2].crc == 1234);
     CHECK(second.index.files[0].bytes == first.index.files[0].bytes);
-    mls_shard_plan_fini(&second);
-    mls_shard_plan_fini(&first);
+    mls_write_plan_fini(&second);
+    mls_write_plan_fini(&first);
 }
 
 static void files_that_nothing_lives_in_are_not_listed(void)
@@ -512,13 +512,13 @@ static void files_that_nothing_lives_in_are_not_listed(void)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_shard_plan first = place(&job, NULL);
+    mls_write_plan first = place(&job, NULL);
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    mls_shard_plan second = place(&again, same);
+    mls_write_plan second = place(&again, same);
     CHECK(second.index.file_count == 2);
     CHECK_TEXT(second.index.files[0].path, path_of(&first, 5));
-    mls_shard_plan_fini(&second);
-    mls_shard_plan_fini(&first);
+    mls_write_plan_fini(&second);
+    mls_write_plan_fini(&first);
 }
 
 /* Four equal shards: half in use is enough, a quarter is not. */
@@ -527,23 +527,23 @@ static void a_segment_that_is_mostly_dead_is_given_up(void)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items, 4, generations[0], NULL);
-    mls_shard_plan first = place(&job, NULL);
+    mls_write_plan first = place(&job, NULL);
     for (size_t alive = 0; alive <= 4; alive++) {
         bool same[4];
         for (size_t i = 0; i < 4; i++) {
             same[i] = i < alive;
         }
         const mls_shard_job again = job_of(items, 4, generations[1], &first.index);
-        mls_shard_plan second = place(&again, same);
+        mls_write_plan second = place(&again, same);
         CHECK(second.file_count == (alive == 4 ? 0U : 1U));
         CHECK(second.index.file_count == (alive == 2 || alive == 3 ? 2U : 1U));
         for (size_t i = 0; i < 4; i++) {
             CHECK(second.planned[i].kept == (same[i] && alive >= 2));
             CHECK(second.index.shards[i].version == (same[i] ? 1U : 2U));
         }
-        mls_shard_plan_fini(&second);
+        mls_write_plan_fini(&second);
     }
-    mls_shard_plan_fini(&first);
+    mls_write_plan_fini(&first);
 }
 
 /* Shards that are gone count as dead: they are not in the new items at all. */
@@ -553,12 +553,12 @@ static void deleted_tensors_make_a_segment_dead(void)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
-    mls_shard_plan first = place(&job, NULL);
+    mls_write_plan first = place(&job, NULL);
     const mls_shard_job again = job_of(items, 2, generations[1], &first.index);
-    mls_shard_plan second = place(&again, same);
+    mls_write_plan second = place(&again, same);
     CHECK(!second.planned[0].kept && !second.planned[1].kept && second.file_count == 1);
-    mls_shard_plan_fini(&second);
-    mls_shard_plan_fini(&first);
+    mls_write_plan_fini(&second);
+    mls_write_plan_fini(&first);
 }
 
 static void callers_versions_are_taken_as_they_are(void)
@@ -567,15 +567,15 @@ static void callers_versions_are_taken_as_they_are(void)
     six(items);
     items[0].version = 41;
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_shard_plan first = place(&job, NULL);
+    mls_write_plan first = place(&job, NULL);
     CHECK(first.index.shards[0].version == 41 && first.index.shards[1].version == 1);
     items[0].version = 0; /* counted for him from now on */
     items[1].version = 77;
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    mls_shard_plan second = place(&again, NULL);
+    mls_write_plan second = place(&again, NULL);
     CHECK(second.index.shards[0].version == 42 && second.index.shards[1].version == 77);
-    mls_shard_plan_fini(&second);
-    mls_shard_plan_fini(&first);
+    mls_write_plan_fini(&second);
+    mls_write_plan_fini(&first);
 }
 
 /* No index could say it. */
@@ -584,28 +584,28 @@ static void the_last_version_does_not_go_up(void)
     mls_shard_item item = item_of("w", NULL, MLS_U8, 1, hundred, NULL);
     item.version = INT64_MAX;
     const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
-    mls_shard_plan first = place(&job, NULL), second;
+    mls_write_plan first = place(&job, NULL), second;
     mls_status st;
     item.version = 0;
     const mls_shard_job again = job_of(&item, 1, generations[1], &first.index);
-    REQUIRE(mls_shard_plan_init(&second, &again, &st) == MLS_OK);
-    CHECK(mls_shard_plan_place(&second, &st) == MLS_E_VALUE);
+    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
+    CHECK(mls_write_plan_assign_files(&second, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.name, "w");
-    mls_shard_plan_fini(&second);
+    mls_write_plan_fini(&second);
     static const bool same[] = {true};
     second = place(&again, same); /* as long as nothing changes, all is well */
     CHECK(second.index.shards[0].version == INT64_MAX);
-    mls_shard_plan_fini(&second);
-    mls_shard_plan_fini(&first);
+    mls_write_plan_fini(&second);
+    mls_write_plan_fini(&first);
 }
 
 static void a_name_that_files_reserve_is_refused(void)
 {
     const mls_shard_item item = item_of("__metadata__", NULL, MLS_U8, 1, five, NULL);
     const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
-    mls_shard_plan plan;
+    mls_write_plan plan;
     mls_status st;
-    CHECK(mls_shard_plan_init(&plan, &job, &st) == MLS_E_VALUE);
+    CHECK(mls_write_plan_init(&plan, &job, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.name, "__metadata__");
 }
 

@@ -68,8 +68,8 @@ static bool is_stored(const table *t)
     bool good = whole != NULL;
     for (size_t i = 0; good && i < mls_index_place_count(shard); i++) {
         const mls_layer place = mls_index_place(shard, i);
-        const mls_extent all = {.count = BYTES / 4};
-        const mls_extent *runs = place.row == 0 ? &all : place.runs;
+        const mls_row_range all = {.count = BYTES / 4};
+        const mls_row_range *runs = place.row == 0 ? &all : place.runs;
         size_t length;
         unsigned char *file = read_pool_file(t->index.files[place.file].path, &length);
         good = file != NULL && place.offset + place.bytes <= length &&

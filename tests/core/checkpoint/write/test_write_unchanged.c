@@ -71,20 +71,20 @@ static void drop(state *s)
 /* Compare with what was committed: a bit for each item, set where it did not change. */
 static unsigned same_items(const state *s, size_t threads)
 {
-    mls_shard_plan plan;
+    mls_write_plan plan;
     mls_status st;
     unsigned same = 0;
     mls_shard_job job = job_of(s->items, COUNT, generations[1], &s->index);
     job.pool = threads == 1 ? NULL : four_threads;
-    if (mls_shard_plan_init(&plan, &job, &st) != MLS_OK) {
+    if (mls_write_plan_init(&plan, &job, &st) != MLS_OK) {
         return UINT32_MAX;
     }
-    CHECK(mls_shard_plan_compare(&plan, &st) == MLS_OK);
+    CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_OK);
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(plan.planned[i].before != NULL);
         same |= plan.planned[i].same ? 1U << (plan.planned[i].item - s->items) : 0;
     }
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
     return same;
 }
 
@@ -173,12 +173,12 @@ static void strided_and_swapped_memory_is_compared(void)
     item.data = NULL;
     item.strided = &view;
     for (size_t round = 0; round < 3; round++) {
-        mls_shard_plan plan;
+        mls_write_plan plan;
         const mls_shard_job again = job_of(&item, 1, generations[1], &index);
-        REQUIRE(mls_shard_plan_init(&plan, &again, &st) == MLS_OK);
-        CHECK(mls_shard_plan_compare(&plan, &st) == MLS_OK);
+        REQUIRE(mls_write_plan_init(&plan, &again, &st) == MLS_OK);
+        CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_OK);
         CHECK(plan.planned[0].same == (round < 2));
-        mls_shard_plan_fini(&plan);
+        mls_write_plan_fini(&plan);
         /* an element of the other part, then the last one */
         turned[round == 0 ? 0 : ROWS * COLUMNS - 1] ^= 1;
     }
@@ -195,7 +195,7 @@ static void strided_and_swapped_memory_is_compared(void)
 static const char *path_of(const state *s, const char *name)
 {
     for (size_t i = 0; i < s->index.shard_count; i++) {
-        if (mls_text_is(s->index.shards[i].id.name, name)) {
+        if (mls_str_is(s->index.shards[i].id.name, name)) {
             return s->index.files[s->index.shards[i].file].path;
         }
     }
@@ -324,17 +324,17 @@ static void a_version_that_goes_back_is_refused(void)
 {
     state s;
     commit(&s);
-    mls_shard_plan plan;
+    mls_write_plan plan;
     mls_status st;
     s.index.shards[0].version = 7; /* "a" */
     s.items[0].version = 6;
     const mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
-    REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
-    CHECK(mls_shard_plan_compare(&plan, &st) == MLS_E_VALUE);
+    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+    CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.name, "a");
     CHECK_TEXT(st.expected, "7 or more");
     CHECK_TEXT(st.got, "6");
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
     s.items[0].version = 7;
     CHECK(same_items(&s, 4) == ALL);
     s.items[0].version = 8;
@@ -344,16 +344,16 @@ static void a_version_that_goes_back_is_refused(void)
 
 static void a_version_beyond_what_files_hold_is_refused(void)
 {
-    mls_shard_plan plan;
+    mls_write_plan plan;
     mls_status st;
     mls_shard_item item = item_of("w", NULL, MLS_U8, 0, NULL, "x");
     item.version = (uint64_t)INT64_MAX + 1;
     const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
-    REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
-    CHECK(mls_shard_plan_compare(&plan, &st) == MLS_E_VALUE);
+    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+    CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.name, "w");
     CHECK_TEXT(st.expected, "at most 9223372036854775807");
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
 }
 
 /* ---- progress ---- */
@@ -366,15 +366,15 @@ static void progress_counts_what_is_the_same_and_stops(void)
     for (int allowed = 0; allowed <= 2; allowed++) {
         watcher seen = {.allowed = allowed == 2 ? 1 << 30 : allowed + 1};
         const mls_progress progress = {.report = watch, .context = &seen};
-        mls_shard_plan plan;
+        mls_write_plan plan;
         mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
         job.progress = &progress;
-        REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
-        const mls_code code = mls_shard_plan_compare(&plan, &st);
+        REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+        const mls_code code = mls_write_plan_unchanged(&plan, &st);
         CHECK(code == (allowed == 2 ? MLS_OK : MLS_E_STOPPED));
         CHECK(allowed < 2 || atomic_load(&seen.bytes) == s.written.data_bytes);
         CHECK(allowed == 2 || atomic_load(&seen.calls) == allowed + 1);
-        mls_shard_plan_fini(&plan);
+        mls_write_plan_fini(&plan);
     }
     drop(&s);
 }
@@ -399,14 +399,14 @@ static void many_threads_find_what_one_finds(void)
     for (size_t i = 0; i < MANY; i += 7) {
         items[i].data = data + 64 * i + 1;
     }
-    mls_shard_plan plan;
+    mls_write_plan plan;
     const mls_shard_job again = job_of(items, MANY, generations[1], &index);
-    REQUIRE(mls_shard_plan_init(&plan, &again, &st) == MLS_OK);
-    CHECK(mls_shard_plan_compare(&plan, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&plan, &again, &st) == MLS_OK);
+    CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_OK);
     for (size_t i = 0; i < MANY; i++) {
         CHECK(plan.planned[i].same == (i % 7 != 0));
     }
-    mls_shard_plan_fini(&plan);
+    mls_write_plan_fini(&plan);
     mls_index_fini(&index);
     free(data);
     for (size_t i = 0; i < 3; i++) {

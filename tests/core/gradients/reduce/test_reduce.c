@@ -68,7 +68,7 @@ static bool same_items(mls_dtype dtype, const unsigned char *a, const unsigned c
     return true;
 }
 
-static bool same_tally(mls_tally a, mls_tally b)
+static bool same_tally(mls_norm_partial a, mls_norm_partial b)
 {
     return memcmp(&a.squares, &b.squares, sizeof a.squares) == 0 &&
            a.nonfinite == b.nonfinite;
@@ -112,7 +112,7 @@ enum { LENGTHS = sizeof lengths / sizeof lengths[0] };
 static bool sets_agree(const mls_reduction *r, size_t count, size_t n, size_t offset)
 {
     const void *sources[SOURCES];
-    mls_tally oracle = {0};
+    mls_norm_partial oracle = {0};
     bool agree = true;
     for (size_t s = 0; s < count; s++) {
         sources[s] = input[s] + offset;
@@ -121,7 +121,7 @@ static bool sets_agree(const mls_reduction *r, size_t count, size_t n, size_t of
                    mls_cached(), &oracle);
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         if (mls_cpu_offers((mls_cpu)cpu)) {
-            mls_tally tally = {0};
+            mls_norm_partial tally = {0};
             memset(found, 0xA5, sizeof found);
             mls_reduce_run(mls_kernels_of((mls_cpu)cpu), r, sources, count,
                            found + offset, n, mls_cached(), &tally);
@@ -171,7 +171,7 @@ static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
     mls_status st;
     for (size_t i = 0; i < LENGTHS; i++) {
         const size_t n = lengths[i], offset = 8 * (1 + i % 7);
-        mls_tally oracle = {0}, tally = {0};
+        mls_norm_partial oracle = {0}, tally = {0};
         fill_items(to, input[0], LONGEST, 3, tame);
         fill_items(from, input[1], LONGEST, 4, tame);
         memcpy(wanted, input[0], ROOM);
@@ -183,7 +183,7 @@ static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
             if (mls_cpu_offers((mls_cpu)cpu)) {
                 memcpy(found, input[0], ROOM);
                 dst.data = found + offset;
-                tally = (mls_tally){0};
+                tally = (mls_norm_partial){0};
                 CHECK(mls_accumulate((mls_cpu)cpu, NULL, &dst, &src, scale, &tally,
                                      &st) == MLS_OK);
                 CHECK(same_tally(oracle, tally));
@@ -397,23 +397,23 @@ static void the_output_may_be_a_source(void)
 static void tallies_count_what_is_not_finite(void)
 {
     float x[5000];
-    mls_tally tally = {0};
+    mls_norm_partial tally = {0};
     for (int i = 0; i < 5000; i++) {
         x[i] = 2;
     }
     const mls_tensor t = vector_of(x, MLS_F32, 5000);
-    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &tally);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &tally);
     CHECK(tally.squares == 20000 && tally.nonfinite == 0);
     x[3] = INFINITY, x[4] = -INFINITY, x[4999] = NAN;
-    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &tally);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &tally);
     CHECK(isnan(tally.squares) && tally.nonfinite == 3);
     const mls_tensor complex = vector_of(x, MLS_C64, 2500);
-    tally = (mls_tally){0};
-    mls_tally_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
+    tally = (mls_norm_partial){0};
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
     CHECK(tally.nonfinite == 3); /* elements 1, 2 and the last */
     x[2] = NAN;                  /* the other part of element 1 */
-    tally = (mls_tally){0};
-    mls_tally_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
+    tally = (mls_norm_partial){0};
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
     CHECK(tally.nonfinite == 3);
 }
 
@@ -421,9 +421,9 @@ static void tallies_count_what_is_not_finite(void)
 static void a_square_may_overflow_without_being_counted(void)
 {
     double x[40] = {1e200, 1};
-    mls_tally tally = {0};
+    mls_norm_partial tally = {0};
     const mls_tensor t = vector_of(x, MLS_F64, 40);
-    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &tally);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &tally);
     CHECK(isinf(tally.squares) && tally.nonfinite == 0);
 }
 
@@ -431,7 +431,7 @@ static void a_square_may_overflow_without_being_counted(void)
 static void tallies_do_not_depend_on_who_did_what(void)
 {
     /* more blocks than the core keeps the sums of at a time */
-    const size_t n = ((size_t)2100 * MLS_TALLY_BLOCK) + 70001;
+    const size_t n = ((size_t)2100 * MLS_NORM_BLOCK) + 70001;
     float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y);
     mls_pool *pool = NULL;
     mls_status st;
@@ -445,22 +445,22 @@ static void tallies_do_not_depend_on_who_did_what(void)
     }
     x[n - 1] = INFINITY;
     const mls_tensor src = vector_of(x, MLS_F32, n), dst = vector_of(y, MLS_F32, n);
-    mls_tally alone = {0}, shared = {0}, parts = {0}, added = {0};
-    mls_tally_of(cpu, NULL, &src, &alone);
-    mls_tally_of(cpu, pool, &src, &shared);
+    mls_norm_partial alone = {0}, shared = {0}, parts = {0}, added = {0};
+    mls_norm_partial_of(cpu, NULL, &src, &alone);
+    mls_norm_partial_of(cpu, pool, &src, &shared);
     CHECK(mls_accumulate(cpu, pool, &dst, &src, 1, &added, &st) == MLS_OK);
-    for (size_t start = 0; start < n; start += 100 * MLS_TALLY_BLOCK) {
-        const size_t rest = n - start, most = 100 * MLS_TALLY_BLOCK;
+    for (size_t start = 0; start < n; start += 100 * MLS_NORM_BLOCK) {
+        const size_t rest = n - start, most = 100 * MLS_NORM_BLOCK;
         const mls_tensor part = vector_of(x + start, MLS_F32, rest < most ? rest : most);
-        mls_tally_of(cpu, NULL, &part, &parts);
+        mls_norm_partial_of(cpu, NULL, &part, &parts);
     }
     CHECK(alone.nonfinite == 1 && isinf(alone.squares));
     x[n - 1] = 1;
     CHECK(same_tally(alone, shared) && same_tally(alone, parts) &&
           same_tally(alone, added));
-    alone = shared = (mls_tally){0};
-    mls_tally_of(cpu, NULL, &src, &alone);
-    mls_tally_of(cpu, pool, &src, &shared);
+    alone = shared = (mls_norm_partial){0};
+    mls_norm_partial_of(cpu, NULL, &src, &alone);
+    mls_norm_partial_of(cpu, pool, &src, &shared);
     CHECK(same_tally(alone, shared) && alone.squares > 1);
     CHECK(memcmp(x, y, (n - 1) * sizeof *x) == 0);
     mls_pool_free(pool);
@@ -505,7 +505,7 @@ static void check_views(mls_dtype dtype, const ptrdiff_t *s, const ptrdiff_t *t,
                       .shape = {37, 230},
                       .strides = {s[0] * bytes, s[1] * bytes}};
     mls_tensor src = dst;
-    mls_tally oracle = {0}, tally = {0};
+    mls_norm_partial oracle = {0}, tally = {0};
     mls_status st;
     mls_cpu cpu = MLS_CPU_SCALAR;
     (void)mls_cpu_choose(NULL, &cpu, &st);
@@ -558,13 +558,13 @@ static void empty_and_scalar_tensors_are_added(void)
     const mls_tensor none = {.dtype = MLS_F32, .rank = 2, .shape = {0, 5}};
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
     const void *const sources[] = {NULL};
-    mls_tally tally = {0};
+    mls_norm_partial tally = {0};
     mls_status st;
     CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 3, &tally, &st) == MLS_OK);
     CHECK(x == 7 && tally.squares == 49);
     CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &none, &none, 3, &tally, &st) == MLS_OK);
     CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &none, 3, &st) == MLS_OK);
-    mls_tally_of(MLS_CPU_SCALAR, NULL, &none, &tally);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &none, &tally);
     mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 1, NULL, 0, mls_cached(),
                    &tally);
     CHECK(tally.squares == 49 && tally.nonfinite == 0);
@@ -607,7 +607,7 @@ static bool stays(const mls_tensor *dst, const mls_tensor *src, double scale,
                   mls_code code)
 {
     unsigned char before[64];
-    mls_tally tally = {1, 2};
+    mls_norm_partial tally = {1, 2};
     mls_status st;
     memcpy(before, memory[0], sizeof before);
     return mls_accumulate(MLS_CPU_SCALAR, NULL, dst, src, scale, &tally, &st) == code &&

@@ -33,14 +33,14 @@ static size_t item(mls_dtype dtype)
 }
 
 /* Bit for bit: no NaN is ever a result. */
-static bool equal(mls_difference x, mls_difference y)
+static bool equal(mls_diff_result x, mls_diff_result y)
 {
     return memcmp(&x, &y, sizeof x) == 0;
 }
 
 /* Whether the oracle, and every set offered here, says just this about one pair of
  * elements: alone, and many times over, so that vectors are filled. */
-static bool finds(mls_dtype dtype, const void *a, const void *b, mls_difference expected)
+static bool finds(mls_dtype dtype, const void *a, const void *b, mls_diff_result expected)
 {
     const size_t bytes = item(dtype), many = 200;
     for (size_t i = 0; i < many; i++) {
@@ -50,9 +50,9 @@ static bool finds(mls_dtype dtype, const void *a, const void *b, mls_difference 
     bool right_so = true;
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         if (mls_cpu_offers((mls_cpu)cpu)) {
-            mls_difference one = {0}, all = {0}, turned = {0};
-            const mls_differ_run run = mls_differ_of((mls_cpu)cpu)->run[dtype];
-            mls_difference wanted = expected;
+            mls_diff_result one = {0}, all = {0}, turned = {0};
+            const mls_diff_run run = mls_diff_of((mls_cpu)cpu)->run[dtype];
+            mls_diff_result wanted = expected;
             run(a, b, 1, &one);
             run(b, a, 1, &turned);
             run(left + 1, right + 3, many, &all);
@@ -65,19 +65,19 @@ static bool finds(mls_dtype dtype, const void *a, const void *b, mls_difference 
     return right_so;
 }
 
-static mls_difference same(void)
+static mls_diff_result same(void)
 {
-    return (mls_difference){0};
+    return (mls_diff_result){0};
 }
 
-static mls_difference apart(double max_abs, double max_rel)
+static mls_diff_result apart(double max_abs, double max_rel)
 {
-    return (mls_difference){.changed = 1, .max_abs = max_abs, .max_rel = max_rel};
+    return (mls_diff_result){.changed = 1, .max_abs = max_abs, .max_rel = max_rel};
 }
 
-static mls_difference one_nan(void)
+static mls_diff_result one_nan(void)
 {
-    return (mls_difference){.changed = 1, .nan = 1};
+    return (mls_diff_result){.changed = 1, .nan = 1};
 }
 
 #define INF ((double)INFINITY)
@@ -163,7 +163,7 @@ static void complex_numbers_differ_by_a_modulus(void)
 {
     static const struct {
         complex_pair a, b;
-        mls_difference expected;
+        mls_diff_result expected;
     } known[] = {
         {{3, 4}, {3, 4}, {0}},
         {{3, 4}, {0, 0}, {1, 0, 5, 1}},
@@ -210,7 +210,7 @@ static void eight_bit_floats_are_decoded(void)
         const double value = known[i].value, distance = fabs(value - 1);
         const double largest = fabs(value) > 1 ? fabs(value) : 1;
         const uint8_t one = ones[known[i].dtype];
-        mls_difference expected = {0};
+        mls_diff_result expected = {0};
         if (known[i].code != one) {
             expected = apart(distance, isinf(value) ? INF : distance / largest);
         }
@@ -230,23 +230,23 @@ static void eight_bit_floats_are_decoded(void)
 /* ---- every set against the oracle ---- */
 
 /* The oracle and `k` on one run, both going on from the same result. */
-static bool run_agrees(const mls_differ_kernels *k, int dtype, size_t a, size_t b,
-                       size_t count, mls_difference start)
+static bool run_agrees(const mls_diff_kernels *k, int dtype, size_t a, size_t b,
+                       size_t count, mls_diff_result start)
 {
-    mls_difference expected = start, found = start;
-    mls_differ_of(MLS_CPU_SCALAR)->run[dtype](left + a, right + b, count, &expected);
+    mls_diff_result expected = start, found = start;
+    mls_diff_of(MLS_CPU_SCALAR)->run[dtype](left + a, right + b, count, &expected);
     k->run[dtype](left + a, right + b, count, &found);
     return equal(expected, found);
 }
 
 /* One set, one dtype: all lengths about the widths of vectors and blocks, unaligned. */
-static void check_runs(const mls_differ_kernels *k, int dtype)
+static void check_runs(const mls_diff_kernels *k, int dtype)
 {
     static const size_t counts[] = {0,   1,    2,    3,    7,    8,    15,   16,
                                     17,  31,   33,   63,   65,   127,  511,  512,
                                     513, 1025, 2047, 2048, 2049, 4096, 4100, LONGEST};
-    const mls_difference later = {.changed = 7, .nan = 2, .max_abs = 1, .max_rel = 0.25};
-    const mls_difference endless = {1, 0, INF, INF};
+    const mls_diff_result later = {.changed = 7, .nan = 2, .max_abs = 1, .max_rel = 0.25};
+    const mls_diff_result endless = {1, 0, INF, INF};
     for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
         for (size_t offset = 0; offset < 8; offset++) {
             CHECK(run_agrees(k, dtype, offset, 5 * offset, counts[c], same()));
@@ -262,7 +262,7 @@ static void check_all_sets(void)
     for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
         for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
             if (mls_cpu_offers((mls_cpu)cpu)) {
-                check_runs(mls_differ_of((mls_cpu)cpu), dtype);
+                check_runs(mls_diff_of((mls_cpu)cpu), dtype);
             }
         }
     }
@@ -329,9 +329,8 @@ static void every_set_agrees_behind_equal_ratios(void)
         y = nextafterf(y, INFINITY);
         memcpy(right + place, &y, 4);
         for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-            CHECK(
-                !mls_cpu_offers((mls_cpu)cpu) ||
-                run_agrees(mls_differ_of((mls_cpu)cpu), MLS_F32, 0, 0, LONGEST, same()));
+            CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
+                  run_agrees(mls_diff_of((mls_cpu)cpu), MLS_F32, 0, 0, LONGEST, same()));
         }
     }
 }
@@ -344,9 +343,9 @@ static void every_set_keeps_the_rounding(void)
     for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
         for (int dtype = 0; dtype < MLS_DTYPE_COUNT && mls_cpu_offers((mls_cpu)cpu);
              dtype++) {
-            mls_difference usual = {0}, found = {0};
-            const mls_differ_run run = mls_differ_of((mls_cpu)cpu)->run[dtype];
-            const mls_differ_run oracle = mls_differ_of(MLS_CPU_SCALAR)->run[dtype];
+            mls_diff_result usual = {0}, found = {0};
+            const mls_diff_run run = mls_diff_of((mls_cpu)cpu)->run[dtype];
+            const mls_diff_run oracle = mls_diff_of(MLS_CPU_SCALAR)->run[dtype];
             run(left, right, 4100, &usual);
             fesetround(FE_TOWARDZERO);
             run(left, right, 4100, &found);
@@ -417,7 +416,7 @@ static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
         }
         for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
             CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
-                  run_agrees(mls_differ_of((mls_cpu)cpu), dtype, 0, 0, 192, same()));
+                  run_agrees(mls_diff_of((mls_cpu)cpu), dtype, 0, 0, 192, same()));
         }
     }
 }
@@ -434,9 +433,9 @@ static void put_stretch(size_t at, uint16_t x, uint16_t y)
 static void check_stretches(mls_dtype dtype, size_t count)
 {
     for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-        CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
-              run_agrees(mls_differ_of((mls_cpu)cpu), (int)dtype, 0, 0, 64 * count,
-                         same()));
+        CHECK(
+            !mls_cpu_offers((mls_cpu)cpu) ||
+            run_agrees(mls_diff_of((mls_cpu)cpu), (int)dtype, 0, 0, 64 * count, same()));
     }
 }
 
@@ -566,15 +565,15 @@ static void fetch(const mls_tensor *t, size_t i, size_t j, unsigned char *value)
     }
 }
 
-static mls_difference expect(const mls_tensor *a, const mls_tensor *b)
+static mls_diff_result expect(const mls_tensor *a, const mls_tensor *b)
 {
-    mls_difference sum = {0};
+    mls_diff_result sum = {0};
     for (size_t i = 0; i < a->shape[0]; i++) {
         for (size_t j = 0; j < a->shape[1]; j++) {
             unsigned char x[8], y[8];
             fetch(a, i, j, x);
             fetch(b, i, j, y);
-            mls_differ_of(MLS_CPU_SCALAR)->run[a->dtype](x, y, 1, &sum);
+            mls_diff_of(MLS_CPU_SCALAR)->run[a->dtype](x, y, 1, &sum);
         }
     }
     return sum;
@@ -611,14 +610,14 @@ static void any_two_views_are_compared_element_by_element(void)
             b.data = memory[p % 5 != 0] + 200000;
             b.swapped = p / 2 % 2 == 1;
             b.strides[0] = t[0], b.strides[1] = t[1];
-            const mls_differ_pair pair = {&a, &b};
-            mls_difference found = {9, 9, 9, 9};
+            const mls_diff_pair pair = {&a, &b};
+            mls_diff_result found = {9, 9, 9, 9};
             mls_status st;
-            CHECK(mls_differ_check(&a, &b, &st) == MLS_OK);
-            CHECK(mls_differ(mls_differ_of(best_cpu()), NULL, &pair, 1, &found, &st) ==
+            CHECK(mls_diff_check(&a, &b, &st) == MLS_OK);
+            CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, &pair, 1, &found, &st) ==
                   MLS_OK);
             CHECK(equal(found, expect(&a, &b)));
-            CHECK(mls_differ_same(mls_differ_of(best_cpu()), NULL, &pair, 1) ==
+            CHECK(mls_diff_same(mls_diff_of(best_cpu()), NULL, &pair, 1) ==
                   (found.changed == 0));
         }
     }
@@ -630,17 +629,17 @@ static void empty_and_scalar_tensors_compare(void)
     mls_tensor a = {.data = (unsigned char *)&one, .dtype = MLS_F32};
     mls_tensor b = {.data = (unsigned char *)&two, .dtype = MLS_F32};
     mls_tensor none = {.dtype = MLS_F32, .rank = 2, .shape = {0, SIZE_MAX}};
-    const mls_differ_pair pairs[] = {{&none, &none}, {&a, &b}, {&a, &a}};
-    const mls_differ_kernels *k = mls_differ_of(best_cpu());
-    mls_difference found[3];
+    const mls_diff_pair pairs[] = {{&none, &none}, {&a, &b}, {&a, &a}};
+    const mls_diff_kernels *k = mls_diff_of(best_cpu());
+    mls_diff_result found[3];
     mls_status st;
-    CHECK(mls_differ_check(&none, &none, &st) == MLS_OK);
-    CHECK(mls_differ(k, NULL, pairs, 3, found, &st) == MLS_OK);
+    CHECK(mls_diff_check(&none, &none, &st) == MLS_OK);
+    CHECK(mls_diff(k, NULL, pairs, 3, found, &st) == MLS_OK);
     CHECK(equal(found[0], same()) && equal(found[2], same()));
     CHECK(equal(found[1], apart(1, 0.5)));
-    CHECK(mls_differ(k, NULL, NULL, 0, NULL, &st) == MLS_OK);
-    CHECK(mls_differ_same(k, NULL, NULL, 0) && mls_differ_same(k, NULL, pairs, 1));
-    CHECK(!mls_differ_same(k, NULL, pairs, 2));
+    CHECK(mls_diff(k, NULL, NULL, 0, NULL, &st) == MLS_OK);
+    CHECK(mls_diff_same(k, NULL, NULL, 0) && mls_diff_same(k, NULL, pairs, 1));
+    CHECK(!mls_diff_same(k, NULL, pairs, 2));
 }
 
 /* One view over the other, one element further on; and the very same one. */
@@ -657,9 +656,9 @@ static void views_may_share_memory(void)
     REQUIRE(mls_tensor_init(&b, values + 1, MLS_F32, 1, shape, &st) == MLS_OK);
     mls_tensor turned = a;
     turned.swapped = true;
-    const mls_differ_pair pairs[] = {{&a, &b}, {&a, &a}, {&a, &turned}};
-    mls_difference found[3];
-    REQUIRE(mls_differ(mls_differ_of(best_cpu()), NULL, pairs, 3, found, &st) == MLS_OK);
+    const mls_diff_pair pairs[] = {{&a, &b}, {&a, &a}, {&a, &turned}};
+    mls_diff_result found[3];
+    REQUIRE(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 3, found, &st) == MLS_OK);
     CHECK(found[0].changed == 999 && found[0].max_abs == 1.0 && found[0].max_rel == 1.0);
     CHECK(equal(found[1], same()));
     CHECK(found[2].changed == 998); /* 0 reads the same both ways */
@@ -670,18 +669,18 @@ static void shape_dtype_and_count_are_checked(void)
     mls_status st;
     mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
     mls_tensor b = {.dtype = MLS_F16, .rank = 2, .shape = {2, 4}};
-    CHECK(mls_differ_check(&a, &b, &st) == MLS_E_SHAPE);
+    CHECK(mls_diff_check(&a, &b, &st) == MLS_E_SHAPE);
     CHECK_TEXT(st.expected, "(2, 3)");
     CHECK_TEXT(st.got, "(2, 4)");
     b.shape[1] = 3;
-    CHECK(mls_differ_check(&a, &b, &st) == MLS_OK);
+    CHECK(mls_diff_check(&a, &b, &st) == MLS_OK);
     b.dtype = MLS_BF16;
-    CHECK(mls_differ_check(&a, &b, &st) == MLS_E_DTYPE);
+    CHECK(mls_diff_check(&a, &b, &st) == MLS_E_DTYPE);
     CHECK_TEXT(st.got, "bfloat16");
     b.rank = 1;
-    CHECK(mls_differ_check(&a, &b, &st) == MLS_E_SHAPE);
+    CHECK(mls_diff_check(&a, &b, &st) == MLS_E_SHAPE);
     a.shape[0] = a.shape[1] = SIZE_MAX / 2; /* strides of 0 */
-    CHECK(mls_differ_check(&a, &a, &st) == MLS_E_SIZE);
+    CHECK(mls_diff_check(&a, &a, &st) == MLS_E_SIZE);
 }
 
 /* ---- threads ---- */
@@ -692,11 +691,11 @@ static void threads_find_what_one_finds(void)
     const size_t shapes[][2] = {{1000, 1003}, {1, 5}, {3, 70000}, {0, 4}, {1, 131072}};
     enum { PAIRS = sizeof shapes / sizeof shapes[0] };
     mls_tensor a[PAIRS], b[PAIRS];
-    mls_differ_pair pairs[PAIRS];
-    mls_difference alone[PAIRS], together[PAIRS];
+    mls_diff_pair pairs[PAIRS];
+    mls_diff_result alone[PAIRS], together[PAIRS];
     mls_pool *pool = NULL;
     mls_status st;
-    const mls_differ_kernels *k = mls_differ_of(best_cpu());
+    const mls_diff_kernels *k = mls_diff_of(best_cpu());
     unsigned char *x = malloc(1003000 * 4 + 4096), *y = malloc(1003000 * 4 + 4096);
     REQUIRE(x != NULL && y != NULL);
     REQUIRE(mls_pool_new(4, &pool, &st) == MLS_OK);
@@ -705,18 +704,18 @@ static void threads_find_what_one_finds(void)
     for (size_t i = 0; i < PAIRS; i++) {
         CHECK(mls_tensor_init(&a[i], x, MLS_F32, 2, shapes[i], &st) == MLS_OK);
         CHECK(mls_tensor_init(&b[i], y, MLS_F32, 2, shapes[i], &st) == MLS_OK);
-        pairs[i] = (mls_differ_pair){&a[i], &b[i]};
+        pairs[i] = (mls_diff_pair){&a[i], &b[i]};
     }
     b[2].data += 4, b[2].strides[0] += 4; /* rows that start apart: runs */
-    CHECK(!mls_differ_same(k, pool, pairs, PAIRS));
+    CHECK(!mls_diff_same(k, pool, pairs, PAIRS));
     b[2].data -= 4, b[2].strides[0] -= 4;
-    CHECK(mls_differ_same(k, pool, pairs, PAIRS));
+    CHECK(mls_diff_same(k, pool, pairs, PAIRS));
     y[1003000 * 4 - 1] ^= 0x40; /* the very last element of the largest */
-    CHECK(!mls_differ_same(k, pool, pairs, PAIRS));
+    CHECK(!mls_diff_same(k, pool, pairs, PAIRS));
     fill_random(y, 2000000, 12);
     b[2].data += 4, b[2].strides[0] += 4;
-    CHECK(mls_differ(k, NULL, pairs, PAIRS, alone, &st) == MLS_OK);
-    CHECK(mls_differ(k, pool, pairs, PAIRS, together, &st) == MLS_OK);
+    CHECK(mls_diff(k, NULL, pairs, PAIRS, alone, &st) == MLS_OK);
+    CHECK(mls_diff(k, pool, pairs, PAIRS, together, &st) == MLS_OK);
     for (size_t i = 0; i < PAIRS; i++) {
         CHECK(equal(alone[i], together[i]));
         CHECK(equal(alone[i], expect(&a[i], &b[i])));
@@ -729,7 +728,7 @@ static void threads_find_what_one_finds(void)
 /* A kernel that counts how much it is asked, and finds all of it changed. */
 static size_t asked;
 
-static void count_only(const void *a, const void *b, size_t count, mls_difference *into)
+static void count_only(const void *a, const void *b, size_t count, mls_diff_result *into)
 {
     (void)a;
     (void)b;
@@ -739,7 +738,7 @@ static void count_only(const void *a, const void *b, size_t count, mls_differenc
 
 static void the_search_for_a_difference_stops_early(void)
 {
-    const mls_differ_kernels k = {.run = {[MLS_U8] = count_only}};
+    const mls_diff_kernels k = {.run = {[MLS_U8] = count_only}};
     mls_tensor a = {.data = memory[0], /* never read */
                     .dtype = MLS_U8,
                     .rank = 2,
@@ -747,9 +746,9 @@ static void the_search_for_a_difference_stops_early(void)
                     .strides = {0, 1}};
     mls_tensor b = a;
     b.data = memory[1];
-    const mls_differ_pair pairs[] = {{&a, &b}, {&a, &b}};
+    const mls_diff_pair pairs[] = {{&a, &b}, {&a, &b}};
     asked = 0;
-    CHECK(!mls_differ_same(&k, NULL, pairs, 2));
+    CHECK(!mls_diff_same(&k, NULL, pairs, 2));
     CHECK(asked <= 300000);
 }
 
@@ -762,12 +761,11 @@ static void too_many_parts_are_an_error_and_change_nothing(void)
                     .shape = {(size_t)1 << 31, (size_t)1 << 31}};
     mls_tensor b = a;
     b.data = memory[1];
-    const mls_differ_pair pairs[] = {{&a, &b}, {&a, &b}, {&a, &b}, {&a, &b}};
-    mls_difference out[4] = {{5, 5, 5, 5}};
+    const mls_diff_pair pairs[] = {{&a, &b}, {&a, &b}, {&a, &b}, {&a, &b}};
+    mls_diff_result out[4] = {{5, 5, 5, 5}};
     mls_status st;
-    CHECK(mls_differ_check(&a, &b, &st) == MLS_OK);
-    CHECK(mls_differ(mls_differ_of(best_cpu()), NULL, pairs, 4, out, &st) ==
-          MLS_E_MEMORY);
+    CHECK(mls_diff_check(&a, &b, &st) == MLS_OK);
+    CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 4, out, &st) == MLS_E_MEMORY);
     CHECK(out[0].changed == 5 && st.code == MLS_E_MEMORY);
 }
 
